@@ -22,7 +22,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-device lint format docs chaos benchmark clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-device test-gpu lint format docs chaos benchmark clean
 
 help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, hosts, notebooks, deep properties'
 	@echo 'make test-vllm   the tests of VLLMEngine, in an environment of their own; test-all includes them'
 	@echo 'make test-device the tests of device code on a simulated CUDA device, which needs a C++ compiler'
+	@echo 'make test-gpu    the tests of device code on the GPUs of this machine; refuses where there is none'
 	@echo 'make lint        ruff and mypy alone'
 	@echo 'make format      let ruff repair and format the sources'
 	@echo 'make docs        build the documentation into site/, and fail on dead links'
@@ -60,6 +61,13 @@ test-vllm: $(VLLM_READY)
 test-device: $(READY)
 	@$(PY) tests/simdevice/build.py
 	@SIMDEVICE=1 PYTHONPATH="tests/simdevice/boot:$(CURDIR)" $(PY) -m pytest $(or $(ARGS),tests/simdevice/on_device)
+
+# First the numbers of devices, so that the tests' Ray has them. ARGS="tests/train" runs other tests on the GPUs.
+test-gpu: $(READY)
+	@TEST_GPUS=$$($(PY) -c 'import torch; print(torch.accelerator.device_count())') && if [ "$$TEST_GPUS" = 0 ]; then \
+	    echo 'make test-gpu: torch sees no GPU on this machine; make test-device simulates one' >&2; exit 2; \
+	fi && export TEST_GPUS && \
+	$(PY) -m pytest $(or $(ARGS),tests/simdevice/on_device) && $(PY) -m pytest -m gpu $(or $(ARGS),tests)
 
 lint: $(READY)
 	@$(PY) -m ruff check .

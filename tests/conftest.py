@@ -28,6 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPAT
 
 import budgets  # noqa: E402  (Ray reads the variables when it is imported)
 import depth  # noqa: E402
+import devices  # noqa: E402
 import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
 from fork_workers import forked_workers  # noqa: E402
@@ -212,14 +213,15 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def ray_cluster(pytestconfig):
-    """This process's own Ray: 16 logical CPUs, 8 crates for the tests of pools, no GPU, no dashboard."""
+    """This process's own Ray: 16 logical CPUs, 8 crates for the tests of pools, no dashboard, and devices only
+    where they are simulated."""
     import ray
 
     with nullcontext() if pytestconfig.getoption("--full") else forked_workers() as start_server:
         ray.init(
             "local",
             num_cpus=16,
-            num_gpus=0,
+            num_gpus=devices.DEVICES,
             resources={"crate": 8},
             include_dashboard=False,
             object_store_memory=2 * 1024**3,

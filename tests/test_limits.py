@@ -36,10 +36,13 @@ def functions_for_cuda(path):
     return visit(ast.parse(path.read_text()), "")
 
 
+NAMES = ("cuda", "accelerator", "has_cuda", "has_accelerator", "on_accelerator", "pin_memory", "nccl")
+"""What such lines have as a name, an attribute or a string, unless they compare a device's type."""
+
+
 def is_for_cuda(statement):
     return any(
-        (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "pin_memory"))
-        or (isinstance(node, ast.Name) and node.id == "has_cuda")
-        or (isinstance(node, ast.Constant) and node.value in ("cuda", "nccl"))
+        (isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "type")
+        or any(getattr(node, field, None) in NAMES for field in ("attr", "id", "value"))
         for node in ast.walk(statement)
     )

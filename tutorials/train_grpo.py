@@ -114,7 +114,7 @@ def main():
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         engine_cls, options = ENGINES[engine]
         if args.exact:
-            options = {"exact": True, "param_dtype": args.param_dtype, **options}
+            options = {"exact": True, "param_dtype": args.param_dtype, "fp32_lm_head": args.fp32_lm_head, **options}
         if args.lora_rank:  # the engine has the same base model as the trainers, and only gets the adapter
             options = {"seed": args.seed, "lora": LoraSettings.from_args(args), **options}
         rollout = RayWorkerGroup(

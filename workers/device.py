@@ -1,5 +1,5 @@
-"""Choose between cuda and cpu, nccl and gloo; and dtypes by name. No other file decides this. torch is imported on
-first use."""
+"""Which accelerator this process uses, and its names; and dtypes by name. No other file decides this or names a device;
+`single_controller.ray.rank.devices` has the variables that Ray sets. torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import contextlib
 import logging
 import mmap
 import os
+import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +23,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Variables that restrict the devices that torch sees. On ROCm the first one that is set counts, elsewhere only
-CUDA_VISIBLE_DEVICES."""
 
+@dataclass(frozen=True)
+class Accelerator:
+    """The names of one kind of accelerator. Everything else is asked of ``torch.accelerator``.
+
+    Attributes:
+        backend: of torch.distributed for tensors on it. None if there is none: workers, which need one, use the CPU.
+        visible: variables that list the devices that torch sees. The first one that is set counts.
+        resource: Ray's resource.
+        ipc: whether torch can share its memory with another process.
+    """
+
+    backend: str | None
+    visible: tuple[str, ...] = ()
+    resource: str = "GPU"
+    ipc: bool = False
+
+
+# Only "cuda" has been run, on a simulated device. Sources of the other names: torch's default_device_backend_map, Ray's
+# accelerator managers (ray._private.accelerators), and torch_npu, which registers hccl when it is imported.
+ACCELERATORS = {
+    "cuda": Accelerator("nccl", ("CUDA_VISIBLE_DEVICES",), ipc=True),
+    "rocm": Accelerator("nccl", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), ipc=True),
+    "xpu": Accelerator("xccl", ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")),
+    "npu": Accelerator("hccl", ("ASCEND_RT_VISIBLE_DEVICES",), resource="NPU"),
+    "mps": Accelerator(None),  # torch maps it to gloo, which takes no tensors on it
+}
+"""By torch's device type; "rocm" is torch's "cuda" on AMD."""
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+"""How nccl allocates memory. Processes that differ in it cannot connect."""
 
 DTYPES = {
     "fp32": "float32",
@@ -41,33 +72,94 @@ class DeviceError(SingleControllerError):
 
 
 def has_cuda() -> bool:
-    """Whether this process has a CUDA device."""
+    """Whether code that names CUDA itself, such as megatron's, finds it here. All other code asks `has_accelerator`."""
     import torch
 
     return torch.cuda.is_available()
 
 
+def has_accelerator() -> bool:
+    """Whether this process has an accelerator that workers can use."""
+    return kind() != "cpu"
+
+
+def kind() -> str:
+    """Return torch's type of this process's device: "cuda", another accelerator's, or "cpu".
+
+    Raises:
+        DeviceError: the accelerator is not in `ACCELERATORS`.
+    """
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "cpu"
+    if found.type not in ACCELERATORS:
+        raise DeviceError(
+            f"torch has an accelerator of the type {found.type!r}, whose names workers.device.ACCELERATORS does not "
+            "have: add its backend of torch.distributed and its list of visible devices there"
+        )
+    return "cpu" if ACCELERATORS[found.type].backend is None else found.type
+
+
+def names() -> Accelerator:
+    """Return the names of this process's accelerator. It must have one."""
+    import torch
+
+    return ACCELERATORS["rocm" if torch.version.hip is not None else kind()]
+
+
 def backend() -> str:
-    """Return the backend for ``torch.distributed``: nccl if this process has a CUDA device, otherwise gloo."""
-    return "nccl" if has_cuda() else "gloo"
+    """Return the backend for ``torch.distributed``: the accelerator's if this process has one, otherwise gloo."""
+    return str(names().backend) if has_accelerator() else "gloo"
 
 
 def every_backend() -> str:
-    """Return the ``torch.distributed`` backends for tensors on any device: gloo for the CPU, nccl for CUDA."""
-    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    """Return the ``torch.distributed`` backends for tensors on any device, such as ``"cpu:gloo,cuda:nccl"``."""
+    return f"cpu:gloo,{kind()}:{backend()}" if has_accelerator() else "gloo"
+
+
+def on_accelerator(device: torch.device) -> bool:
+    """Whether a device is an accelerator: neither the CPU nor torch's "meta"."""
+    return device.type not in ("cpu", "meta")
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for everything that was started on the accelerators among devices."""
+    import torch
+
+    for one in {device for device in devices if on_accelerator(device)}:
+        torch.accelerator.synchronize(one)
+
+
+def empty_cache() -> None:
+    """Give the accelerator's memory that torch has cached back to the driver."""
+    import torch
+
+    if has_accelerator():
+        torch.accelerator.empty_cache()
+
+
+def free_device_memory() -> int:
+    """Return the free bytes of the current device, over all processes. This process must have an accelerator."""
+    import torch
+
+    return int(torch.accelerator.get_memory_info()[0])
 
 
 def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate host memory (uint8). CUDA devices copy to and from pinned memory directly.
+    """Allocate host memory (uint8). Accelerators copy to and from pinned memory directly.
 
-    The memory is registered with CUDA instead of allocated by torch, which rounds pinned allocations up to a power of
-    two and caches them after they are freed. If CUDA cannot pin it, a warning is logged and copies are slower.
+    CUDA registers memory of numpy's. Other accelerators have only torch's pinned memory, which is rounded up to a power
+    of two and cached after it is freed. If CUDA cannot pin it, a warning is logged and copies are slower.
     """
     import numpy as np
     import torch
 
     if not pinned or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
+    if kind() != "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     # CUDA pins whole pages, so no other memory may share them. `weakref.finalize` runs before the array is freed.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = np.empty(whole + mmap.PAGESIZE, np.uint8)
@@ -118,42 +210,43 @@ def device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     """
     import torch
 
-    if not has_cuda():
+    if not has_accelerator():
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     if not device_ids:
-        return torch.device("cuda", local_rank % count)
-    index = visible_index(device_ids[0], os.environ, amd=torch.version.hip is not None)
+        return torch.device(kind(), local_rank % count)
+    index = visible_index(device_ids[0], os.environ, names().visible)
     if index >= count:
         raise DeviceError(
             f"Ray assigned device {device_ids[0]} to this worker, at index {index} of its visible devices, but torch "
             f"sees only {count}: ray.init(num_gpus=...) promised more GPUs than the node has, or the list of visible "
             "devices was changed after torch had read it"
         )
-    return torch.device("cuda", index)
+    return torch.device(kind(), index)
 
 
-def visible_index(device_id: str, environment: Mapping[str, str], amd: bool = False) -> int:
+def visible_index(device_id: str, environment: Mapping[str, str], lists: Sequence[str]) -> int:
     """Return torch's index of a device.
 
     Args:
         device_id: Ray's id of the device: its number on the node, or its entry in the list of visible devices if that
             was set before Ray started.
         environment: environment variables of the process.
-        amd: whether torch runs on ROCm.
+        lists: ``visible`` of the `Accelerator`.
 
     Raises:
         DeviceError: the device is not in the list of visible devices.
     """
-    name = next((name for name in _LISTS[0 if amd else 1 :] if name in environment), None)
+    name = next((name for name in lists if name in environment), None)
     if name is None:
         if not device_id.isdigit():
             raise DeviceError(
-                f"Ray assigned device {device_id!r} to this worker; it is not a number, and no variable such as "
-                f"{_LISTS[-1]} lists it"
+                f"Ray assigned device {device_id!r} to this worker; it is not a number, and none of the "
+                f"variables {', '.join(lists)} lists it"
             )
         return int(device_id)
-    visible = [item.strip() for item in environment[name].split(",")]
+    # ONEAPI_DEVICE_SELECTOR is "level_zero:0,1".
+    visible = [item.strip() for item in environment[name].removeprefix("level_zero:").split(",")]
     if device_id not in visible:
         raise DeviceError(
             f"Ray assigned device {device_id} to this worker, but {name}={environment[name]!r} hides it: remove that "
@@ -163,36 +256,158 @@ def visible_index(device_id: str, environment: Mapping[str, str], amd: bool = Fa
 
 
 def use_device(taken: torch.device | None) -> None:
-    """Make a device that `take_device` returned the current one of this thread. CUDA's current device is per thread."""
+    """Make a device that `take_device` returned the current one of this thread. torch has one for each thread."""
     import torch
 
-    if taken is not None and taken.type == "cuda":
-        torch.cuda.set_device(taken)
+    if taken is not None and on_accelerator(taken):
+        torch.accelerator.set_device_index(taken)
 
 
 def take_device(local_rank: int = 0, device_ids: Sequence[str] = ()) -> torch.device:
     """Make `device` the current device, and return it."""
-    import torch
-
     mine = device(local_rank, device_ids)
-    if mine.type == "cuda":
-        torch.cuda.set_device(mine)
+    use_device(mine)
     return mine
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device without waiting for the device: from host memory by way of pinned memory, which torch
     keeps until the copy is done."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if on_accelerator(device) and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def current_device() -> torch.device:
-    """Return the current CUDA device, or the CPU if there is no CUDA device."""
+    """Return the current device: of this process's accelerator, or the CPU."""
     import torch
 
-    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+    if not has_accelerator():
+        return torch.device("cpu")
+    return torch.device(kind(), torch.accelerator.current_device_index())
+
+
+@cache
+def device_name(local_rank: int = 0, device_ids: tuple[str, ...] = ()) -> str:
+    """Return the name of a worker's device. It is the same in every process that can open memory there."""
+    return name_of(device(local_rank, device_ids))
+
+
+def name_of(here: torch.device) -> str:
+    """`device_name` of a torch device of this process: ``<type>:<uuid>``, or ``cpu:<host> <namespace>``."""
+    import torch
+
+    if on_accelerator(here):
+        properties = torch.get_device_module(here).get_device_properties(here)
+        return f"{here.type}:{getattr(properties, 'uuid', None) or _number_on_host(here)}"
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # macOS has neither /proc nor namespaces
+        namespace = ""
+    return f"cpu:{socket.gethostname()} {namespace}"
+
+
+def _number_on_host(here: torch.device) -> str:
+    listed = next((os.environ[name] for name in names().visible if name in os.environ), None)
+    number = str(here.index) if listed is None else listed.split(",")[here.index]
+    return f"{socket.gethostname()} {number}"
+
+
+def new_backend(name: str, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    """Create and connect a backend of torch.distributed that belongs to no process group.
+
+    Args:
+        name: of the backend: "gloo", or an accelerator's.
+        store: for the rendezvous.
+        rank: of this process.
+        size: number of processes.
+        timeout: of its operations.
+        device: of its tensors. An accelerator becomes the current device of this thread.
+    """
+    import torch.distributed as dist
+
+    use_device(device)
+    if name in ("gloo", "nccl", "xccl"):
+        backend: Any = getattr(dist, f"ProcessGroup{'Gloo' if name == 'gloo' else name.upper()}")
+        if name == "gloo":
+            return backend(store, rank, size, timeout)
+        options = backend.Options()
+        options._timeout = timeout
+        with _watchdog_reports_errors():
+            made = backend(store, rank, size, options)
+    else:  # registered with torch by an extension
+        plugin = dist.Backend._plugins[name.upper()]
+        arguments: tuple[Any, ...] = (store, rank, size, timeout)
+        if plugin.extended_api:
+            wanted = dist.distributed_c10d._DistributedBackendOptions()
+            wanted.store, wanted.group_rank, wanted.group_size, wanted.timeout = arguments
+            wanted.global_ranks_in_group, arguments = list(range(size)), (wanted, None)
+        made = plugin.creator_fn(*arguments)
+    # Connect now, while the caller still notices a missing member; nccl would connect lazily.
+    if hasattr(made, "eager_connect_single_device"):
+        made.eager_connect_single_device(device)
+    return made
+
+
+@contextlib.contextmanager
+def _watchdog_reports_errors() -> Iterator[None]:
+    """Inside, an nccl group is created with a watchdog that reports errors instead of ending the process.
+
+    torch reads the setting from the environment, which all threads of the process share. This library creates no other
+    group meanwhile: the thread that runs the update waits for the rendezvous.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # clean up the communicator only
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def share_memory(memory: torch.Tensor) -> tuple[Any, ...]:
+    """Return a handle with which another process can open a device's memory once. Needs `Accelerator.ipc`."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    handle: tuple[Any, ...] = reduce_tensor(memory)[1]
+    return handle
+
+
+@contextlib.contextmanager
+def opened_memory(handle: Sequence[Any], here: torch.device) -> Iterator[torch.Tensor]:
+    """Open what `share_memory` returned in another process on the same device. The device is also the current one
+    inside: torch keeps it per thread, and the thread that runs a method of a worker may never have selected one."""
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = list(handle)
+    arguments[6] = here.index  # the sender may see the same device under another index
+    with torch.accelerator.device_index(here.index):
+        memory = rebuild_cuda_tensor(*arguments)
+        try:
+            yield memory
+        finally:
+            synchronize([here])  # the sender overwrites the memory with the next round
+            del memory
+            collect_shared()
+
+
+def collect_shared() -> None:
+    """Free memory that was shared with other processes and that none of them uses any more."""
+    import torch
+
+    if has_accelerator() and names().ipc:
+        torch.cuda.ipc_collect()
+
+
+def device_runtime(folder: Path) -> tuple[str, list[Path]]:
+    """Return the major version of torch's CUDA, "" without one, and the CUDA runtimes that pip has installed."""
+    import torch
+
+    major = (torch.version.cuda or "").split(".")[0]
+    return major, sorted(folder.glob(f"nvidia/*/lib/libcudart.so.{major}*")) if major else []
 
 
 def dtype_of(name: Any) -> torch.dtype:

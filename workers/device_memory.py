@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from workers.device import has_cuda, host_memory
+from workers.device import empty_cache, free_device_memory, has_accelerator, host_memory, on_accelerator, synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,9 @@ class DeviceMemory:
 
     The tensors stay the same objects and have the same contents after `wake_up`. Do not use them in between. Their
     address may change, unless torch_memory_saver is used; that of scratch tensors may change in any case. Tensors that
-    share a storage are moved once, with the whole storage. If there is CUDA, tensors on the CPU are not moved.
+    share a storage are moved once, with the whole storage. If there is a device, tensors on the CPU are not moved.
 
-    torch_memory_saver is used if there is CUDA, it can be imported, and the process was started with it
+    torch_memory_saver is used if there is a device, it can be imported, and the process was started with it
     (``TMS_INIT_ENABLE=1``, ``TMS_INIT_ENABLE_CPU_BACKUP=1`` and its library in ``LD_PRELOAD``). It then frees
     everything that the process has allocated since its start, not only these tensors.
 
@@ -89,7 +89,7 @@ class DeviceMemory:
                 self._paused = True
             else:
                 freed += self._empty(kept)
-                _empty_cache()
+                empty_cache()
         except BaseException:
             self.wake_up()  # if this fails as well, the copies stay, and the caller can call it again
             raise
@@ -114,7 +114,7 @@ class DeviceMemory:
         """Free the memory of the scratch tensors. `_fill` brings it back."""
         copied = {storage._cdata for storage in kept}
         storages = [one for one in _storages(self._scratch()) if one.nbytes() and one._cdata not in copied]
-        _synchronize(storages)  # collectives on other streams may still read gradients
+        synchronize(one.device for one in storages)  # collectives on other streams may still read gradients
         for storage in storages:
             self._dropped.append((storage, storage.nbytes()))
             storage.resize_(0)
@@ -128,13 +128,13 @@ class DeviceMemory:
             for storage in storages:
                 memory = self._host.get(storage._cdata)
                 if memory is None or memory.numel() != storage.nbytes():
-                    memory = host_memory(storage.nbytes(), pinned=storage.device.type == "cuda")
+                    memory = host_memory(storage.nbytes(), pinned=on_accelerator(storage.device))
                 memory.copy_(_bytes_of(storage), non_blocking=True)
                 host[storage._cdata] = memory
         finally:
             # Before anything is freed: the storages, after a success; after a failure, the host memory that copies may
             # still be written to.
-            _synchronize(storages)
+            synchronize(storage.device for storage in storages)
             self._host = host if self._keep else {}
         self._moved = [(storage, host[storage._cdata]) for storage in storages]
         for storage in storages:
@@ -149,7 +149,7 @@ class DeviceMemory:
         for storage, nbytes in self._dropped:
             storage.resize_(nbytes)
             _bytes_of(storage).zero_()
-        _synchronize([storage for storage, _ in self._moved])
+        synchronize(storage.device for storage, _ in self._moved)
         taken = sum(memory.numel() for _, memory in self._moved) + sum(nbytes for _, nbytes in self._dropped)
         self._moved, self._dropped = [], []
         return taken
@@ -158,7 +158,7 @@ class DeviceMemory:
 def saver_preloaded() -> bool:
     """Whether torch_memory_saver manages this process's device memory, with copies in host memory."""
     return (
-        has_cuda()
+        has_accelerator()
         and os.environ.get("TMS_INIT_ENABLE") == "1"
         and os.environ.get("TMS_INIT_ENABLE_CPU_BACKUP") == "1"
         and "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
@@ -169,19 +169,19 @@ def saver_preloaded() -> bool:
 def _pause() -> int:
     from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found,unused-ignore]
 
-    _empty_cache()  # torch's unused cached memory would be copied too
-    before = torch.cuda.mem_get_info()[0]
-    torch.cuda.synchronize()
+    empty_cache()  # torch's unused cached memory would be copied too
+    before = free_device_memory()
+    torch.accelerator.synchronize()
     torch_memory_saver.pause()
-    return max(0, torch.cuda.mem_get_info()[0] - before)
+    return max(0, free_device_memory() - before)
 
 
 def _resume() -> int:
     from torch_memory_saver import torch_memory_saver
 
-    before = torch.cuda.mem_get_info()[0]
+    before = free_device_memory()
     torch_memory_saver.resume()
-    return max(0, before - torch.cuda.mem_get_info()[0])
+    return max(0, before - free_device_memory())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -189,7 +189,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     by_address: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.device.type == "cpu" and has_cuda():
+        if storage.device.type == "cpu" and has_accelerator():
             continue
         if not storage.resizable():  # the memory of a numpy array, of a file, or of another process
             logger.debug("a tensor of shape %s does not own its memory and is not offloaded", tuple(tensor.shape))
@@ -200,13 +200,3 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _synchronize(storages: Iterable[torch.UntypedStorage]) -> None:
-    for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
-
-
-def _empty_cache() -> None:
-    if has_cuda():
-        torch.cuda.empty_cache()

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from single_controller import GroupBrokenError
+from workers import device
 from workers.background import in_thread
-from workers.device import DeviceError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore
@@ -47,12 +47,12 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     Args:
         worker: provides the rank and the rendezvous address. A single rank needs no rendezvous. In a
             `LocalWorkerGroup` the process group is destroyed when the group is closed.
-        backend: of torch.distributed, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        backend: of torch.distributed, such as ``"gloo"``, or ``workers.device.every_backend()``.
         timeout_minutes: timeout of a collective.
 
     Raises:
         LocalGroupError: the worker is in a `LocalWorkerGroup` of several ranks, which share one process.
-        DeviceError: two ranks have the same GPU. This is checked if the backend has both gloo and nccl.
+        DeviceError: two ranks have the same device. This is checked if the backend has both gloo and the device's.
         GroupBrokenError: the group is having a rank replaced.
         RuntimeError: the worker replaces another one, and is still alone: see `Worker.is_replacement`.
     """
@@ -71,7 +71,7 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     store = dist.PrefixStore("default_pg", _new_store(worker, timeout))
     options: dict[str, Any] = {"rank": worker.rank, "world_size": worker.world_size, "timeout": timeout}
     _unless_leaving(worker, lambda: dist.init_process_group(backend, store=store, **options))
-    if "nccl" in backend and "gloo" in backend:
+    if device.has_accelerator() and "gloo" in backend and device.backend() in backend:
         _refuse_shared_devices()
 
 
@@ -153,14 +153,12 @@ def _end_default_group() -> None:
 
 
 def _refuse_shared_devices() -> None:
-    import torch
-
     rank_of: dict[str, int] = {}
-    for rank, name in enumerate(gathered(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))):
+    for rank, name in enumerate(gathered(device.name_of(device.current_device()))):
         if name in rank_of:
-            raise DeviceError(
-                f"ranks {rank_of[name]} and {rank} are on the same GPU, but nccl needs a different GPU for each rank "
-                "of a group. Give each rank its own GPU; different groups may share GPUs"
+            raise device.DeviceError(
+                f"ranks {rank_of[name]} and {rank} are on the same GPU, but {device.backend()} needs a different GPU "
+                "for each rank of a group. Give each rank its own GPU; different groups may share GPUs"
             )
         rank_of[name] = rank
 

@@ -216,6 +216,32 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
         return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
 
 
+def compute_output_in_float32(model: Any) -> None:
+    """Make a causal language model compute its output layer in float32, whatever its dtype, from the same weights: the
+    logits are not rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585; Khatri et al. 2025, arXiv 2510.13786). The
+    weights stay in the dtype of the computation, so trainers and engines have the same.
+
+    Raises:
+        ValueError: the output layer is no plain linear layer, for example because it has an adapter.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(
+            f"fp32_lm_head=True: the output layer of {type(model).__name__} is a {type(head).__name__}; expected a "
+            "torch.nn.Linear, without a LoRA adapter. Leave out fp32_lm_head"
+        )
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden.float(), head.weight.float(), bias)
+
+    layer: Any = head
+    layer.forward = forward
+
+
 def meta_model(config: Any, trust_remote_code: bool) -> Any:
     """Return the model of a config object, without memory for its weights."""
     import torch

@@ -210,7 +210,7 @@ class _Reducers:
             if reduced is not None:
                 return reduced
         tensors: Any = getattr(tensordict, "TensorDictBase", ())
-        if isinstance(obj, tensors) and obj.device is not None and obj.device.type == "cuda":
+        if isinstance(obj, tensors) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             return _identity, (obj.cpu(),)  # its tensors arrive on the CPU, and its device must say so
         return super().reducer_override(obj)  # type: ignore[misc]
 
@@ -245,7 +245,7 @@ def _reduce_tensor(torch: Any, tensor: Any, seen: dict[Any, Any]) -> tuple[Any, 
         tensor.layout is not torch.strided
         or tensor.is_nested
         or tensor.is_quantized
-        or tensor.device.type not in ("cpu", "cuda")
+        or tensor.device.type == "meta"
         or cls.__reduce_ex__ is not base.__reduce_ex__
         or cls.__torch_dispatch__ is not base.__torch_dispatch__
         or getattr(cls, "__getstate__", None) is not getattr(base, "__getstate__", None)
@@ -281,12 +281,12 @@ def _reduce_jagged(value: Any, made: jagged.Made) -> tuple[Any, ...] | None:
     """Reduce a jagged tensor. The result of unpickling is compact, on the CPU, and shares its ``offsets`` object with
     other tensors of its ragged size.
 
-    None for subclasses and other devices, whose own reduction is used. It would be right for all, but takes several
+    None for subclasses and the device "meta", whose own reduction is used. It would be right for all, but takes several
     times as long, and tensors that were moved to another device one by one have an ``offsets`` object each.
     """
     from torch.nested._internal.nested_tensor import NestedTensor
 
-    if type(value) is not NestedTensor or value.device.type not in ("cpu", "cuda"):
+    if type(value) is not NestedTensor or value.device.type == "meta":
         return None
     value = jagged.compact(value, made)
     size = ("send", jagged.ragged_size(value))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOST_PEER_SIGNS = (
     "gloo",
-    "NCCL",
+    "CCL",  # the collectives of accelerators: NCCL, HCCL, XCCL
     "Connection reset by peer",
     "Connection closed by peer",
     "Connection refused",

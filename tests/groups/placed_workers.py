@@ -44,6 +44,6 @@ class Placed(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def index(self):
         """The index that torch would use for the device."""
-        from workers.device import visible_index
+        from workers.device import ACCELERATORS, visible_index
 
-        return visible_index(self.device_ids[0], os.environ)
+        return visible_index(self.device_ids[0], os.environ, ACCELERATORS["cuda"].visible)

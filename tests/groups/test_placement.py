@@ -6,7 +6,7 @@ Expected values come from what Ray reports in the worker (`placed_workers`) and 
 import pytest
 from test_other_clusters import run
 
-from workers.device import DeviceError, visible_index
+from workers.device import ACCELERATORS, DeviceError, visible_index
 
 pytestmark = pytest.mark.timeout(200)  # two scripts with many processes, on a possibly busy machine
 
@@ -234,24 +234,27 @@ def test_several_nodes():
 
 
 @pytest.mark.parametrize(
-    ("device_id", "variables", "amd", "index"),
+    ("device_id", "variables", "kind", "index"),
     [
-        ("3", {}, False, 3),
-        ("3", {"CUDA_VISIBLE_DEVICES": "3"}, False, 0),
-        ("5", {"CUDA_VISIBLE_DEVICES": "4, 5,6"}, False, 1),
-        ("GPU-9f", {"CUDA_VISIBLE_DEVICES": "GPU-1c,GPU-9f"}, False, 1),
-        ("3", {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "3"}, True, 0),
-        ("3", {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "3"}, False, 1),
-        ("3", {"CUDA_VISIBLE_DEVICES": "2,3"}, True, 1),
-        ("3", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, False, 3),
+        ("3", {}, "cuda", 3),
+        ("3", {"CUDA_VISIBLE_DEVICES": "3"}, "cuda", 0),
+        ("5", {"CUDA_VISIBLE_DEVICES": "4, 5,6"}, "cuda", 1),
+        ("GPU-9f", {"CUDA_VISIBLE_DEVICES": "GPU-1c,GPU-9f"}, "cuda", 1),
+        ("3", {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "3"}, "rocm", 0),
+        ("3", {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "3"}, "cuda", 1),
+        ("3", {"CUDA_VISIBLE_DEVICES": "2,3"}, "rocm", 1),
+        ("3", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, "cuda", 3),
+        ("3", {"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}, "npu", 1),
+        ("3", {"ZE_AFFINITY_MASK": "3"}, "xpu", 0),
+        ("3", {"ONEAPI_DEVICE_SELECTOR": "level_zero:2,3"}, "xpu", 1),  # as earlier versions of Ray set it
     ],
 )
-def test_device_index_is_its_position_in_the_list(device_id, variables, amd, index):
-    assert visible_index(device_id, variables, amd) == index
+def test_device_index_is_its_position_in_the_list(device_id, variables, kind, index):
+    assert visible_index(device_id, variables, ACCELERATORS[kind].visible) == index
 
 
 def test_hidden_device_is_an_error():
     with pytest.raises(DeviceError, match=r"device 4 to this.*, but CUDA_VISIBLE_DEVICES='0,1' hides it.*worker_env"):
-        visible_index("4", {"CUDA_VISIBLE_DEVICES": "0,1"})
+        visible_index("4", {"CUDA_VISIBLE_DEVICES": "0,1"}, ["CUDA_VISIBLE_DEVICES"])
     with pytest.raises(DeviceError, match="not a number"):
-        visible_index("GPU-9f", {})
+        visible_index("GPU-9f", {}, ["CUDA_VISIBLE_DEVICES"])

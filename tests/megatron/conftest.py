@@ -5,6 +5,7 @@ Each test initializes megatron in them with the sizes that it needs.
 """
 
 import pytest
+from devices import ON_DEVICE
 from folder_scope import shared
 from megatron_workers import Lab
 
@@ -13,7 +14,7 @@ from single_controller import NVMegatronRayWorkerGroup, RayClassWithInitArgs, Ra
 
 def processes(count):
     # A fraction of a CPU each: the slots leave the test cluster's CPUs to other tests.
-    pool = shared(__file__, ("pool", count), lambda: RayResourcePool([count], use_gpu=False, num_cpus=0.1))
+    pool = shared(__file__, ("pool", count), lambda: RayResourcePool([count], use_gpu=ON_DEVICE, num_cpus=0.1))
     return shared(
         __file__,
         ("group", count),

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from devices import ON_DEVICE
 from megatron_workers import InConstructor, Lab, Replaceable, expert_coordinate, random_numbers, with_warnings
 
 from single_controller import (
@@ -27,7 +28,7 @@ def sizes(group):
 @pytest.fixture(scope="module")
 def pair(ray_cluster):
     """Slots for two ranks."""
-    with RayResourcePool([2], use_gpu=False) as pool:
+    with RayResourcePool([2], use_gpu=ON_DEVICE) as pool:
         yield pool
 
 

@@ -9,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -36,6 +37,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "gemma2": Gemma2Config(**SIZES, sliding_window=24),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16),
+    "deepseek_v3": DeepseekV3Config(**SIZES | {"num_key_value_heads": 4}, n_routed_experts=64, num_experts_per_tok=4,
+                                    moe_intermediate_size=16, n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8,
+                                    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=1),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=256, resid_pdrop=0.0,
                        embd_pdrop=0.0, attn_pdrop=0.0),
 }  # fmt: skip
@@ -47,11 +51,13 @@ def prompts(count, seed=0, longest=70):
     return [[draw.randrange(100) for _ in range(draw.choice([1, 2, 3, 9, longest]))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_decoding_equals_forward_passes_over_any_rows(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "fp32_lm_head"),
+    [*((name, dtype, False) for name in CONFIGS for dtype in ("fp32", "bf16")), ("llama", "bf16", True)],
+)
+def test_decoding_equals_forward_passes_over_any_rows(name, dtype, fp32_lm_head):
     torch.manual_seed(1)
-    engine = HFEngine(CONFIGS[name], seed=4, max_batch_size=5, param_dtype=dtype, exact=True)
+    engine = HFEngine(CONFIGS[name], seed=4, max_batch_size=5, param_dtype=dtype, exact=True, fp32_lm_head=fp32_lm_head)
     given = prompts(13)
     how = [SamplingParams(count, temperature=0.7) for count in (1, 3, 12)]
     futures = [engine.submit(one, how[at % 3], str(at), seed=at) for at, one in enumerate(given)]
@@ -113,7 +119,7 @@ def test_it_is_the_same_model(name):
     """Against transformers' own attention and experts, in float64."""
     torch.manual_seed(2)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name].to_dict()), dtype=torch.float64)
-    if name == "qwen3_moe":
+    if plain._can_set_experts_implementation():
         plain.set_experts_implementation("eager")  # the others take no float64
     ids = torch.randint(0, 100, (3, 90))
     positions = torch.arange(90).expand(3, 90)
@@ -168,7 +174,9 @@ def test_the_probe_finds_what_differs(monkeypatch):
     from workers import exact
 
     one = probe(LLAMA, torch.float32, CPU)
-    assert one == probe(LLAMA, torch.float32, CPU) != probe(LLAMA, torch.bfloat16, CPU)
+    in_bfloat16 = probe(LLAMA, torch.bfloat16, CPU)
+    assert one == probe(LLAMA, torch.float32, CPU) != in_bfloat16
+    assert in_bfloat16 != probe(LLAMA, torch.bfloat16, CPU, fp32_lm_head=True)  # trainer and engine must both have it
     exactly = exact.exact_attention
 
     def rough(module, query, *others, **more):

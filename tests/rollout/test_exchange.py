@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from devices import ON_DEVICE
 from rollout_helpers import Bigram, BigramEngine, EchoEngine, Toy
 
 from single_controller import (
@@ -150,7 +151,7 @@ def test_engine_without_requests_is_refused():
 
 def test_death_of_a_rank_loses_no_group_of_the_others(ray_cluster):
     made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.001)
-    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, made, collectives=False) as group:
+    with RayResourcePool([2], use_gpu=ON_DEVICE) as pool, RayWorkerGroup(pool, made, collectives=False) as group:
         orders = [Orders("a", 0, [request(rank), request(2 + rank, how=LONG)], wait=5.0) for rank in range(2)]
         lost = group.exchange.remote(orders)
         group.die.remote([False, True])

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +159,29 @@ def test_param_dtype_keeps_rotary_frequencies_in_float32():
     assert engine.model.model.rotary_emb.inv_freq.dtype is torch.float32
     (completion,) = engine.generate([[1, 2]], SamplingParams(3), [0])
     assert len(completion.token_ids) == 3
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])
+def test_output_layer_in_float32_under_bfloat16(config):
+    """The log-probabilities are those of the layer's own input and weights, in float64."""
+    errors = {}
+    for fp32_lm_head in (False, True):
+        engine, seen = HFEngine(config, param_dtype="bf16", fp32_lm_head=fp32_lm_head), []
+        engine.load_weights([("model.norm.weight", torch.full((32,), 8.0))])  # logits of more than a few thousandths
+        engine.model.get_output_embeddings().register_forward_pre_hook(partial(keep_input, seen))
+        (completion,) = engine.generate([[5, 9, 2]], SamplingParams(6), [3])
+        weight = engine.read_weights(["lm_head.weight" if config is LLAMA else "model.embed_tokens.weight"])[0]
+        assert weight.dtype is torch.bfloat16 and len(seen) >= 6
+        logits = torch.cat(seen[-6:]).double() @ weight.double().T
+        expected = logits.log_softmax(-1)[range(6), completion.token_ids]
+        errors[fp32_lm_head] = float((torch.tensor(completion.log_probs).double() - expected).abs().max())
+    assert errors[True] < 1e-6 < 1e-4 < errors[False]
+    with pytest.raises(ValueError, match=r"output layer of LlamaForCausalLM .* without a LoRA adapter"):
+        HFEngine(LLAMA, param_dtype="bf16", fp32_lm_head=True, lora={"rank": 2, "target_modules": ["lm_head"]})
+
+
+def keep_input(seen, layer, given):
+    seen.append(given[0][:, -1])
 
 
 @pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])

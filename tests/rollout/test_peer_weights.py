@@ -8,6 +8,7 @@ import threading
 import pytest
 import ray
 import torch
+from devices import ON_DEVICE
 from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of
 from waits import wait_until
 
@@ -243,7 +244,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
     environment = {name: str(file) for name, file in flags.items()} | {"BUCKET_BYTES": "64"}
     made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.005)
     with (
-        RayResourcePool([3], use_gpu=False) as pool,
+        RayResourcePool([3], use_gpu=ON_DEVICE) as pool,
         RayWorkerGroup(pool, made, collectives=False, worker_env=environment) as group,
     ):
         manager = RolloutManager(group, LONG, samples_per_prompt=SAMPLES)

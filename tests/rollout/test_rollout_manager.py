@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
+from devices import ON_DEVICE
 from rollout_helpers import LLAMA, EchoEngine, ToolEngine, plain_log_probs, plain_model
 
 from single_controller import (
@@ -94,7 +95,7 @@ def echoes():
 
 @pytest.fixture(scope="module")
 def on_ray(ray_cluster):
-    with RayResourcePool([2], use_gpu=False) as pool:
+    with RayResourcePool([2], use_gpu=ON_DEVICE) as pool:
         with RayWorkerGroup(pool, made(cls=Pinned)) as group:
             yield group
 
@@ -563,7 +564,10 @@ def test_manager_can_be_sent_to_another_process(on_ray):
     manager = RolloutManager(on_ray, HOW, lambda prompt, completion: len(completion), seed=4)
     manager.weight_version = 0
     expected = manager.generate([[1, 2], [3]], rollout_id=7)
-    with RayResourcePool([1], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Trainer)) as trainers:
+    with (
+        RayResourcePool([1], use_gpu=ON_DEVICE) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Trainer)) as trainers,
+    ):
         ((ids, rewards, kind),) = trainers.roll(manager)
         assert torch.equal(ids, expected["input_ids"]) and torch.equal(rewards, expected["rewards"])
         assert kind == "RayWorkerGroup"

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
+from devices import ON_DEVICE
 from fake_server import FakeServer
 from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions
 from waits import wait_until
@@ -455,7 +456,7 @@ def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):
     replacement gets the weights from it."""
     flag = tmp_path / "die"
     with (
-        RayResourcePool([3], use_gpu=False) as pool,
+        RayResourcePool([3], use_gpu=ON_DEVICE) as pool,
         RayTrainGroup({"train_backend": "fsdp"}, 1, 1, pool[:1], actor_cls=BigramTrainer) as trainer,
         RayWorkerGroup(pool[1:], made(0.001), collectives=False, worker_env={"DIE_IN_UPDATE": str(flag)}) as group,
     ):

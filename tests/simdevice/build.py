@@ -11,6 +11,11 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "simdevice.cpp"
 
 
+def device_type() -> str:
+    """What torch calls the device: "cuda", or "npu" with ``SIMDEVICE=npu``: that of an extension such as torch_npu."""
+    return "npu" if os.environ.get("SIMDEVICE") == "npu" else "cuda"
+
+
 def library() -> Path:
     """Return where the compiled device is for the installed torch, whether or not it has been compiled. torch must not
     be imported to know that."""
@@ -18,7 +23,7 @@ def library() -> Path:
 
     text = SOURCE.read_bytes() + version("torch").encode() + sys.version.encode()
     folder = Path(os.environ.get("SIMDEVICE_CACHE") or Path(tempfile.gettempdir()) / f"simdevice-{os.getuid()}")
-    return folder / hashlib.blake2b(text, digest_size=8).hexdigest() / "simdevice.so"
+    return folder / hashlib.blake2b(text, digest_size=8).hexdigest() / f"{device_type()}.so"
 
 
 def build() -> Path:
@@ -32,11 +37,12 @@ def build() -> Path:
         return target
     import torch.utils.cpp_extension as cpp
 
+    flags = ("-DSIMDEVICE_NPU",) if device_type() == "npu" else ()
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.with_suffix(f".{os.getpid()}")  # renamed below: another process may build it too
     torch_lib = Path(cpp.include_paths()[0]).parent / "lib"
     command = [
-        *("g++", "-shared", "-fPIC", "-std=c++20", "-O1", "-g0", "-w"),
+        *("g++", "-shared", "-fPIC", "-std=c++20", "-O1", "-g0", "-w", *flags),
         "-DTORCH_EXTENSION_NAME=simdevice",
         *(f"-I{folder}" for folder in (*cpp.include_paths(), sysconfig_include())),
         *(str(SOURCE), "-o", str(made)),

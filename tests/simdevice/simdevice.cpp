@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -23,6 +24,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -30,7 +32,15 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
+#ifdef SIMDEVICE_NPU  // the device of an extension, which names torch's PrivateUse1, instead of CUDA
+constexpr DeviceType KIND = DeviceType::PrivateUse1;
+constexpr auto VISIBLE = "ASCEND_RT_VISIBLE_DEVICES";
+#define KEY PrivateUse1
+#else
 constexpr DeviceType KIND = DeviceType::CUDA;
+constexpr auto VISIBLE = "CUDA_VISIBLE_DEVICES";
+#define KEY CUDA
+#endif
 
 namespace {
 std::recursive_mutex lock;  // of everything here
@@ -42,11 +52,27 @@ size_t env(const char* name, size_t otherwise) {
 }
 const size_t TOTAL = env("SIMDEVICE_BYTES", size_t(8) << 30);
 const bool LAZY = env("SIMDEVICE_LAZY", 1), STRICT = env("SIMDEVICE_STRICT", 1);
-int the_count = 1;
 thread_local DeviceIndex the_device = 0;
 thread_local int inside = 0;            // a kernel: copies happen at once
 std::map<std::string, int64_t> counts;  // copies, host reads
 std::vector<std::string> faults;
+
+// The ids of the devices that this process sees. As in CUDA, the list is fixed when memory is first allocated.
+std::vector<std::string> the_ids;
+bool ids_are_fixed = false;
+const std::vector<std::string>& ids() {
+  Hold hold(lock);
+  if (ids_are_fixed) return the_ids;
+  the_ids.clear();
+  if (auto* list = getenv(VISIBLE)) {
+    std::stringstream in(list);
+    for (std::string id; std::getline(in, id, ',');)
+      if (!id.empty() && id != "-1") the_ids.push_back(id);
+  } else
+    for (size_t i = 0; i < env("SIMDEVICE_DEVICES", 16); ++i) the_ids.push_back(std::to_string(i));
+  return the_ids;
+}
+DeviceIndex count() { return (DeviceIndex)ids().size(); }
 
 // ---- memory
 struct Region {
@@ -144,6 +170,7 @@ Pool& pool_of(DeviceIndex d) {
   auto& p = pools[d];
   if (!p.region || p.owner != getpid()) {  // a forked process has a device of its own
     p = Pool{};
+    ids_are_fixed = ids_are_fixed || !ids().empty();
     p.owner = getpid();
     int fd = memfd_create("simdevice", MFD_CLOEXEC);
     TORCH_CHECK(fd >= 0 && !ftruncate(fd, TOTAL), "memfd: ", strerror(errno));
@@ -335,7 +362,7 @@ struct SimHostAllocator final : at::HostAllocator {
 struct SimGenerator final : c10::GeneratorImpl {
   at::Generator inner;
   SimGenerator(DeviceIndex d, at::Generator g)
-      : c10::GeneratorImpl(Device(KIND, d), c10::DispatchKeySet(c10::DispatchKey::CUDA)), inner(std::move(g)) {}
+      : c10::GeneratorImpl(Device(KIND, d), c10::DispatchKeySet(c10::DispatchKey::KEY)), inner(std::move(g)) {}
   void set_current_seed(uint64_t s) override { inner.set_current_seed(s); }
   void set_offset(uint64_t o) override { inner.set_offset(o); }
   uint64_t get_offset() const override { return 0; }
@@ -359,16 +386,27 @@ const at::Generator& default_generator(DeviceIndex d) {
 }
 
 // ---- torch's view of the device
+#ifdef SIMDEVICE_NPU
+void resize_storage(c10::StorageImpl* s, size_t n);
+struct Hooks final : at::PrivateUse1HooksInterface {
+  void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override {
+    resize_storage(s.unsafeGetStorageImpl(), n);
+  }
+#else
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return the_count; }
-  int getNumGPUs() const override { return the_count; }
+  bool hasCUDA() const override { return count() > 0; }
+  int getNumGPUs() const override { return count(); }
   DeviceIndex current_device() const override { return the_device; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+  void deviceSynchronize(DeviceIndex d) const override { drain_device(d); }
+  std::string showConfig() const override { return "simulated"; }
+#endif
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return count() > 0; }
+  void init() const override {}
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return count(); }
   DeviceIndex getCurrentDevice() const override { return the_device; }
   void setCurrentDevice(DeviceIndex d) const override { the_device = d; }
   DeviceIndex exchangeDevice(DeviceIndex d) const override {
@@ -379,15 +417,12 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchangeDevice(d); }
   bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
-  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
   Device getDeviceFromPtr(void* p) const override {
     auto* r = region_of(p);
     return r ? Device(KIND, r->device) : Device(DeviceType::CPU);
   }
   const at::Generator& getDefaultGenerator(DeviceIndex d) const override { return default_generator(d); }
   at::Generator getNewGenerator(DeviceIndex d) const override { return new_generator(d < 0 ? the_device : d); }
-  void deviceSynchronize(DeviceIndex d) const override { drain_device(d); }
-  std::string showConfig() const override { return "simulated"; }
 };
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return KIND; }
@@ -398,7 +433,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Device getDevice() const override { return Device(KIND, the_device); }
   void setDevice(Device d) const override {
-    TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
+    TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
     if (d.index() >= 0) the_device = d.index();
   }
   void uncheckedSetDevice(Device d) const noexcept override {
@@ -438,7 +473,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* v = (Event*)e;
     return v->queue->done >= v->until;
   }
-  DeviceIndex deviceCount() const noexcept override { return the_count; }
+  DeviceIndex deviceCount() const noexcept override { return count(); }
   bool queryStream(const Stream& s) const override {
     Hold hold(lock);
     auto& q = queue_of(s);
@@ -465,9 +500,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 const bool installed = [] {  // when the file is loaded: torch asks for the hooks once, while it is imported
+#ifdef SIMDEVICE_NPU
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+#else
   at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs a) -> std::unique_ptr<at::CUDAHooksInterface> {
     return std::make_unique<Hooks>(a);
   });
+#endif
   c10::impl::DeviceGuardImplRegistrar registrar(KIND, new Guard);
   c10::SetAllocator(KIND, &allocator, 1);
   at::setHostAllocator(KIND, &host_allocator, 1);
@@ -588,16 +627,16 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   auto d = c10::device_or_default(device);
   c10::DeviceGuard guard(d);
-  TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
-  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::KEY),
                                    c10::dtype_or_default(dtype), format);
 }
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<Device> device, std::optional<bool> pin) {
   auto d = c10::device_or_default(device);
   c10::DeviceGuard guard(d);
-  TORCH_CHECK(d.index() < the_count, "CUDA error: invalid device ordinal");
-  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  TORCH_CHECK(d.index() < count(), "CUDA error: invalid device ordinal");
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::KEY),
                                            c10::dtype_or_default(dtype));
 }
 void resize_storage(c10::StorageImpl* s, size_t n) {
@@ -924,8 +963,8 @@ struct SimNccl : c10d::Backend {
 };
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(_, KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, KEY, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
@@ -944,13 +983,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("install", [](int count) {
-    the_count = count;
-    return at::globalContext().hasCUDA();
+  m.def("installed", [] {
+    return dynamic_cast<const Hooks*>(&at::globalContext().getAcceleratorHooksInterface(KIND)) != nullptr;
   });
+  m.def("ids", [] { return ids(); });
   m.def("device", [] { return (int)the_device; });
   m.def("set_device", [](int d) {
-    TORCH_CHECK(d < the_count, "CUDA error: invalid device ordinal");
+    TORCH_CHECK(d < count(), "CUDA error: invalid device ordinal");
     if (d >= 0) the_device = d;
   });
   m.def("exchange_device", [](int d) {
@@ -1024,7 +1063,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         },
         Device(KIND, device));
     c10::Storage s(c10::Storage::use_byte_size_t(), n, std::move(data), &allocator, false);
-    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(s), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(s), c10::DispatchKeySet(c10::DispatchKey::KEY),
                                                       caffe2::TypeMeta::Make<uint8_t>());
     t.unsafeGetTensorImpl()->set_sizes_contiguous({(int64_t)n});
     return t;

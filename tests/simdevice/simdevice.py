@@ -5,8 +5,8 @@ PYTHONPATH and ``SIMDEVICE=1``: torch asks for its CUDA hooks once, while it is 
 itself: memory that the host cannot read, streams whose copies happen as late as is legal, random numbers, IPC, and
 "nccl" over gloo. This file puts it in the place of what `torch.cuda` takes from a build with CUDA.
 
-Environment: ``SIMDEVICE_DEVICES``, the number of devices (2); ``SIMDEVICE_BYTES``, the memory of each (8 GiB);
-``CUDA_VISIBLE_DEVICES`` as usual.
+Environment: ``SIMDEVICE_DEVICES``, the number of devices (16); ``SIMDEVICE_BYTES``, the memory of each (8 GiB);
+``CUDA_VISIBLE_DEVICES`` as usual: it is read when a process first uses a device, which may be after torch was imported.
 
 Not simulated: kernels and collectives run at once, so a missing ``work.wait()`` is not found; CUDA graphs, triton and
 flash kernels, errors of nccl, speed. Processes do not share the budget of a device.
@@ -21,17 +21,10 @@ import sys
 import types
 import uuid
 
-from build import library
+from build import device_type, library
 
 DEFAULT_BYTES = 8 << 30
-
-
-def visible():
-    """The ids of the devices that this process sees."""
-    ids = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if ids is None:
-        return [str(i) for i in range(int(os.environ.get("SIMDEVICE_DEVICES", "2")))]
-    return [i for i in ids.split(",") if i.strip() not in ("", "-1")]
+KIND = device_type()
 
 
 def hook():
@@ -43,7 +36,7 @@ class _Finder:
     """Finds torch, and installs the device around its import."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch" or not visible():
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
@@ -72,27 +65,62 @@ def install():
     spec = importlib.util.spec_from_file_location("simdevice", library())
     device = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(device)
-    ids = visible()
-    if not device.install(len(ids)):
+    if not device.installed():
         raise RuntimeError("torch did not take the hooks of the simulated device")
     torch._simdevice = device
-    _install_cuda(torch, device, ids)
-    _install_storages(torch, device, ids)
+    if KIND != "cuda":
+        _install_npu(torch, device)
+        return
+    _install_cuda(torch, device, torch.cuda)
+    _install_storages(torch, device)
     _install_nccl(torch, device)
     torch.version.cuda = "12.8"
     torch.backends.cuda.is_built = lambda: True
 
 
-def _install_cuda(torch, device, ids):
-    cuda = torch.cuda
+class _Generators:
+    """`torch.cuda.default_generators`."""
 
+    def __init__(self, device):
+        self._device = device
+
+    def __len__(self):
+        return len(self._device.ids())
+
+    def __getitem__(self, number):
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return self._device.generator(number)
+
+
+def _install_npu(torch, device):
+    """As an extension does: it names torch's PrivateUse1, and registers a module and a backend. torch has no handles to
+    such memory for other processes."""
+    import torch.distributed as dist
+
+    def hccl(wanted, _):
+        options = device.Options()
+        options._timeout = wanted.timeout
+        return device.ProcessGroupNCCL(wanted.store, wanted.group_rank, wanted.group_size, options)
+
+    device.ProcessGroupNCCL.abort = lambda self: self._abort()
+    torch.utils.rename_privateuse1_backend(KIND)
+    module = types.ModuleType(f"torch.{KIND}")
+    module.memory, module.random, module.streams = (types.SimpleNamespace() for _ in range(3))
+    torch._register_device_module(KIND, module)
+    _install_cuda(torch, device, module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("hccl", hccl, extended_api=True, devices=[KIND])
+
+
+def _install_cuda(torch, device, cuda):
     def index(given=None, optional=True):
         if given is None:
             return device.device()
         given = torch.device(given) if isinstance(given, str) else given
         if isinstance(given, torch.device):
-            if given.type != "cuda":
-                raise ValueError(f"Expected a cuda device, but got: {given}")
+            if given.type != KIND:
+                raise ValueError(f"Expected a {KIND} device, but got: {given}")
             return device.device() if given.index is None else given.index
         if hasattr(given, "idx"):  # torch.cuda.device
             return given.idx
@@ -102,7 +130,7 @@ def _install_cuda(torch, device, ids):
         def __new__(cls, device=None, priority=0, **known):
             if known:
                 return torch.Stream.__new__(cls, **known)
-            return torch.Stream.__new__(cls, device=torch.device("cuda", index(device)), priority=priority)
+            return torch.Stream.__new__(cls, device=torch.device(KIND, index(device)), priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
 
@@ -117,10 +145,10 @@ def _install_cuda(torch, device, ids):
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
             options = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
-            return torch.Event.__new__(cls, torch.device("cuda"), **options)
+            return torch.Event.__new__(cls, torch.device(KIND), **options)
 
     def stream_of(number, at):
-        return Stream(stream_id=number, device_index=at, device_type=1)
+        return Stream(stream_id=number, device_index=at, device_type=20 if KIND == "npu" else 1)
 
     def current_stream(given=None):
         return stream_of(*device.stream(index(given)))
@@ -142,6 +170,10 @@ def _install_cuda(torch, device, ids):
             set_stream(old)
             device.exchange_device(before)
 
+    def init():
+        if not device.ids():
+            raise RuntimeError("No CUDA GPUs are available")
+
     def properties(given=None):
         return types.SimpleNamespace(
             name="Simulated GPU",
@@ -149,7 +181,7 @@ def _install_cuda(torch, device, ids):
             minor=0,
             total_memory=int(os.environ.get("SIMDEVICE_BYTES", DEFAULT_BYTES)),
             multi_processor_count=16,
-            uuid=uuid.uuid5(uuid.NAMESPACE_OID, f"simdevice-{ids[index(given)]}"),
+            uuid=uuid.uuid5(uuid.NAMESPACE_OID, f"simdevice-{device.ids()[index(given)]}"),
             gcnArchName="",
             is_integrated=0,
             warp_size=32,
@@ -175,7 +207,7 @@ def _install_cuda(torch, device, ids):
         }
 
     def manual_seed_all(seed):
-        for number in range(len(ids)):
+        for number in range(len(device.ids())):
             device.generator(number).manual_seed(int(seed))
 
     def set_rng_state_all(states):
@@ -205,25 +237,25 @@ def _install_cuda(torch, device, ids):
         "manual_seed": lambda seed: device.generator(device.device()).manual_seed(int(seed)),
         "manual_seed_all": manual_seed_all,
         "initial_seed": lambda: device.generator(device.device()).initial_seed(),
-        "get_rng_state": lambda given="cuda": device.generator(index(given)).get_state(),
-        "set_rng_state": lambda state, given="cuda": device.generator(index(given)).set_state(state.cpu()),
-        "get_rng_state_all": lambda: [device.generator(number).get_state() for number in range(len(ids))],
+        "get_rng_state": lambda given=KIND: device.generator(index(given)).get_state(),
+        "set_rng_state": lambda state, given=KIND: device.generator(index(given)).set_state(state.cpu()),
+        "get_rng_state_all": lambda: [device.generator(number).get_state() for number in range(len(device.ids()))],
         "set_rng_state_all": set_rng_state_all,
     }
     replaced = {
         **of_memory,
         **of_random,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        "is_available": lambda: bool(device.ids()),
+        "is_initialized": lambda: bool(device.ids()),
         "_is_compiled": lambda: True,
-        "_lazy_init": lambda: None,
-        "init": lambda: None,
-        "device_count": lambda: len(ids),
+        "_lazy_init": init,
+        "init": init,
+        "device_count": lambda: len(device.ids()),
         "current_device": device.device,
         "set_device": lambda given: device.set_device(index(given)),
         "_exchange_device": device.exchange_device,
         "_maybe_exchange_device": device.exchange_device,
-        "_get_device": lambda given: torch.device("cuda", index(given)),
+        "_get_device": lambda given: torch.device(KIND, index(given)),
         "synchronize": lambda given=None: device.synchronize(index(given)),
         "Stream": Stream,
         "Event": Event,
@@ -239,7 +271,7 @@ def _install_cuda(torch, device, ids):
         "ipc_collect": lambda: None,
         "cudart": lambda: runtime,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "default_generators": tuple(device.generator(number) for number in range(len(ids))),
+        "default_generators": _Generators(device),
         "is_current_stream_capturing": lambda: False,
         "_is_in_bad_fork": lambda: False,
         "can_device_access_peer": lambda one, other: True,
@@ -249,14 +281,15 @@ def _install_cuda(torch, device, ids):
         for name, value in names.items():
             setattr(module, name, value)
     cuda.streams.Stream, cuda.streams.Event = Stream, Event
-    torch._C._cuda_getCurrentRawStream = lambda number: device.stream(number)[0]
-    torch._C._cuda_isInBadFork = lambda: False
-    torch._C._cuda_getDevice = device.device
-    torch._C._cuda_getDeviceCount = lambda: len(ids)
-    torch._C._cuda_init = lambda: None
+    if cuda is torch.cuda:
+        torch._C._cuda_getCurrentRawStream = lambda number: device.stream(number)[0]
+        torch._C._cuda_isInBadFork = lambda: False
+        torch._C._cuda_getDevice = device.device
+        torch._C._cuda_getDeviceCount = lambda: len(device.ids())
+        torch._C._cuda_init = lambda: None
 
 
-def _install_storages(torch, device, ids):
+def _install_storages(torch, device):
     storages = torch.UntypedStorage
     resize_of_host = torch._C.StorageBase.resize_
 
@@ -268,12 +301,12 @@ def _install_storages(torch, device, ids):
 
     def share_cuda(self):
         number, process, file, begin, nbytes = device.share(self)
-        return number, f"{process}:{file}:{ids[number]}".encode(), nbytes, begin, b"", 0, b"", False
+        return number, f"{process}:{file}:{device.ids()[number]}".encode(), nbytes, begin, b"", 0, b"", False
 
     def new_shared(cls, number, handle, nbytes, begin, counter, counter_at, event, synchronizes):
         process, file, made_on = handle.decode().split(":")
-        if ids[number] != made_on:
-            raise RuntimeError(f"CUDA error: the memory is on device {made_on}, opened on {ids[number]}")
+        if device.ids()[number] != made_on:
+            raise RuntimeError(f"CUDA error: the memory is on device {made_on}, opened on {device.ids()[number]}")
         if int(process) == os.getpid():
             raise RuntimeError("CUDA error: invalid device context (memory opened in the process that made it)")
         return device.open(int(process), int(file), begin, nbytes, number, None).untyped_storage()

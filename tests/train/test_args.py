@@ -174,6 +174,11 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
             {"gae_lambda": 1.0, "critic_lr": 1e-3},
             "gae_lambda, critic_lr have no effect with .*='grpo'",
         ),
+        (
+            {"advantage_estimator": "gae", "gae_lambda": 0.9, "gae_lambda_value": 1, "gae_length_adaptive_alpha": 0.05},
+            "gae_lambda has no effect with both gae_length_adaptive_alpha, .* and gae_lambda_value",
+        ),
+        ({"kl_coef": 0.1, "kl_horizon": 500}, "kl_horizon has no effect with kl_target=None"),
         ({"advantage_estimator": "rloo", "grpo_std_normalization": False}, "grpo_std_normalization has no effect"),
         ({"advantage_estimator": "reinforce_plus_plus", "value_clip": 0.5}, "value_clip has no effect"),
         ({"normalize_advantages": False}, "normalize_advantages has no effect"),
@@ -210,6 +215,9 @@ def test_keys_with_an_effect_are_not_reported():
         for given in (
             {"rollout_top_p": 0.9, "rollout_top_k": 512},
             {"advantage_estimator": "gae", "gamma": 0.9, "gae_lambda": 1.0, "critic_lr": 1e-3, "value_clip": 0.5},
+            {"advantage_estimator": "gae", "gae_lambda": 0.9, "gae_lambda_value": 1},
+            {"advantage_estimator": "gae", "gae_lambda": 0.9, "gae_length_adaptive_alpha": 0.05},
+            {"kl_coef": 0.1, "kl_target": 0.05, "kl_horizon": 500},
             {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "normalize_advantages": False},
             {"advantage_estimator": "os.path.join", "gamma": 0.9, "gae_lambda": 1.0, "grpo_std_normalization": False},
             {"train_backend": "megatron", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from single_controller.call import codec
-from workers.device import has_cuda
+from workers.device import has_accelerator
 from workers.device_memory import DeviceMemory, saver_preloaded
 from workers.weight_files import WeightFiles
 from workers.weight_sync import delta
@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def on(device):
-    if device == "cuda" and not has_cuda():
+    if device == "cuda" and not has_accelerator():
         pytest.skip("needs a CUDA device")
     return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
@@ -49,7 +49,7 @@ def export(weight, folder):
 @pytest.mark.parametrize("use", [read_digest, read_encoded, read_changes, write_changes, export])
 def test_weights_that_were_in_use_can_be_offloaded(use, tmp_path):
     """`Tensor.numpy` would make their storage one that cannot be resized: that memory would not be freed."""
-    if has_cuda():
+    if has_accelerator():
         pytest.skip("CPU tensors are not offloaded where CUDA is available")
     weight = torch.ones(1000)
     use(weight, tmp_path)
@@ -59,7 +59,7 @@ def test_weights_that_were_in_use_can_be_offloaded(use, tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 def test_offload_frees_memory_and_onload_restores_it(device):
     device = on(device)
-    if device.type == "cpu" and has_cuda():
+    if device.type == "cpu" and has_accelerator():
         pytest.skip("CPU tensors are not offloaded where CUDA is available")
     layer = torch.nn.Linear(100, 50, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=True)
@@ -93,7 +93,7 @@ def test_offloaded_memory_is_returned_to_the_system():
     Runs in a process of its own: in this one, malloc could reuse memory that earlier tests freed, and such memory never
     returns to the system.
     """
-    if has_cuda():
+    if has_accelerator():
         pytest.skip("CPU tensors are not offloaded where CUDA is available")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         before, asleep, awake = pool.submit(resident_before_asleep_and_awake).result()
@@ -115,7 +115,7 @@ def resident_before_asleep_and_awake():
 
 def test_host_memory_is_reused_only_if_kept():
     tensor = torch.ones(1000)
-    if has_cuda():
+    if has_accelerator():
         tensor = tensor.cuda()
     for keep in (True, False):
         memory = DeviceMemory(lambda: [tensor], keep=keep)
@@ -131,7 +131,7 @@ def test_host_memory_is_reused_only_if_kept():
 def test_memory_not_owned_by_the_tensors_stays():
     import numpy
 
-    if has_cuda():
+    if has_accelerator():
         pytest.skip("CPU tensors are not offloaded where CUDA is available")
     borrowed, own = torch.from_numpy(numpy.ones(10)), torch.ones(10)
     memory = DeviceMemory(lambda: [borrowed, own])
@@ -143,7 +143,7 @@ def test_memory_not_owned_by_the_tensors_stays():
 
 def test_failed_offload_leaves_everything_on_the_device(monkeypatch):
     tensors = [torch.ones(10), torch.ones(20)]
-    if has_cuda():
+    if has_accelerator():
         tensors = [tensor.cuda() for tensor in tensors]
     memory = DeviceMemory(lambda: tensors)
 
@@ -163,7 +163,7 @@ def test_failed_offload_leaves_everything_on_the_device(monkeypatch):
 @pytest.mark.parametrize("saver", [False, True], ids=["by copies", "by torch_memory_saver"])
 def test_scratch_is_freed_without_a_copy_and_comes_back_as_zeros(saver, monkeypatch):
     """Also where torch_memory_saver copies everything that is allocated when it pauses."""
-    device = on("cuda" if has_cuda() else "cpu")
+    device = on("cuda" if has_accelerator() else "cpu")
     kept, gradients = torch.ones(1000, device=device), torch.ones(5000, device=device)
     view, both = gradients[10:], kept[5:]  # `both` is in memory that has to be kept
     allocated = []
@@ -185,7 +185,7 @@ def test_scratch_is_freed_without_a_copy_and_comes_back_as_zeros(saver, monkeypa
 
 def test_failed_pause_brings_the_scratch_back(monkeypatch):
     kept, gradients = torch.ones(10), torch.ones(20)
-    if has_cuda():
+    if has_accelerator():
         kept, gradients = kept.cuda(), gradients.cuda()
 
     def fails():
@@ -199,18 +199,18 @@ def test_failed_pause_brings_the_scratch_back(monkeypatch):
     assert not memory.asleep and not memory.paused and gradients.untyped_storage().nbytes() == 80
 
 
-@pytest.mark.parametrize("failing", ["scratch", "_empty_cache"])
+@pytest.mark.parametrize("failing", ["scratch", "empty_cache"])
 def test_failed_offload_keeps_the_contents(monkeypatch, failing):
     kept, gradients = torch.ones(10), torch.ones(20)
-    if has_cuda():
+    if has_accelerator():
         kept, gradients = kept.cuda(), gradients.cuda()
 
     def fails():
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        if failing == "_empty_cache":
-            patched.setattr("workers.device_memory._empty_cache", fails)
+        if failing == "empty_cache":
+            patched.setattr("workers.device_memory.empty_cache", fails)
         memory = DeviceMemory(lambda: [kept], fails if failing == "scratch" else lambda: [gradients])
         for _ in range(2):
             with pytest.raises(MemoryError):
@@ -223,7 +223,7 @@ def test_failed_offload_keeps_the_contents(monkeypatch, failing):
 def test_memory_saver_is_not_used_without_cuda(monkeypatch):
     for name in ("TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"):
         monkeypatch.setenv(name, "1")
-    if not has_cuda():
+    if not has_accelerator():
         assert not saver_preloaded()
 
 

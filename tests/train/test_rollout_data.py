@@ -41,6 +41,12 @@ def test_position_ids_must_be_those_that_are_computed():
         check_rollout_data({**data, "position_ids": torch.zeros(3, 2, 3)})
 
 
+@pytest.mark.parametrize("name", ["rewards", "rewards/right", "reward_baselines", "group_ids", "truncated"])
+def test_entries_of_whole_completions_have_one_number_per_row(name):
+    with pytest.raises(RolloutDataError, match=rf"{name} is .*expected one number per row, \(2,\)"):
+        check_rollout_data({**rows(), name: torch.zeros(2, 3)})
+
+
 def test_driver_knows_the_vocabulary_of_a_config(tmp_path):
     data = {**rows(), "input_ids": torch.full((2, 3), 32)}
     with pytest.raises(RolloutDataError, match="vocab_size is 32"):

@@ -16,6 +16,7 @@ import time
 import numpy as np
 import pytest
 import ray
+from devices import ON_DEVICE
 from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Minimal, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
@@ -42,7 +43,7 @@ def group_of(args=None, ranks=2, pg=None, share=0.1, **options):
 
 @pytest.fixture(scope="module")
 def slots(ray_cluster):
-    with RayResourcePool([3], use_gpu=False) as pool:
+    with RayResourcePool([3], use_gpu=ON_DEVICE) as pool:
         yield pool
 
 

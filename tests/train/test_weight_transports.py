@@ -193,23 +193,23 @@ def test_without_proc(monkeypatch):
 
 
 class FourDevices:
-    """What `torch.cuda` says of the current device where there are four: each thread begins with device 0."""
+    """What torch says of the current device where there are four: each thread begins with device 0."""
 
     def __init__(self, monkeypatch):
         self._thread = threading.local()
         self.waited_for, self.opened_on = [], []
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
         for name, answer in {
-            "is_available": lambda: True,
-            "device_count": lambda: 4,
-            "current_device": self.current,
-            "set_device": self.select,
-            "device": self.inside,
-            "synchronize": lambda device=None: self.waited_for.append(self.index(device)),
-            "ipc_collect": lambda: None,
-            "get_device_properties": lambda device: mock.Mock(uuid=f"uuid {self.index(device)}"),
+            "accelerator.current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "accelerator.device_count": lambda: 4,
+            "accelerator.current_device_index": self.current,
+            "accelerator.set_device_index": self.select,
+            "accelerator.device_index": self.inside,
+            "accelerator.synchronize": lambda device=None: self.waited_for.append(self.index(device)),
+            "cuda.ipc_collect": lambda: None,
+            "cuda.get_device_properties": lambda device: mock.Mock(uuid=f"uuid {self.index(device)}"),
         }.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
+            monkeypatch.setattr(f"torch.{name}", answer)
         monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", self.rebuild)
 
     def index(self, device):
@@ -244,7 +244,7 @@ class WhereEngine(sync_workers.ToyEngine):
 
     def load_weights(self, weights):
         super().load_weights(weights)
-        self.seen.append(torch.cuda.current_device())
+        self.seen.append(torch.accelerator.current_device_index())
 
 
 class BareReceiver(WeightReceiver):
@@ -272,7 +272,7 @@ def test_memory_is_opened_on_the_workers_own_device_on_every_thread(worker, monk
     seen = []
 
     def update():
-        seen.append(executor.call(None, "execute_func_rank_zero", (torch.cuda.current_device,), {}))
+        seen.append(executor.call(None, "execute_func_rank_zero", (torch.accelerator.current_device_index,), {}))
         receiver_id = executor.call(None, "begin_weights", ("key", 1, "sender", False), {}).id
         shared = SharedRound({receiver_id: handle}, {receiver_id: 0}, [(0, header)])
         executor.call(None, "receive_weights", ("key", shared), {})

@@ -17,10 +17,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from workers.algorithms.policy_losses import bounded, row_means
+
 Level = Literal["token", "sequence", "geometric"]
 RejectionLevel = Literal["token", "sequence", "geometric", "error"]
-
-_LARGEST_LOG_RATIO = 20.0  # e**20 is far outside any trust region, and still far from overflow
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,9 @@ def importance_ratios(
     # Sums over long completions are in float64, so that their ratios are as exact as those of tokens.
     logs = torch.where(counts, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     if level != "token":
-        logs = logs.sum(1, keepdim=True)
-        if level == "geometric":
-            logs = logs / counts.sum(1, keepdim=True).clamp(min=1)
-        logs = logs.expand(counts.shape)
-    return logs.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+        of_rows = row_means(logs, counts) if level == "geometric" else logs.sum(1, keepdim=True)
+        logs = of_rows.expand(counts.shape)
+    return bounded(logs).exp()
 
 
 def probability_errors(
@@ -201,9 +199,8 @@ def probability_errors(
         are equal.
     """
     counts = loss_mask != 0
-    apart = torch.where(counts, old_log_probs.double() - rollout_log_probs.double(), 0.0).abs()
-    factors = torch.where(counts, apart.clamp(max=_LARGEST_LOG_RATIO).exp(), 0.0)
-    means = factors.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
+    apart = (old_log_probs.double() - rollout_log_probs.double()).abs()
+    means = row_means(bounded(apart).exp(), counts)
     return torch.where(counts.any(1, keepdim=True), means, 1.0).expand(counts.shape)
 
 
@@ -230,8 +227,7 @@ def off_policy_sequences(
         (B, T) bool.
     """
     counts = loss_mask != 0
-    logs = torch.where(counts, rollout_log_probs.double() - log_probs.double(), 0.0)
-    means = logs.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
+    means = row_means(rollout_log_probs.double() - log_probs.double(), counts)
     return counts & (advantages < 0) & (means > delta)
 
 
@@ -321,10 +317,8 @@ def correct(
     outside &= ~rejected[:, None]
     rows = counts.any(1)
     logs = torch.where(counts, old_log_probs.double() - rollout_log_probs.double(), 0.0)
-    bounded = logs.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-    lengths = counts.sum(1).clamp(min=1)
-    means = [torch.where(counts, x.double(), 0.0).sum(1) / lengths for x in (old_log_probs, rollout_log_probs)]
-    old_ppl, rollout_ppl = ((-x).clamp(max=_LARGEST_LOG_RATIO).exp() for x in means)
+    means = [row_means(x.double(), counts)[:, 0] for x in (old_log_probs, rollout_log_probs)]
+    old_ppl, rollout_ppl = (bounded(-x).exp() for x in means)
     sums = {
         "units": units.sum(),
         "ratio": ratios[units].sum(),
@@ -336,7 +330,7 @@ def correct(
         "rejected": rejected.sum(),
         "tokens": counts.sum(),
         "k1": -logs.sum(),
-        "k3": torch.where(counts, torch.expm1(bounded) - bounded, 0.0).sum(),
+        "k3": torch.where(counts, torch.expm1(bounded(logs)) - bounded(logs), 0.0).sum(),
         "perplexity": torch.where(rows, old_ppl - rollout_ppl, 0.0).sum(),
         "log_perplexity": torch.where(rows, means[1] - means[0], 0.0).abs().sum(),
     }

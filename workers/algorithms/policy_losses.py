@@ -22,6 +22,11 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
 
 
+def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean over each row's entries that ``mask``, bool, counts: (B, T) -> (B, 1). It is 0 without any."""
+    return torch.where(mask, x, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 @dataclass(frozen=True)
 class PolicyTokens:
     """What a policy loss is computed from: whole sequences, each (b, s). Values at tokens that do not count are 0.
@@ -102,8 +107,7 @@ def gspo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, 
     token, and so the clip, is that of its whole sequence: the geometric mean of the ratios of the tokens that count.
     With one advantage per sequence this is GSPO itself. ``args.eps_clip`` and ``eps_clip_high`` are as for PPO, but
     much smaller: 3e-4 and 4e-4 in the paper."""
-    logs = torch.where(tokens.mask, tokens.log_probs - tokens.old_log_probs, 0.0)
-    of_sequence = logs.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
+    of_sequence = row_means(tokens.log_probs - tokens.old_log_probs, tokens.mask)
     # The value is the sequence's, the gradient is the token's.
     own = of_sequence.detach() + (tokens.log_probs - tokens.log_probs.detach())
     loss, ratio, clipped = ppo_clip(
@@ -145,11 +149,9 @@ def geo_mean_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[s
     log_ratio = bounded(tokens.log_probs - tokens.old_log_probs)
     sign = tokens.advantages.sign()
     clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-args.eps_clip, high))
-    lengths = tokens.mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = (torch.where(tokens.mask, clipped, 0.0).sum(1, keepdim=True) / lengths).exp()
-    advantage = torch.where(tokens.mask, tokens.advantages, 0.0).sum(1, keepdim=True) / lengths
+    ratio = row_means(clipped, tokens.mask).exp()
     metrics = {"ratio": ratio.expand_as(clipped), "clip_fraction": (clipped != log_ratio) & (sign != 0)}
-    return (-advantage * ratio).expand_as(clipped), metrics
+    return (-row_means(tokens.advantages, tokens.mask) * ratio).expand_as(clipped), metrics
 
 
 def dro_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

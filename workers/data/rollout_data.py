@@ -57,7 +57,10 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "sum_pi_squared",
     "sampling_mask_lengths",
 }
-PER_ROW = frozenset({"rewards", "reward_baselines", "group_ids", "min_weight_versions", "max_weight_versions"})
+PER_ROW = frozenset({"rewards", "reward_baselines", "group_ids", "truncated"}) | {
+    "min_weight_versions",
+    "max_weight_versions",
+}
 EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
 

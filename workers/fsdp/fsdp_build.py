@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
 from workers.exact import make_exact
 from workers.extras import require
@@ -103,29 +107,6 @@ def build(
     return model.train()
 
 
-def compute_output_in_float32(model: Any) -> None:
-    """Make a causal language model compute its output layer in float32, whatever its dtype, from the same weights: the
-    logits are not rounded to bfloat16 (MiniMax 2025, arXiv 2506.13585; Khatri et al. 2025, arXiv
-    2510.13786). Call it before `shard`. The weights stay in the dtype of the computation, as an engine has them.
-
-    Raises:
-        ValueError: the output layer is no plain linear layer, for example because it has an adapter.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        raise ValueError(
-            f"fp32_lm_head=True: the output layer of {type(model).__name__} is a {type(head).__name__}; expected a "
-            "torch.nn.Linear, without a LoRA adapter. Leave out fp32_lm_head"
-        )
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return F.linear(hidden.float(), head.weight.float(), bias)
-
-    layer: Any = head
-    layer.forward = forward
-
-
 def _sees_later_tokens(hf_config: Any) -> bool:
     """Whether attention is bidirectional: in BERT and its like, which also have a head for causal language models, and
     where the config asks for it."""
@@ -135,6 +116,44 @@ def _sees_later_tokens(hf_config: Any) -> bool:
         return True
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not hf_config.is_encoder_decoder
     return encoder and getattr(hf_config, "is_decoder", None) is False
+
+
+class _Rows(threading.local):
+    of_one_sequence = False
+
+
+_rows = _Rows()
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Tell transformers that no row has several packed sequences, in what this thread runs inside.
+
+    transformers asks the position ids in each forward pass without an attention mask, and so waits for the device once
+    per micro-batch: all its work has to end before the next micro-batch is begun.
+    """
+    _let_rows_be_of_one_sequence()
+    before, _rows.of_one_sequence = _rows.of_one_sequence, True
+    try:
+        yield
+    finally:
+        _rows.of_one_sequence = before
+
+
+@functools.cache
+def _let_rows_be_of_one_sequence() -> None:
+    """Replace transformers' function that asks; it asks as before outside of `one_sequence_per_row`."""
+    from transformers import masking_utils
+
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)  # not in all versions
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if _rows.of_one_sequence else find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = found
 
 
 def shard(
@@ -160,8 +179,7 @@ def shard(
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
     )
-    pinned = device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=on_accelerator(device)) if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
     sharded: list[str] = []

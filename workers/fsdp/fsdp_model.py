@@ -23,8 +23,9 @@ from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_r
 from workers.data.rollout_data import inputs_of
 from workers.distributed import all_or_none
 from workers.exact import ExactError, exact_logits
-from workers.fsdp.fsdp_build import build, compute_output_in_float32, mesh_of, shard, take_weights
+from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
+from workers.hf_files import compute_output_in_float32
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.weight_sync.weight_plan import Shard
@@ -79,7 +80,7 @@ class FSDPOptions:
 class FSDPTrainModel(TrainModel):
     """A Hugging Face model, sharded by FSDP2. Every rank is a data-parallel rank.
 
-    torch.distributed must be initialized; on CUDA, with a backend for the CPU as well (``"cpu:gloo,cuda:nccl"``).
+    torch.distributed must be initialized, with a backend for the CPU too: see `workers.device.every_backend`.
 
     Args:
         hf_config: the Hugging Face config.
@@ -117,7 +118,13 @@ class FSDPTrainModel(TrainModel):
             from workers.rollout.engines.exact_decoding import probe  # imports transformers
 
             with all_or_none(ExactError, "the ranks cannot train exactly"):
-                self.exact_digest = probe(hf_config, options.param_dtype, device, trust_remote_code=trust)
+                self.exact_digest = probe(
+                    hf_config,
+                    options.param_dtype,
+                    device,
+                    trust_remote_code=trust,
+                    fp32_lm_head=options.fp32_lm_head,
+                )
         self.module: Any = build(
             hf_config, role, seed=seed, folder=folder, trust_remote_code=trust, lora=options.lora, exact=options.exact
         )
@@ -169,15 +176,20 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         with self._running():
             for part in parts:
                 here = part.to(self.device)
                 total, reported = loss(self._outputs(here, temperature, entropy), here)
                 # FSDP averages gradients over the ranks, but the loss of a step is the sum over the ranks.
                 (total * dist.get_world_size()).backward()
+                if self.options.cpu_offload and len(parts) > 1:
+                    self._take_gradients(sums)
                 # Numbers stay on the device until the step's end: reading one waits for all work before it.
                 named = {"loss": total, **reported}
                 reports.append({name: value.detach().to(self.device, torch.float64) for name, value in named.items()})
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
         norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -186,12 +198,29 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         return StepReport(self._summed(reports), norm)
 
+    def _take_gradients(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Move gradients in host memory from the parameters to ``sums``. To a gradient that a parameter has, FSDP adds
+        in the middle of the backward pass, for which it waits for the device once per parameter. Without one it only
+        waits at the pass's end."""
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in self.module.parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if parameter in sums:
+                added.append((_local(sums[parameter]), _local(gradient)))
+            else:
+                sums[parameter] = gradient
+        if added:
+            torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
+
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         # Padding is on the right, so the model's own causal mask hides it from real tokens.
-        if self.options.exact:
-            logits = exact_logits(self.module, part.input_ids, part.position_ids)
-        else:
-            logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
+        with one_sequence_per_row():
+            if self.options.exact:
+                logits = exact_logits(self.module, part.input_ids, part.position_ids)
+            else:
+                logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
         if self.role == "critic":
             return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}

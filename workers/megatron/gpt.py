@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from workers.device import current_device
 from workers.megatron.config import padded_vocab_size, rope_parameters, scaled_rope, tied
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage:
         _freeze_padding_token(model.embedding.word_embeddings, hf_config)
     if critic and model.post_process:
         model.output_layer = ValueHead(config)
-    return model.cuda()
+    return model.to(current_device())
 
 
 class ValueHead(nn.Module):

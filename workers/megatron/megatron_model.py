@@ -14,7 +14,7 @@ import torch.distributed as dist
 from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.data.rollout_data import inputs_of
-from workers.device import to_device
+from workers.device import current_device, to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
@@ -113,7 +113,7 @@ class MegatronTrainModel(TrainModel):
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return torch.device(torch.cuda.current_device())
+        return current_device()
 
     # --- running ----------------------------------------------------------------------------------------
 

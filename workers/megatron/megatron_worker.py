@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from single_controller import Worker
-from workers.device import DeviceError, device, has_cuda, take_device, use_device
+from workers.device import DeviceError, device, has_accelerator, has_cuda, take_device, use_device
 from workers.device import backend as default_backend
 from workers.distributed import initialize_distributed
 from workers.extras import require
@@ -54,7 +54,7 @@ class MegatronWorker(Worker):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         require("megatron.core", extra="megatron")
-        if cls.needs_cuda and not has_cuda():
+        if not has_cuda() and (cls.needs_cuda or has_accelerator()):
             raise DeviceError(
                 f"{cls.__name__}: megatron needs CUDA, and this process has no CUDA device. For tests and demos on the "
                 "CPU, use the classes of workers.megatron.cpu: derive yours from CpuMegatronWorker, or pass "

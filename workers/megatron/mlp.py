@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from workers.device import current_device
 from workers.extras import require
 from workers.megatron.config import activation, refuse_unsupported
 from workers.megatron.hf_weights import Weight, check_state_dict
@@ -66,8 +67,7 @@ class ParallelLlamaMLP(nn.Module):
             self.hidden_size, 2 * self.intermediate_size, gather_output=False, stride=2, **common
         )
         self.down_proj = RowParallelLinear(self.intermediate_size, self.hidden_size, input_is_parallel=True, **common)
-        if torch.cuda.is_available():
-            self.to(torch.cuda.current_device())
+        self.to(current_device())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., hidden_size) -> (..., hidden_size); input and output are the same on every tensor-parallel rank."""

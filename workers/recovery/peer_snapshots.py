@@ -34,7 +34,7 @@ import torch.distributed as dist
 from single_controller import SingleControllerError
 from single_controller.wire.handshake import WireAddress
 from workers.blocks import Block, checksum_of, receive_blocks, send_block
-from workers.device import has_cuda, host_memory
+from workers.device import has_accelerator, host_memory
 from workers.distributed import all_or_none, gathered
 from workers.recovery.reshard import Move, moves
 from workers.recovery.snapshot_choice import REFERENCE, Recovery, Taken, buddies, is_covered_by_replicas
@@ -467,7 +467,7 @@ def _receive(source: int, what: str, wrong: list[str]) -> tuple[torch.Tensor, di
     said: list[Any] = [None]
     dist.recv_object_list(said, src=source, device=torch.device("cpu"))
     header, checksum = said[0]
-    memory = host_memory(header["nbytes"], pinned=has_cuda())
+    memory = host_memory(header["nbytes"], pinned=has_accelerator())
     for part in memory.split(CHUNK_BYTES):
         dist.recv(part, src=source)
     if checksum_of(memory) != checksum:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from single_controller import SingleControllerError
-from workers.device import has_cuda, host_memory
+from workers.device import has_accelerator, host_memory, synchronize
 
 ALIGNMENT = 64
 """Alignment in bytes of tensors in a snapshot, suitable for any dtype."""
@@ -66,7 +66,7 @@ class WeightBackup:
     """Snapshots by name: ``copy("actor")`` takes one, ``restore("ref")`` writes one into the live tensors.
 
     Elements are copied bit by bit; live tensors keep their storage and address. Tensors that share memory are copied
-    once. Snapshots are pinned if there is CUDA.
+    once. Snapshots are pinned if there is an accelerator.
 
     Args:
         weights: returns (name, live tensor) pairs with unique names; called for each operation. Under FSDP these are
@@ -225,7 +225,8 @@ def empty_snapshot(tensors: dict[str, torch.Tensor]) -> Snapshot:
             continue
         begins[name] = begin_of[place] = end
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    memory = host_memory(end, pinned=has_cuda()).zero_()  # so that equal tensors make equal blocks, gaps included
+    # Zeros, so that equal tensors make equal blocks, gaps included.
+    memory = host_memory(end, pinned=has_accelerator()).zero_()
     parts = {}
     for name, tensor in tensors.items():
         length = tensor.numel() * tensor.element_size()
@@ -254,8 +255,7 @@ def _waiting(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        synchronize(tensor.device for tensor in tensors.values())
 
 
 def _difference(parts: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> str:

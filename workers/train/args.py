@@ -358,7 +358,7 @@ class TrainArgs:
     # memory
     offload_train: bool = _key(
         False,
-        "for the driver's script: offload() the train workers between steps and onload() them; on megatron with CUDA "
+        "for the driver's script: offload() the train workers between steps and onload() them; on megatron with GPUs "
         "it also loads torch_memory_saver",
     )
     train_memory_margin_bytes: int = _key(
@@ -368,7 +368,7 @@ class TrainArgs:
 
     # placement
     actor_num_nodes: int = _key(1, "number of nodes of the actor", least=1)
-    actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without CUDA)", least=1)
+    actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without GPUs)", least=1)
     critic_num_nodes: int | None = _key(
         None, "number of nodes of the critic; by default the actor's. Both must have as many ranks", least=1
     )

@@ -344,6 +344,12 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "num_steps_per_rollout or ppo_epochs above 1, or use_rollout_logprobs",
             stacklevel=3,
         )
+    if "gae_lambda" in given and None not in (args.gae_lambda_value, args.gae_length_adaptive_alpha):
+        warnings.warn(
+            "args: gae_lambda has no effect with both gae_length_adaptive_alpha, which replaces it for the policy, and "
+            "gae_lambda_value, which replaces it for the critic",
+            stacklevel=3,
+        )
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
@@ -372,6 +378,7 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("advantage_estimator", lambda value: value in {*_WITHOUT_CRITIC, "gae"} - {*_DIVIDES_BY_STD}, (
         "grpo_std_normalization",
     )),
+    ("kl_target", lambda value: value is None, ("kl_horizon",)),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),

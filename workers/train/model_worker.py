@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from single_controller.ray.results import fetch
-from workers.device import has_cuda, use_device
+from workers.device import empty_cache, free_device_memory, has_accelerator, use_device
 from workers.device_memory import DeviceMemory
 from workers.distributed import end_process_groups, gathered, process_groups, rank_by_rank
 from workers.extras import require
@@ -414,8 +414,8 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return 0
         taken = self.memory.wake_up()
-        if has_cuda():
-            free, _ = torch.cuda.mem_get_info()
+        if has_accelerator():
+            free = free_device_memory()
             if free < self.args.train_memory_margin_bytes:
                 logger.warning(
                     "rank %d: only %.2f GB of device memory are free after onload(), below train_memory_margin_bytes",
@@ -426,8 +426,8 @@ class ModelWorker(TrainWorker):
 
     def clear_memory(self) -> None:
         gc.collect()
-        if has_cuda() and not ("memory" in vars(self) and self.memory.paused):
-            torch.cuda.empty_cache()
+        if not ("memory" in vars(self) and self.memory.paused):
+            empty_cache()
 
     def _refuse_asleep(self, method: str) -> None:
         if self.args.debug_rollout_only:

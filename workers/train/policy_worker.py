@@ -27,7 +27,7 @@ from workers.algorithms.estimators import (
     value_targets,
 )
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
-from workers.algorithms.policy_losses import SELECTIONS, StepTokens
+from workers.algorithms.policy_losses import SELECTIONS, StepTokens, row_means
 from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
 from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
@@ -238,9 +238,8 @@ class PolicyTrainWorker(ModelWorker):
         rows = self._advantage_rows(data)
         old, ref = self.of_last_stage((rows["old_log_probs"], rows["ref_log_probs"]))
         counts = rows["loss_mask"] != 0  # also of completions that are left out, whose rewards have the penalty too
-        lengths = counts.sum(1)
-        of_tokens = torch.where(counts, kl_estimate(old, ref, "k1").double(), 0.0)
-        parts = self._over_dp((float((of_tokens.sum(1) / lengths.clamp(min=1)).sum()), int((lengths > 0).sum())))
+        of_rows = row_means(kl_estimate(old, ref, "k1").double(), counts)
+        parts = self._over_dp((float(of_rows.sum()), int(counts.any(1).sum())))
         total, completions = (sum(part[k] for part in parts) for k in range(2))
         coef, kl = args.kl_coef, total / max(completions, 1)
         if completions:
@@ -532,10 +531,7 @@ def _profiled(args: Any, role: str, rollout_id: int, rank: int) -> Iterator[None
     if start is None or not start <= rollout_id < end:
         yield
         return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:  # by default, of the CPU and whatever device torch can profile
         yield
     folder = Path(args.profile_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.group_links import RolloutLink, SharedRollout, ordered
-from workers.train.train_placement import cluster_has_gpus, first_slots, share_of_slot, train_environment
+from workers.train.train_placement import first_slots, share_of_slot, slot_devices, train_environment
 from workers.train.train_worker import TrainWorker, takes_version, worker_class
 from workers.weight_sync import SyncReport, WeightSyncError
 from workers.weight_sync.sync_protocol import TimeUpError
@@ -132,12 +132,13 @@ class RayTrainGroup:
                 name: amount if num_resources_per_node is None else num_resources_per_node / num_gpus_per_node
                 for name, amount in self._resources.items()
             }
+            devices = slot_devices()
             pg = self._owned = RayResourcePool(
                 [num_gpus_per_node] * num_nodes + [standby] * (standby > 0),
-                use_gpu=cluster_has_gpus(),
+                use_gpu=devices["use_gpu"],
                 name_prefix=f"{role}_",
                 max_colocate_count=math.floor(1 / num_gpus_per_actor + 1e-6),
-                resources=per_node,
+                resources=devices["resources"] | per_node,
                 detached=detached,
             )
         self.pool = first_slots(pg, self._ranks + standby)

@@ -17,6 +17,7 @@ from single_controller import RayResourcePool
 from single_controller.call.state import Closing
 from single_controller.ray.rank.devices import NOSET
 from single_controller.ray.runtime import ensure_ray
+from workers.device import ACCELERATORS, CUMEM, device_runtime
 from workers.train.args import TrainArgsError, read_args
 from workers.train.args_checks import actor_size, critic_size
 
@@ -60,7 +61,8 @@ def place(
     Args:
         args: the configuration. There is a critic if ``advantage_estimator`` is "gae". With ``colocate`` all roles
             share the same slots, from the first on; otherwise each role has its own.
-        use_gpu: whether slots are GPUs; by default whether the cluster has any. Otherwise they are logical CPUs.
+        use_gpu: whether slots are GPUs (or what the cluster has instead, such as NPUs); by default whether the cluster
+            has any. Otherwise they are logical CPUs.
         max_colocate_count: worker processes that may share a slot; by default the number of roles on it.
         detached: whether the slots outlive the driver, for groups that do.
         standby: slots for standbys of the actor, and as many for those of the critic; see `RayTrainGroup`.
@@ -69,7 +71,6 @@ def place(
         TrainArgsError: the configuration is invalid.
     """
     args = read_args(args)
-    use_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
     sizes = {"actor": math.prod(actor_size(args)) + standby}
     if args.advantage_estimator == "gae":
         sizes["critic"] = math.prod(critic_size(args)) + standby
@@ -79,7 +80,7 @@ def place(
         max_colocate_count = len(sizes) if args.colocate else 1
     whole = RayResourcePool(
         [total],
-        use_gpu=use_gpu,
+        **slot_devices(use_gpu),
         name_prefix="train_",
         max_colocate_count=max_colocate_count,
         across_nodes=True,
@@ -133,12 +134,22 @@ def _share(amount: float, share: float) -> float:
     return part if part == int(part) else math.floor(part * 10_000 + 1e-6) / 10_000
 
 
-def cluster_has_gpus() -> bool:
-    """Whether the Ray cluster has GPUs. Starts a local Ray if none is running."""
+def slot_devices(use_gpu: bool | None = None) -> dict[str, Any]:
+    """Return the arguments of `RayResourcePool` for slots with one device each, of the kind that the cluster has: a
+    GPU, or a unit of another resource of `ACCELERATORS`. Starts a local Ray if none is running.
+
+    Args:
+        use_gpu: False for slots without a device; by default whether the cluster has any.
+    """
     import ray
 
     ensure_ray()
-    return bool(ray.cluster_resources().get("GPU", 0) > 0)
+    there = ray.cluster_resources()
+    kinds = dict.fromkeys(each.resource for each in ACCELERATORS.values())
+    kind = next((name for name in kinds if there.get(name, 0) > 0), None)
+    wanted = kind is not None if use_gpu is None else use_gpu
+    other = {kind: 1.0} if wanted and kind not in (None, "GPU") else {}
+    return {"use_gpu": wanted and not other, "resources": other}
 
 
 BEFORE_START = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
@@ -169,7 +180,7 @@ def train_environment(args: Any, use_gpu: bool) -> TrainEnvironment:
         TrainArgsError: torch_memory_saver is installed without its preload library.
     """
     variables = {
-        "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
+        CUMEM: os.environ.get(CUMEM, "0"),
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
         # The processes of a node see each other's devices, and can exchange weights without the host. `workers.device`
         # finds the process's own device.
@@ -186,22 +197,16 @@ def train_environment(args: Any, use_gpu: bool) -> TrainEnvironment:
     return TrainEnvironment({name: value for name, value in variables.items() if name not in process}, dict(process))
 
 
-def _cuda_major() -> str:
-    import torch
-
-    return (torch.version.cuda or "").split(".")[0]
-
-
 def _memory_saver() -> dict[str, str]:
     """Variables that make torch_memory_saver hook the allocations of a process; none if it is not installed."""
     spec = importlib.util.find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return {}
-    # The libraries are beside the package; their names have the hook mode and the CUDA version. A library that does not
-    # find its CUDA ends the process before Python starts.
+    # The libraries are beside the package; their names have the hook mode and the version of the device's runtime. A
+    # library that does not find its runtime ends the process before Python starts.
     stem = "torch_memory_saver_hook_mode_preload"
     folder = Path(spec.origin).parent.parent
-    major = _cuda_major()
+    major, runtime = device_runtime(folder)
     found = sorted(folder.glob(f"{stem}_cu{major}*.so")) if major else []
     found = found or sorted(folder.glob(f"{stem}.*so"))
     if not found:
@@ -210,9 +215,7 @@ def _memory_saver() -> dict[str, str]:
             f"{major or 'of any version'} ({folder}); reinstall it, or uninstall it to offload by copying instead"
         )
     variables = {"LD_PRELOAD": str(found[0]), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
-    # The CUDA runtime that the library links to. The dynamic loader does not find it where pip installs it.
-    runtime = sorted(folder.glob(f"nvidia/*/lib/libcudart.so.{major}*")) if major else []
-    if runtime:
+    if runtime:  # the library links to it, and the dynamic loader does not find it where pip installs it
         known = os.environ.get("LD_LIBRARY_PATH")
         variables["LD_LIBRARY_PATH"] = f"{runtime[0].parent}:{known}" if known else str(runtime[0].parent)
     return variables

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from workers.device import synchronize
+
 if TYPE_CHECKING:
     import torch
 
@@ -81,9 +83,7 @@ def copy_into(flat: torch.Tensor, specs: Sequence[TensorSpec], bucket: Sequence[
         for (_, copy), (_, tensor) in zip(copies, bucket, strict=True):
             copy.copy_(tensor, non_blocking=True)
     # The buffer's device too: pinned sources may change as soon as this returns.
-    for device in {flat.device, *(tensor.device for _, tensor in bucket)}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    synchronize([flat.device, *(tensor.device for _, tensor in bucket)])
     return copies
 
 
@@ -92,7 +92,7 @@ class FlatBuffer:
 
     Args:
         device: of the buffer.
-        pinned: whether it is pinned host memory, which a CUDA device copies to and from directly.
+        pinned: whether it is pinned host memory, which an accelerator copies to and from directly.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:

@@ -99,7 +99,7 @@ class ReceiverInfo:
         rank: in its group.
         id: unique; changes with each restart, and when another sender takes over. A receiver with a new id is in no
             process group.
-        device: device on which it can open other processes' memory: ``cuda:<uuid>``, or ``cpu:<host> <namespace>``.
+        device: device on which it can open other processes' memory: ``<type>:<uuid>``, or ``cpu:<host> <namespace>``.
         shapes: of the whole tensors that its engine needs, by name.
         slices: the parts that it needs of some of them; it needs the others whole.
         dtypes: in which the engine holds them, by name; None if the engine does not tell.

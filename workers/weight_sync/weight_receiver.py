@@ -168,7 +168,7 @@ class WeightReceiver(Worker):
             double_buffer: whether to keep the weights in force until the update is complete; None: if there is enough
                 host memory.
         """
-        from workers.weight_sync.transports.same_device import device_name
+        from workers.device import device_name
 
         with self.weights_lock:
             self.peer.stop()

@@ -438,7 +438,7 @@ def _check_exact(info: ReceiverInfo, digest: str | None) -> None:
         why = (
             "its CPU or its libraries compute other bits than the trainer's (in the same test, the digests of the "
             f"log-probabilities are {info.exact} and {digest}); run both on machines of one kind, and with one "
-            "param_dtype, or set args.exact=False"
+            "param_dtype and fp32_lm_head, or set args.exact=False"
         )
     raise WeightSyncError(f"args.exact=True, but rollout worker {info.rank} does not agree with the trainer: {why}")
 

@@ -32,7 +32,7 @@ from single_controller.call.worker import RankInfo
 from single_controller.ray.compat import exit_process, interface_of, name_lines, resident_memory
 from single_controller.ray.rank.call_thread import CallThread, current
 from single_controller.ray.rank.collectives import abort_collectives, end_collectives, listening_ports
-from single_controller.ray.rank.devices import own_devices, set_environment
+from single_controller.ray.rank.devices import SOCKET_INTERFACES, own_devices, set_environment
 from single_controller.ray.rank.frames import frames_file
 from single_controller.ray.results import RESULT, Kept, fetch, what_is_lost
 from single_controller.wire.handshake import BESIDE, CONCURRENT, JOIN, KEPT, REPLY, WireAddress
@@ -312,7 +312,7 @@ def running_calls(answer: Answer) -> tuple[RunningCall, ...] | str:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """The variables that make gloo, NCCL and TensorPipe use the network interface with this node's Ray address.
+    """The variables that make `SOCKET_INTERFACES` use the network interface with this node's Ray address.
 
     Without them, gloo uses the address that the host's name stands for: 127.0.0.1 if the name does not resolve, and
     127.0.1.1 with Debian's default /etc/hosts. Other hosts cannot connect to either.
@@ -320,12 +320,7 @@ def interface_variables(address: str) -> dict[str, str]:
     interface = interface_of(address)
     if interface is None:
         return {}
-    # "=": NCCL would otherwise also take every interface whose name begins with this one.
-    return {
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",
-        "TP_SOCKET_IFNAME": interface,
-    }
+    return {f"{name}_SOCKET_IFNAME": sign + interface for name, sign in SOCKET_INTERFACES.items()}
 
 
 def _add_batch_types(encoded: list[Encoded]) -> None:

@@ -23,7 +23,7 @@ def listening_ports() -> frozenset[int]:
 def abort_collectives(known_ports: Collection[int]) -> None:
     """Make the collectives of this process fail, whichever thread waits in one. May be called in any thread.
 
-    NCCL's communicators are aborted (this has never been run). For gloo, `ProcessGroup.abort` of torch 2.13 ends
+    Communicators of a device are aborted (this has never been run). For gloo, `ProcessGroup.abort` of torch 2.13 ends
     nothing: a thread that waits for a peer goes on waiting. It stops when a connection to the peer breaks. So this
     shuts down the connections that other processes have opened to this one, except to ``known_ports``. One side of
     each connection between two ranks has accepted it, so all connections break once every rank has done this. The

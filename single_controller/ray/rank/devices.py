@@ -29,6 +29,15 @@ NOSET = {
 """The switches whose effect `_show_all_devices` has, and their lists. Not those of TPUs, for which Ray sets more than
 the list, and of ZE_AFFINITY_MASK, whose former value Ray does not keep."""
 
+_NONE_VISIBLE = dict.fromkeys(
+    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"), ""
+)
+"""The lists of a process without devices, for the devices that torch knows. Ray reads "" as none, too."""
+
+SOCKET_INTERFACES = {"GLOO": "", "NCCL": "=", "HCCL": "=", "TP": ""}
+"""What has a variable ..._SOCKET_IFNAME, and what comes before the interface there. Without "=", NCCL would also take
+every interface whose name begins with this one; HCCL has the same rule."""
+
 _PREFIXES = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
 """Variables that are read once when a process starts, or may be."""
 
@@ -67,7 +76,7 @@ def set_environment(environment: Mapping[str, str]) -> None:
     # A process to which Ray assigned no device must not use those that others reserved. The second condition is Ray's
     # own switch for this.
     if not own_devices() and os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1").lower() not in ("0", "false"):
-        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+        os.environ.update(_NONE_VISIBLE)
     _show_all_devices(environment)
     os.environ.update(environment)
     if environment.get("PYTHONDONTWRITEBYTECODE"):

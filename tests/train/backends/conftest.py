@@ -1,6 +1,7 @@
 """Train groups of both backends, shared by several files. Each test initializes them as it needs."""
 
 import pytest
+from devices import ON_DEVICE
 from folder_scope import shared
 from reference import small_llama
 from train_helpers import rollout, saved
@@ -12,7 +13,7 @@ from workers.train.train_group import RayTrainGroup
 @pytest.fixture(scope="module")
 def train_pool(ray_cluster):
     """Four slots that leave the CPUs of the test cluster to other tests."""
-    return shared(__file__, "pool", lambda: RayResourcePool([4], use_gpu=False, num_cpus=0.1))
+    return shared(__file__, "pool", lambda: RayResourcePool([4], use_gpu=ON_DEVICE, num_cpus=0.1))
 
 
 @pytest.fixture(scope="module")

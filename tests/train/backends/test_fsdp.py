@@ -224,6 +224,21 @@ def test_log_probs_of_engine_and_trainer_agree_with_a_sampling_mask_alone(fsdp_g
     assert biased["correction_weight"] < 0.96
 
 
+def test_output_layer_in_float32_is_exact_where_engine_and_trainer_have_it(fsdp_groups, tmp_path):
+    """Under bfloat16: in one of them alone, the logits of the other are rounded."""
+    folder = saved(small_llama(), tmp_path)
+    options = {"param_dtype": "bf16", "exact": True}
+    group = fsdp_groups(2)
+    for fp32_lm_head in (True, False):
+        worker = RayClassWithInitArgs(RolloutWorker, HFEngine, folder, fp32_lm_head=fp32_lm_head, **options)
+        with LocalWorkerGroup(1, worker, collectives=False) as engines:
+            manager = RolloutManager(engines, SamplingParams(12), small_share, samples_per_prompt=4)
+            rows = manager.generate([[5, 6, 7], [8], [9, 10]])
+        begin(group, {"hf_checkpoint": folder, "fp32_lm_head": True, **options})
+        off = learn(group, 0, rows)["rollout_log_prob_diff"]
+        assert off == 0.0 if fp32_lm_head else off > 1e-4
+
+
 def test_critic_requires_a_token_classification_model(fsdp_groups):
     config = {"model_type": "olmo2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
               "num_attention_heads": 4, "vocab_size": 32}  # fmt: skip

@@ -257,11 +257,11 @@ def seeded_generator(seed: int, drawn: int, vocabulary: int, device: torch.devic
         seed: of the row.
         drawn: number of tokens that were drawn.
         vocabulary: number of logits per token.
-        device: of the logits. The random numbers are drawn there, and differ between CPU and CUDA.
+        device: of the logits. The random numbers are drawn there, and differ between devices.
     """
     generator = torch.Generator(device).manual_seed(seed % 2**64)  # it takes no larger ones; -1 is 2**64 - 1 to it too
     noise = torch.empty(vocabulary, device=device)
-    for _ in range(drawn):  # not in one call: on CUDA that would be other numbers
+    for _ in range(drawn):  # not in one call: on a GPU that would be other numbers
         noise.exponential_(generator=generator)
     return generator
 

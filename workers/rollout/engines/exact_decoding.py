@@ -14,11 +14,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.exact import COLUMNS, ExactError, exact_logits, least_rows, make_exact, row_positions
 from workers.extras import require
+from workers.hf_files import compute_output_in_float32
 from workers.rollout.engines.decoding import ROOM, Batch
 from workers.rollout.engines.request_engine import Request
 from workers.rollout.engines.rollout_engine import SamplingParams
 
 PROBE_LAYERS = 2
+
+_Move = tuple[torch.Tensor, torch.Tensor, slice]
+"""Rows of one cache, (n,) int64; the rows of another one that they become; and the columns to take."""
 
 
 class ExactBatch(Batch):
@@ -57,7 +61,7 @@ class ExactBatch(Batch):
             cache = DynamicCache()
             begin = new - 1 - last if spare or min(lengths) < new else None
         else:
-            at = last[:, None, None, None]
+            at = None if min(lengths) == width else last[:, None, None, None]
             for layer in cache.layers:
                 layer.at, layer.width = at, width
         with row_positions(positions, begin):
@@ -72,10 +76,14 @@ class ExactBatch(Batch):
         capacity = -(-(width + room) // COLUMNS) * COLUMNS
         lacking = max(row.length for row in self._rows) - width  # 1 if the last tokens are not in the cache yet
         filled = [row.length - lacking for row in self._rows]
-        layers = []
-        for number in range(len(parts[-1][0].layers)):
-            of = [(cache.layers[number], places) for cache, places in parts]
-            layers.append(_AlignedLayer(of, filled, capacity))
+        size, moves, first = max(len(filled), least_rows()), [], 0
+        for part, rows in parts:
+            moves.append(_moves(part.layers[0], rows, filled[first : first + len(rows)], first, capacity))
+            first += len(rows)
+        layers = [
+            _AlignedLayer(list(zip(of, moves, strict=True)), max(filled), size, capacity)
+            for of in zip(*(part.layers for part, _ in parts), strict=True)
+        ]
         cache = parts[-1][0]
         cache.layers = layers
         self._cache, self._width, self._capacity = cache, width, capacity
@@ -85,34 +93,39 @@ class _AlignedLayer(DynamicLayer):
     """Keys and values of rows that all begin at column 0. Columns behind a row's last token are never read.
 
     Args:
-        parts: layers, and the rows to take from each: of this class, or with rows that are padded on the left.
-        filled: number of tokens of each row.
+        parts: layers, and the `_moves` of each: of this class, or with rows that are padded on the left.
+        width: number of tokens of the longest row.
+        rows: number of rows to allocate.
         capacity: number of columns to allocate.
 
     Attributes:
-        at: (rows, 1, 1, 1) int64, the column of each row's next token; set before each forward pass.
+        at: (rows, 1, 1, 1) int64, the column of each row's next token; None if it is the last one for all. Set before
+            each forward pass.
         width: number of tokens of the longest row after it.
     """
 
-    at: torch.Tensor
+    at: torch.Tensor | None
     width: int
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, parts: Sequence[tuple[Any, list[int]]], filled: Sequence[int], capacity: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Any, list[_Move]]], width: int, rows: int, capacity: int) -> None:
         super().__init__()
         first = parts[0][0]
         self.dtype, self.device = first.keys.dtype, first.keys.device
         self.is_initialized = True
-        self._all_keys = _aligned([(part, part.keys, rows) for part, rows in parts], filled, capacity)
-        self._all_values = _aligned([(part, part.values, rows) for part, rows in parts], filled, capacity)
-        self._set_width(max(filled))
+        self._all_keys = _aligned([(layer.keys, moves) for layer, moves in parts], rows, capacity)
+        self._all_values = _aligned([(layer.values, moves) for layer, moves in parts], rows, capacity)
+        self._set_width(width)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._all_keys.scatter_(2, self.at.expand_as(key_states), key_states)
-        self._all_values.scatter_(2, self.at.expand_as(value_states), value_states)
+        for whole, states in ((self._all_keys, key_states), (self._all_values, value_states)):
+            if self.at is None:
+                whole[:, :, self.width - 1 : self.width] = states
+            else:
+                whole.scatter_(2, self.at.expand_as(states), states)
         self._set_width(self.width)
         return self.keys, self.values
 
@@ -121,27 +134,51 @@ class _AlignedLayer(DynamicLayer):
         self.keys, self.values = self._all_keys[:, :, :end], self._all_values[:, :, :end]
 
 
-def _aligned(
-    parts: Sequence[tuple[Any, torch.Tensor, list[int]]], filled: Sequence[int], capacity: int
-) -> torch.Tensor:
-    _, heads, _, size = parts[0][1].shape
-    whole = parts[0][1].new_zeros(max(len(filled), least_rows()), heads, capacity, size)
-    first = 0
-    for layer, tensor, rows in parts:
-        columns = tensor.shape[-2]
-        alike: dict[tuple[int, int], list[int]] = {}
-        for at in range(first, first + len(rows)):
-            begin = 0 if isinstance(layer, _AlignedLayer) else columns - filled[at]
-            count = min(columns, capacity) if isinstance(layer, _AlignedLayer) else filled[at]
-            alike.setdefault((begin, count), []).append(at)
-        for (begin, count), places in alike.items():
-            source = torch.tensor([rows[at - first] for at in places], device=tensor.device)
-            whole[places, :, :count] = tensor[:, :, begin : begin + count].index_select(0, source)
-        first += len(rows)
+def _moves(layer: Any, rows: Sequence[int], filled: Sequence[int], first: int, capacity: int) -> list[_Move]:
+    """Return how to move rows of a part's layers to rows of new ones, so that they begin at column 0. It is the same
+    for all layers.
+
+    Args:
+        layer: one of the part's.
+        rows: of the part.
+        filled: number of tokens of each.
+        first: where the first one goes.
+        capacity: number of columns there.
+    """
+    columns = layer.keys.shape[-2]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for at, count in enumerate(filled):
+        span = (0, min(columns, capacity)) if isinstance(layer, _AlignedLayer) else (columns - count, count)
+        alike.setdefault(span, []).append(at)
+    device = layer.keys.device
+    return [
+        (
+            torch.tensor([rows[at] for at in places], device=device),
+            torch.tensor([first + at for at in places], device=device),
+            slice(begin, begin + count),
+        )
+        for (begin, count), places in alike.items()
+    ]
+
+
+def _aligned(parts: Sequence[tuple[torch.Tensor, list[_Move]]], rows: int, capacity: int) -> torch.Tensor:
+    _, heads, _, size = parts[0][0].shape
+    whole = parts[0][0].new_zeros(rows, heads, capacity, size)
+    for tensor, moves in parts:
+        for source, target, columns in moves:
+            moved = tensor[:, :, columns].index_select(0, source)
+            whole[:, :, : moved.shape[2]].index_copy_(0, target, moved)
     return whole
 
 
-def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False) -> str:
+def probe(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    fp32_lm_head: bool = False,
+) -> str:
     """Compare what an engine and a trainer compute, with a model of this config with random weights and at most
     `PROBE_LAYERS` layers: completions of prompts of several lengths that join a running batch and end one by one,
     against forward passes over all of them, over some and over each one alone.
@@ -151,6 +188,7 @@ def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote
         dtype: of the computation.
         device: of the computation.
         trust_remote_code: whether code that comes with the model may run.
+        fp32_lm_head: whether the output layer is computed in float32.
 
     Returns:
         A digest of the log-probabilities: equal on machines that compute equal bits.
@@ -176,6 +214,8 @@ def probe(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote
         )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    if fp32_lm_head:
+        compute_output_in_float32(model)
     model.eval().requires_grad_(False).to(device)
 
     most = min(getattr(text, "max_position_embeddings", None) or COLUMNS + 8, COLUMNS + 8)

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.device import current_device, dtype_of, use_device
+from workers.device import current_device, dtype_of, empty_cache, use_device
 from workers.extras import require
-from workers.hf_files import make_model, shapes_of
+from workers.hf_files import compute_output_in_float32, make_model, shapes_of
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
 from workers.rollout.engines.request_engine import Request, RequestEngine
 from workers.rollout.engines.rollout_engine import FinishReason, check_tensor
@@ -38,6 +38,7 @@ class HFEngine(RequestEngine):
         random_weights: read only the config of the folder.
         seed: of random weights.
         param_dtype: "fp32", "bf16" or "fp16".
+        fp32_lm_head: compute the output layer in float32, as a trainer with ``args.fp32_lm_head`` does.
         max_batch_size: maximum number of requests that generate at the same time; others wait.
         trust_remote_code: whether code that comes with the model may run.
         lora: the trainer's `LoraSettings`, or their keyword arguments; None if it trains all weights. With an adapter,
@@ -48,7 +49,7 @@ class HFEngine(RequestEngine):
 
     Raises:
         ImportError: transformers is not installed, or peft, with ``lora``.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or ``fp32_lm_head`` is not possible with this model.
         OSError: transformers did not find the model.
         ExactError: ``exact`` is not possible with this model, or on this machine.
     """
@@ -65,6 +66,7 @@ class HFEngine(RequestEngine):
         random_weights: bool = False,
         seed: int = 0,
         param_dtype: Any = "fp32",
+        fp32_lm_head: bool = False,
         max_batch_size: int = 64,
         trust_remote_code: bool = False,
         lora: LoraSettings | Mapping[str, Any] | None = None,
@@ -86,6 +88,8 @@ class HFEngine(RequestEngine):
                 self._adapter.inject(made)
         for parameter in made.parameters():  # made.to(dtype) would also cast the rotary frequencies
             parameter.data = parameter.data.to(dtype)
+        if fp32_lm_head:
+            compute_output_in_float32(made)
         made.generation_config = transformers.GenerationConfig()
         self.model = made.eval().requires_grad_(False).to(self.device)
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
@@ -96,7 +100,13 @@ class HFEngine(RequestEngine):
             from workers.rollout.engines.exact_decoding import probe
 
             make_exact(self.model)
-            self.exact_digest = probe(self.model.config, dtype, self.device, trust_remote_code=trust_remote_code)
+            self.exact_digest = probe(
+                self.model.config,
+                dtype,
+                self.device,
+                trust_remote_code=trust_remote_code,
+                fp32_lm_head=fp32_lm_head,
+            )
 
     def prepare_thread(self) -> None:
         use_device(self.device)
@@ -197,8 +207,5 @@ class HFEngine(RequestEngine):
         self._release("sleep")
 
     def _move(self, device: Any) -> None:
-        import torch
-
         self.model.to(device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache()

@@ -38,7 +38,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.device import current_device, dtype_of, use_device
+from workers.device import current_device, dtype_of, on_accelerator, use_device
 from workers.hf_files import config_of, make_model, meta_model, shapes_of
 from workers.rollout.engines.request_engine import CLOSE_SECONDS, READING, Request, RequestEngine
 from workers.rollout.engines.rollout_engine import (
@@ -184,7 +184,7 @@ class VLLMEngine(RequestEngine):
         check_min_p(sampling_params, self.vocab_size)
 
     def prepare_thread(self) -> None:
-        """CUDA's current device is per thread."""
+        """torch has one current device for each thread."""
         use_device(self._device)
 
     def serve(self) -> None:
@@ -425,7 +425,7 @@ class VLLMEngine(RequestEngine):
 
     @property
     def _sleeps(self) -> bool:
-        return self._device.type == "cuda" and bool(self._engine.model_config.enable_sleep_mode)
+        return on_accelerator(self._device) and bool(self._engine.model_config.enable_sleep_mode)
 
     def close(self) -> None:
         """See `RolloutEngine.close`. Ends vLLM's processes."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.data.rollout_data import LARGEST_SET
-from workers.device import has_cuda
+from workers.device import has_accelerator
 from workers.rollout.engines.rollout_engine import TIES
 from workers.rollout.rollout_errors import RolloutError
 
@@ -81,7 +81,7 @@ def import_vllm(eager: bool) -> Any:
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if not has_cuda():
+    if not has_accelerator():
         if eager:
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # a function of vLLM's sampler needs a C++ compiler
         if "OMP_NUM_THREADS" in os.environ:
@@ -128,7 +128,7 @@ def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {"max_logprobs": LARGEST_SET + TIES}
     if engine_args.get("tensor_parallel_size", 1) > 1:
         chosen["distributed_executor_backend"] = "mp"  # else Ray, where it runs: its actors could outlive the worker
-    if has_cuda():
+    if has_accelerator():
         chosen["enable_sleep_mode"] = True
     else:
         chosen["enforce_eager"] = True

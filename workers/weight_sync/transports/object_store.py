@@ -6,13 +6,14 @@ The receiving half is `WeightReceiver.receive_payload`: tensors travel as an arg
 from __future__ import annotations
 
 from single_controller.call.future import WorkerFuture
+from workers.device import on_accelerator
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.transports.weight_transport import Transport, Update, wait_all
 
 
 class ObjectStoreTransport(Transport):
-    """See the module's docstring. Tensors of a CUDA device go through pinned host memory."""
+    """See the module's docstring. Tensors on an accelerator go through pinned host memory."""
 
     def __init__(self) -> None:
         self._in_flight: list[WorkerFuture] = []
@@ -24,7 +25,7 @@ class ObjectStoreTransport(Transport):
         """As in `Transport`. Two rounds are in the store at a time, so that receivers load one while the next is
         packed."""
         before, self._in_flight = self._in_flight, []
-        if any(tensor.is_cuda for payload in payloads.values() for tensor in payload.tensors):
+        if any(on_accelerator(tensor.device) for payload in payloads.values() for tensor in payload.tensors):
             wait_all(before, update)  # first: there is one buffer
             payloads = self._on_host(payloads, headers[update.rank])
         self._in_flight = update.receivers.start_payloads(update.key, update.classes, payloads)

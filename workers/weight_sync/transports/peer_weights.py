@@ -187,10 +187,10 @@ class PeerWeights:
 
     def _send(self, request: WeightRequest, changes: int) -> None:
         from workers.blocks import send_block
-        from workers.device import has_cuda
+        from workers.device import has_accelerator
 
         receiver, begun = self._receiver, time.monotonic()
-        buffer, sent = FlatBuffer(pinned=has_cuda()), 0
+        buffer, sent = FlatBuffer(pinned=has_accelerator()), 0
         key = uuid.uuid4().hex
         try:
             receiver._prepare_thread()

@@ -1,4 +1,5 @@
-"""Weights through process groups of their own, beside the default one: gloo, or nccl if everyone has a CUDA device.
+"""Weights through process groups of their own, beside the default one: gloo, or nccl (hccl, ...) if everyone has
+a device for it.
 
 One group has all train ranks and the first receiver of each class. Each class of more than one receiver has another
 group. In a round, each train rank sends what it has for a class to the first receiver of it, which then broadcasts all
@@ -18,12 +19,11 @@ keeps a process alive.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,16 +34,13 @@ import torch.distributed as dist
 
 from single_controller.call.future import WorkerFuture
 from workers.background import in_thread
-from workers.device import current_device, device
+from workers.device import CUMEM, backend, current_device, device, name_of, new_backend, on_accelerator, synchronize
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.sync_protocol import Budget, Message, WeightSyncError
-from workers.weight_sync.transports.same_device import name_of
 from workers.weight_sync.transports.weight_transport import Transport, Update, raise_failed, wait_all
 
 T = TypeVar("T")
-
-CUMEM = "NCCL_CUMEM_ENABLE"
 
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
@@ -87,19 +84,19 @@ class ProcessGroupTransport(Transport):
         self._members = members
         self.groups_made += 1
         here = current_device()
-        backend = _backend(update, here)
+        through = _backend(update, here)
         invitation = Invitation(
             update.key,
             update.shared,
             update.ranks,
             tuple(tuple(ids[member] for member in one.members) for one in update.classes),
-            backend,
+            through,
             update.budget.left(),
             update.budget.seconds,
             os.environ.get(CUMEM),
         )
         futures: list[WorkerFuture] = []
-        where = here if backend == "nccl" else torch.device("cpu")
+        where = torch.device("cpu") if through == "gloo" else here
         size = update.ranks + len(update.classes)
 
         try:
@@ -165,10 +162,10 @@ class Invitation(Message):
         address: host and port of the store.
         senders: number of train ranks, the first ranks of their group with the first receivers.
         classes: ids of the receivers of each class.
-        backend: "gloo" or "nccl".
+        backend: "gloo", or that of the devices.
         seconds: time left for the rendezvous.
         budget: time for a whole update.
-        cumem: the senders' NCCL_CUMEM_ENABLE. Both ends must allocate memory in the same way.
+        cumem: the senders' variable `workers.device.CUMEM`. Both ends must allocate memory in the same way.
     """
 
     key: str
@@ -201,17 +198,18 @@ class Invitation(Message):
             )
 
     def _join(self, receiver: Any) -> None:
-        if self.backend == "nccl" and self.cumem is not None:
+        if self.backend != "gloo" and self.cumem is not None:
             own = os.environ.setdefault(CUMEM, self.cumem)
             if own != self.cumem:
                 raise WeightSyncError(
-                    f"{CUMEM} is {own} on this rollout worker and {self.cumem} on the train ranks. NCCL cannot connect "
-                    "processes that differ in it. Set the same value with worker_env= and train_env_vars"
+                    f"{CUMEM} is {own} on this rollout worker and {self.cumem} on the train ranks. Processes "
+                    "that differ in it cannot connect. Set the same value with worker_env= and train_env_vars"
                 )
         index = next(index for index, ids in enumerate(self.classes) if receiver.receiver_id in ids)
         ids = self.classes[index]
         rank = ids.index(receiver.receiver_id)
-        where = device(receiver.local_rank, receiver.device_ids) if self.backend == "nccl" else torch.device("cpu")
+        cpu = torch.device("cpu")
+        where = cpu if self.backend == "gloo" else device(receiver.local_rank, receiver.device_ids)
         budget = Budget(self.seconds)
         store: dist.TCPStore | None = None
 
@@ -299,22 +297,13 @@ class Channel:
     ) -> None:
         self.memory = FlatBuffer(where)
         self.size, self.index = size, index
-        self._group: Any
         # A store client of its own: a failed rendezvous occupies the client until its timeout, long after everyone
         # has given up.
         store = _client(invitation.address, invitation.seconds)
         prefixed = dist.PrefixStore(f"{invitation.key}/{name}", store)
-        if invitation.backend == "nccl":
-            torch.cuda.set_device(where)  # torch keeps it per thread, and this is "weights-rendezvous"
-            options = dist.ProcessGroupNCCL.Options()
-            # `_run` has its own timeout. torch's watchdog, which ends the process, must not fire before it.
-            options._timeout = _delta(2 * invitation.budget)
-            with _watchdog_reports_errors():
-                self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-            # Connect now, while a missing member is still noticed by `_interruptible`; nccl would connect lazily.
-            self._group.eager_connect_single_device(where)
-        else:
-            self._group = dist.ProcessGroupGloo(prefixed, rank, size, _delta(invitation.seconds))
+        # `_run` has its own timeout. The watchdog of torch's nccl, which ends the process, must not fire before it.
+        timeout = invitation.seconds if invitation.backend == "gloo" else 2 * invitation.budget
+        self._group: Any = new_backend(invitation.backend, prefixed, rank, size, _delta(timeout), where)
         self._store = store
         self._where = where
 
@@ -343,7 +332,7 @@ class Channel:
         nothing, none = flat.new_empty(0), [0] * self.size
         options = dist.AllToAllOptions()
         options.timeout = _delta(seconds)
-        # One operation instead of single sends, because gloo's cannot be polled, and nccl runs them side by side.
+        # One operation instead of single sends, because gloo's cannot be polled, and others run them side by side.
         arguments = (flat, nothing, sizes, none) if receive else (nothing, flat, none, sizes)
         self._run(lambda: self._group.alltoall_base(*arguments, options), seconds, check)
 
@@ -373,14 +362,14 @@ class Channel:
         try:
             work = begin()
             _wait_for(work, seconds, check)
-            if self._where.type == "cuda":
+            if on_accelerator(self._where):
                 # nccl's work completes on failure as well; only the group knows of the error.
-                torch.cuda.synchronize(self._where)
+                synchronize([self._where])
                 status = self._group.get_error().name if hasattr(self._group, "get_error") else "SUCCESS"
                 if status != "SUCCESS":
-                    raise WeightSyncError(f"a transfer of weights failed: nccl reports {status}")
+                    raise WeightSyncError(f"a transfer of weights failed: the process group reports {status}")
             return
-        except RuntimeError as error:  # gloo's and nccl's
+        except RuntimeError as error:  # the process group's
             raised = WeightSyncError(f"a transfer of weights failed: {str(error).partition(chr(10))[0]}")
         except Exception as error:
             raised = error
@@ -391,37 +380,19 @@ class Channel:
 
     def release_memory(self) -> None:
         """Free device memory until the next update. The connections stay."""
-        if self._where.type == "cuda":
+        if on_accelerator(self._where):
             self.memory.free()
 
     def leave(self) -> None:
         """Close the connections. gloo first finishes what is in progress, up to its timeout, so a thread waits for
         it."""
         group, self._group = self._group, None
-        if group is not None and self._where.type == "cuda":
+        if group is not None and on_accelerator(self._where):
             group.abort()
         elif group is not None:
             left = [group]
             del group  # the list has the only reference; clearing it destroys the group in the thread
             threading.Thread(target=left.clear, name="weights-leave", daemon=True).start()
-
-
-@contextlib.contextmanager
-def _watchdog_reports_errors() -> Iterator[None]:
-    """Inside, an nccl group is created with a watchdog that reports errors instead of ending the process.
-
-    torch reads the setting from the environment, which all threads of the process share. This library creates no other
-    group meanwhile: the thread that runs the update waits in `_interruptible`.
-    """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "2"  # clean up the communicator only
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _wait_for(work: Any, seconds: float, check: Callable[[], None]) -> None:
@@ -468,15 +439,15 @@ def _check(update: Update, futures: Sequence[WorkerFuture]) -> None:
 
 def _backend(update: Update, here: torch.device) -> str:
     devices = [info.device for info in update.infos]
-    if here.type != "cuda" or not all(name.startswith("cuda:") for name in devices):
+    if not on_accelerator(here) or not all(name.startswith(f"{here.type}:") for name in devices):
         return "gloo"
     devices.append(name_of(here))
     if len(set(devices)) < len(devices):
         raise WeightSyncError(
-            "nccl does not support two processes on one device in a process group, but these are shared: "
+            f"{backend()} does not support two processes on one device in a process group, but these are shared: "
             f"{', '.join(sorted(devices))}; use transport='device'"
         )
-    return "nccl"
+    return backend()
 
 
 def _client(address: tuple[str, int], seconds: float) -> dist.TCPStore:

@@ -1,23 +1,31 @@
 """Weights that stay on the device: within one process, or between two processes that share a device.
 
 In each round, every train rank gets all pieces and serves the rollout workers on its own device: the one in its own
-process directly, others through handles to its memory (CUDA IPC handles, or shared memory if the device is the CPU).
+process directly, others through handles to its memory: device memory where torch has handles to it (see
+`workers.device.Accelerator`), shared memory if the device is the CPU.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from workers.device import current_device, device
+from workers.device import (
+    collect_shared,
+    current_device,
+    device,
+    name_of,
+    names,
+    on_accelerator,
+    opened_memory,
+    share_memory,
+)
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.sync_protocol import Message, WeightSyncError, sync_error
@@ -38,13 +46,18 @@ class DeviceTransport(Transport):
     def begin(self, update: Update) -> None:
         here = current_device()
         if update.receivers.neighbour is None:
+            if on_accelerator(here) and not names().ipc:
+                raise WeightSyncError(
+                    f"torch shares no memory of a {here.type!r} device between processes, and transport='device' has "
+                    "no other way to a rollout worker in a process of its own; use 'store', 'group' or 'disk' here"
+                )
             self._served = _served_by_this_rank(update, here)
         if self._memory is None:
-            if here.type != "cuda" and not hasattr(os, "memfd_create"):
+            if not on_accelerator(here) and not hasattr(os, "memfd_create"):
                 raise WeightSyncError(
                     "transport='device' shares host memory only on Linux; use 'store', 'group' or 'disk' here"
                 )
-            self._memory = FlatBuffer(here) if here.type == "cuda" else SharedMemory()
+            self._memory = FlatBuffer(here) if on_accelerator(here) else SharedMemory()
 
     def transfer(
         self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
@@ -74,7 +87,7 @@ class DeviceTransport(Transport):
         handles: dict[str, Any] = {}
         error: WeightSyncError | None = None
         try:
-            # CUDA counts how often a handle is opened, so each receiver needs a handle of its own.
+            # torch counts how often a handle is opened, so each receiver needs a handle of its own.
             handles = {receiver: self._handle() for receiver in self._served}
         except Exception as failed:
             error = sync_error(f"train rank {update.rank} could not share its weights", failed)
@@ -100,7 +113,7 @@ class DeviceTransport(Transport):
         self._flat = torch.empty(0, dtype=torch.uint8)
         if isinstance(self._memory, FlatBuffer):
             self._memory = None
-            torch.cuda.ipc_collect()
+            collect_shared()
 
     def failed(self, update: Update) -> None:
         self.flush(update)
@@ -111,9 +124,7 @@ class DeviceTransport(Transport):
     def _handle(self) -> Any:
         if isinstance(self._memory, SharedMemory):
             return self._memory.path
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        return reduce_tensor(self._flat)[1]
+        return share_memory(self._flat)
 
 
 def _split(flat: torch.Tensor, headers: Sequence[Header]) -> list[torch.Tensor]:
@@ -129,7 +140,7 @@ class SharedRound(Message):
     """Load a round from the memory of a train process on the same device.
 
     Attributes:
-        handles: by receiver id: a path of shared memory, or the arguments of torch's ``rebuild_cuda_tensor``.
+        handles: by receiver id: a path of shared memory, or what `workers.device.share_memory` returned.
         classes: of the receivers, by id.
         offers: the payloads in the memory, one after the other: class and header.
     """
@@ -142,30 +153,12 @@ class SharedRound(Message):
         receiver.check_update(key)
         here = device(receiver.local_rank, receiver.device_ids)
         own, headers = self.classes[receiver.receiver_id], [header for _, header in self.offers]
-        with self._opened(self.handles[receiver.receiver_id], here) as flat:
+        handle, nbytes = self.handles[receiver.receiver_id], max(sum(header.nbytes for header in headers), 1)
+        mapped = isinstance(handle, str)
+        with nullcontext(_mapped(handle, nbytes)) if mapped else opened_memory(handle, here) as flat:
             for (index, header), part in zip(self.offers, _split(flat, headers), strict=True):
                 if index == own:
                     receiver.take(key, Payload.of(header, part))
-
-    @contextmanager
-    def _opened(self, handle: Any, here: torch.device) -> Iterator[torch.Tensor]:
-        """Open the memory on the receiver's device, which is also the current one inside. Torch keeps the current
-        device per thread, and the thread that runs a method of a worker may never have selected one."""
-        if isinstance(handle, str):
-            yield _mapped(handle, max(sum(header.nbytes for _, header in self.offers), 1))
-            return
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        arguments = list(handle)
-        arguments[6] = here.index  # the sender may see the same device under another index
-        with torch.cuda.device(here):
-            flat = rebuild_cuda_tensor(*arguments)
-            try:
-                yield flat
-            finally:
-                torch.cuda.synchronize(here)  # the sender overwrites the memory with the next round
-                del flat
-                torch.cuda.ipc_collect()
 
 
 class SharedMemory:
@@ -185,23 +178,6 @@ class SharedMemory:
 
     def __del__(self) -> None:
         os.close(self._file)
-
-
-@functools.cache
-def device_name(local_rank: int = 0, device_ids: tuple[str, ...] = ()) -> str:
-    """Return the name of a worker's device. It is the same in every process that can open memory there."""
-    return name_of(device(local_rank, device_ids))
-
-
-def name_of(here: torch.device) -> str:
-    """`device_name` of a torch device of this process."""
-    if here.type == "cuda":
-        return f"cuda:{torch.cuda.get_device_properties(here).uuid}"
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:  # macOS has neither /proc nor namespaces
-        namespace = ""
-    return f"cpu:{socket.gethostname()} {namespace}"
 
 
 def _mapped(path: str, nbytes: int) -> torch.Tensor:

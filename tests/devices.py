@@ -1,0 +1,9 @@
+"""Whether the tests' groups run on devices: ``make test-device`` simulates them. Otherwise they run on the CPU."""
+
+import os
+
+SIMULATED = os.environ.get("SIMDEVICE") == "1"
+DEVICES = int(os.environ.get("SIMDEVICE_DEVICES", "16")) if SIMULATED else 0
+"""The devices that the tests' Ray has."""
+
+ON_DEVICE = DEVICES > 0

@@ -1,0 +1,111 @@
+"""Training with FSDP on one simulated device: as on the CPU, and without waiting for the device."""
+
+import pytest
+import torch
+from reference import small_llama
+from train_helpers import rollout, saved
+
+from single_controller import LocalWorkerGroup, RayClassWithInitArgs
+from workers.device import every_backend
+from workers.distributed import initialize_distributed
+from workers.fsdp.fsdp_worker import FSDPTrainWorker
+
+simulated = torch._simdevice
+BLOCKING = (
+    *("host read", "copy:d2h sync", "copy:h2d sync", "copy:h2d staged", "copy:d2h non_blocking"),
+    *("sync:device", "sync:stream"),
+)
+"""What the simulated device counts whenever the host waits for it. ``sync:event`` is not among them: FSDP waits at the
+end of each backward pass for the gradients that it copies to host memory."""
+
+WAYS = {
+    "plain": {},
+    "bf16": {"param_dtype": "bf16"},
+    "offloaded": {"fsdp_cpu_offload": True},
+    "lora": {"lora_rank": 4},
+    "checkpointed": {"gradient_checkpointing": True},
+    "exact": {"exact": True},
+}
+
+
+class OnCpu(FSDPTrainWorker):
+    """The same worker on the CPU."""
+
+    def begin(self):
+        self.device = torch.device("cpu")
+        initialize_distributed(self, every_backend(), self.args.distributed_timeout_minutes)
+        self.register_layout({"dp": self.world_size}, dp=self.rank)
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    folder = saved(small_llama(), tmp_path_factory.mktemp("llama"))
+    return {"train_backend": "fsdp", "hf_checkpoint": folder, "lr": 3e-3, "max_tokens_per_micro_batch": 50}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return rollout(small_llama())
+
+
+def worker(cls=FSDPTrainWorker):
+    return LocalWorkerGroup(1, RayClassWithInitArgs(cls))
+
+
+def trained(cls, args, data, role="actor"):
+    """Log-probabilities, the metrics of three steps, and the weights afterwards."""
+    with worker(cls) as group:
+        group.init(args, role)
+        outputs = None if role == "critic" else group.compute_log_prob(data).cpu()
+        steps = [group.train(step, data)[0] for step in range(3)]
+        of_worker = group.execute_with_func_generator(weights)[0]
+    return outputs, [{**metrics, "seconds": 0.0} for metrics in steps], of_worker
+
+
+def weights(worker):
+    return {name: tensor.detach().cpu().float().clone() for name, tensor in worker.model.weights()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_those_of_the_cpu(args, data, way):
+    given = args | WAYS[way]
+    # In bfloat16 the kernels round at other places: attention on the device is not the CPU's one kernel.
+    close = {"abs": 5e-2, "rel": 5e-2} if way == "bf16" else {"abs": 1e-5, "rel": 1e-4}
+    (found, metrics, after), (expected, of_cpu, wanted) = (
+        trained(cls, given, data) for cls in (FSDPTrainWorker, OnCpu)
+    )
+    assert (found - expected).abs().max() < (0.1 if way == "bf16" else 1e-5)
+    for one, other in zip(metrics, of_cpu, strict=True):
+        assert one == pytest.approx(other, **close)
+    assert after.keys() == wanted.keys()
+    if way != "bf16":
+        assert max((after[name] - wanted[name]).abs().max() for name in wanted) < 1e-4
+
+
+def test_critic_is_that_of_the_cpu(args, data):
+    given = args | {"advantage_estimator": "gae"}
+    rows = data.clone()
+    with worker() as group:
+        group.init(given, "critic")
+        rows["values"] = group.compute_values(rows).cpu()
+    (_, metrics, after), (_, of_cpu, wanted) = (trained(cls, given, rows, "critic") for cls in (FSDPTrainWorker, OnCpu))
+    for one, other in zip(metrics, of_cpu, strict=True):
+        assert one == pytest.approx(other, abs=1e-5, rel=1e-4)
+    assert max((after[name] - wanted[name]).abs().max() for name in wanted) < 1e-4
+
+
+@pytest.mark.parametrize("extra", [{}, {"fsdp_cpu_offload": True}, {"lora_rank": 4}, {"exact": True}], ids=str)
+def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data, extra):
+    """In a step and in a pass without gradients: the loop over micro-batches reads nothing and copies nothing that it
+    waits for."""
+    found = []
+    for most in (10_000, 50, 16):
+        with worker() as group:
+            group.init(args | extra | {"max_tokens_per_micro_batch": most}, "actor")
+            for call in (lambda group=group: group.train(0, data), lambda group=group: group.compute_log_prob(data)):
+                call()  # the first one creates the optimizer's state
+                simulated.counts(True)
+                call()
+                found.append({key: n for key, n in simulated.counts(True).items() if key.startswith(BLOCKING)})
+    assert found[0] == found[2] == found[4] and found[1] == found[3] == found[5]
+    assert sum(found[0].values()) <= 4 and sum(found[1].values()) <= 3, found
