@@ -62,7 +62,7 @@ test-device: $(READY)
 	@$(PY) tests/simdevice/build.py
 	@SIMDEVICE=1 PYTHONPATH="tests/simdevice/boot:$(CURDIR)" $(PY) -m pytest $(or $(ARGS),tests/simdevice/on_device)
 
-# First the numbers of devices, so that the tests' Ray has them. ARGS="tests/train" runs other tests on the GPUs.
+# TEST_GPUS tells the tests how many devices there are. ARGS="tests/train" runs other tests on the GPUs.
 test-gpu: $(READY)
 	@TEST_GPUS=$$($(PY) -c 'import torch; print(torch.accelerator.device_count())') && if [ "$$TEST_GPUS" = 0 ]; then \
 	    echo 'make test-gpu: torch sees no GPU on this machine; make test-device simulates one' >&2; exit 2; \

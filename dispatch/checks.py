@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_seconds(name: str, value: object) -> float:
@@ -60,3 +64,22 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     public = [known for known in names if not known.startswith("_")]
     close = difflib.get_close_matches(name, public, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(public) or 'none'}"
+
+
+def naming_keywords(function: F, of_class: bool = False) -> F:
+    """Have a function say which keyword argument may have been meant by a misspelt one.
+
+    Args:
+        function: takes no keywords of other names than its parameters'.
+        of_class: it is a constructor, whose class is named in the message.
+    """
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for keyword in [keyword for keyword in kwargs if keyword not in parameters][:1]:
+            name = type(args[0]).__name__ if of_class else function.__name__
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{suggestion(keyword, parameters)}")
+        return function(*args, **kwargs)
+
+    return cast(F, checked)

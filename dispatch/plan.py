@@ -18,7 +18,7 @@ from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
-from dispatch.register import MethodSpec, check_arguments, misfit
+from dispatch.register import CALL_OPTIONS, MethodSpec, check_arguments, misfit
 
 Parameter = int | str | tuple[int | str, Any]
 """Which parameter an argument fills: a position, or a keyword. With the key of a dict: a future in that argument, which
@@ -127,7 +127,7 @@ def plan_call(
     try:
         spec.signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise misfit(spec.label, spec.signature, kwargs, error) from None
+        raise misfit(spec.label, spec.signature, kwargs, error, CALL_OPTIONS) from None
     arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
     if any(isinstance(value, (Deferred, dict)) for value in arguments.values()):
         arguments = _futures_apart(spec, arguments)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from dispatch.batch import UNEVEN, Uneven
+from dispatch.checks import naming_keywords
 from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, known_execute_mode, known_mode
 from dispatch.move import check_device_name
 from dispatch.typed import Blocks, ReturnsFuture, ToAny, ToValue
@@ -18,6 +19,9 @@ D = TypeVar("D")
 
 Inputs = Literal["copy", "view"]
 INPUTS: tuple[str, ...] = get_args(Inputs)
+
+CALL_OPTIONS = ("timeout", "blocking", "uneven", "device")
+"""The options of one call, of `RemoteMethod.options`. They are often passed as arguments by mistake."""
 
 _ATTRIBUTE = "__dispatch_registration__"
 _RAY_TRACING = "_ray_trace_ctx"
@@ -144,6 +148,7 @@ def register(
 ) -> ToAny: ...
 
 
+@naming_keywords
 def register(
     dispatch_mode: DispatchMode | str | dict[str, Any] = Dispatch.ALL_TO_ALL,
     execute_mode: ExecuteMode | str = Execute.ALL,
@@ -242,8 +247,18 @@ def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ..
         raise misfit(name, signature, kwargs, error) from None
 
 
-def misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError) -> TypeError:
-    """The error of a call whose arguments do not fit: Python's, with the name and the signature added."""
+def misfit(
+    name: str, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError, options: Collection[str] = ()
+) -> TypeError:
+    """The error of a call whose arguments do not fit: Python's, with the name and the signature added.
+
+    Args:
+        name: of what was called.
+        signature: its own.
+        kwargs: the keyword arguments.
+        error: of binding the arguments.
+        options: names of options of a call, which are not passed as arguments.
+    """
     what = f"{error}; its"
     parameters = signature.parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -251,6 +266,8 @@ def misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], erro
         for keyword in [keyword for keyword in kwargs if keyword not in parameters][:1]:
             close = difflib.get_close_matches(keyword, parameters, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
+            if keyword in options:
+                hint = f"as an option it is .options({keyword}=...)(...); "
             what = f"got an unexpected keyword argument {keyword!r}; {hint}its"
     return TypeError(f"{name}() {what} signature is {name}{signature}")
 
@@ -264,15 +281,7 @@ def check_keywords(cls: type) -> None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
 
-    @functools.wraps(construct)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for keyword in [keyword for keyword in kwargs if keyword not in parameters][:1]:
-            close = difflib.get_close_matches(keyword, parameters, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(parameters)}"
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {keyword!r}; {hint}")
-        construct(self, *args, **kwargs)
-
-    setattr(cls, "__init__", checked)  # noqa: B010  (mypy forbids the assignment)
+    setattr(cls, "__init__", naming_keywords(construct, of_class=True))  # noqa: B010  (mypy forbids the assignment)
 
 
 UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)

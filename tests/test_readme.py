@@ -145,6 +145,23 @@ def test_links_are_valid(page):
         assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+def linked_pages(page):
+    targets = (link.partition("#")[0] for link in LINK.findall(FENCE.sub("", page.read_text())) if "://" not in link)
+    return {(page.parent / target).resolve() for target in targets if target.endswith(".md")}
+
+
+def test_every_page_is_at_most_two_links_from_the_readme():
+    near = linked_pages(README)
+    near |= {target for page in near for target in linked_pages(page)}
+    apart = {"index.md", "contributing.md"}  # the site's home, and its copy of CONTRIBUTING.md
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in DOCS if page.resolve() not in near} == apart
+
+
+def test_pages_are_short():
+    """Those that are not one table."""
+    assert {page.name for page in PAGES if len(page.read_text().split()) >= 2000} == {"formulas.md"}
+
+
 def well_formed(address):
     """Whether the URL of another site is well formed; nothing is fetched."""
     parts = urlsplit(address)

@@ -236,6 +236,11 @@ CALLS = {
     "mapping": (ValueError, "known are a", lambda k: ResourcePoolManager({"a": [1]}, {"role": "b"})),
     "attach": (ValueError, "takes exactly one of name_prefix", lambda k: RayWorkerGroup.from_detached()),
     "timeout": (ValueError, "a positive number of seconds", lambda k: k.other.add.options(timeout=-1)),
+    "option": (TypeError, "'timeot'; did you mean 'timeout'", lambda k: k.other.add.options(timeot=5)),
+    "option as an argument": (TypeError, r"'timeout'; as an option it is \.options\(timeout=\.\.\.\)\(\.\.\.\)",
+                              lambda k: k.other.add(1, timeout=5)),
+    "register": (TypeError, r"register\(\) got .*'dispatch'; did you mean 'dispatch_mode'",
+                 lambda k: register(dispatch=Dispatch.ONE_TO_ALL)),
 }
 # fmt: on
 

@@ -190,9 +190,10 @@ def main():
             noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic})
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
-            if due or rollout_id + 1 == args.num_rollout:
+            saves = args.save or args.save_hf or args.critic_save_hf
+            if saves and (due or rollout_id + 1 == args.num_rollout):
                 state = stream.state_dict() if stream and args.save else None
-                for group in groups:  # if save or save_hf says where
+                for group in groups:
                     group.save_model(rollout_id, driver_state=state if group is actor else None)
 
         rollout_id = start

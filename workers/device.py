@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Accelerator:
     ipc: bool = False
 
 
-# Only "cuda" has been run, on a simulated device. Sources of the other names: torch's default_device_backend_map, Ray's
-# accelerator managers (ray._private.accelerators), and torch_npu, which registers hccl when it is imported.
+# Only "cuda" and "npu" have run, on a simulated device. Sources of the other names: torch's default_device_backend_map,
+# Ray's accelerator managers (ray._private.accelerators), and torch_npu, which registers hccl when it is imported.
 ACCELERATORS = {
     "cuda": Accelerator("nccl", ("CUDA_VISIBLE_DEVICES",), ipc=True),
     "rocm": Accelerator("nccl", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), ipc=True),
@@ -349,22 +350,33 @@ def new_backend(name: str, store: Any, rank: int, size: int, timeout: timedelta,
     return made
 
 
+_watchdog_lock = threading.Lock()
+"""Protects `_watchdog_before` and the variable of `_watchdog_reports_errors`."""
+
+_watchdog_before: list[str | None] = []
+"""What the variable was, once for each thread that is inside."""
+
+
 @contextlib.contextmanager
 def _watchdog_reports_errors() -> Iterator[None]:
     """Inside, an nccl group is created with a watchdog that reports errors instead of ending the process.
 
-    torch reads the setting from the environment, which all threads of the process share. This library creates no other
-    group meanwhile: the thread that runs the update waits for the rendezvous.
+    torch reads the setting from the environment, which all threads of the process share: also those of an in-process
+    worker group, which create the other ends. The last one to leave restores it.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "2"  # clean up the communicator only
+    with _watchdog_lock:
+        _watchdog_before.append(_watchdog_before[0] if _watchdog_before else os.environ.get(name))
+        os.environ[name] = "2"  # clean up the communicator only
     try:
         yield
     finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        with _watchdog_lock:
+            before = _watchdog_before.pop()
+            if not _watchdog_before:
+                os.environ.pop(name, None)
+                if before is not None:
+                    os.environ[name] = before
 
 
 def share_memory(memory: torch.Tensor) -> tuple[Any, ...]:

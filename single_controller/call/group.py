@@ -19,7 +19,7 @@ from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import CustomMode, Mode, has_axes
 from dispatch.plan import CallPlan, deferred_in, plan_call
-from dispatch.register import MethodSpec, method_spec
+from dispatch.register import MethodSpec, method_spec, naming_keywords
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
@@ -117,6 +117,7 @@ class RemoteMethod(Generic[P, T, Called]):
     @overload
     def options(self, *, blocking: bool | None, **others: Unpack[OtherOptions]) -> RemoteMethod[P, T, Any]: ...
 
+    @naming_keywords
     def options(
         self,
         *,

@@ -55,7 +55,7 @@ class NpuWorker(Worker):
         }
 
     @register(Dispatch.ONE_TO_ALL)
-    def collectives(self):
+    def summed(self):
         """What the default group computes on the CPU, and the backends that were made for the device."""
         import torch
         import torch.distributed as dist
@@ -84,6 +84,6 @@ class NpuWorker(Worker):
         from workers.weight_sync.transports.weight_transport import Update
 
         try:
-            DeviceTransport().begin(Update(1, "device", 0, 1, Receivers(None, object()), Budget(1.0), "key"))
+            DeviceTransport().begin(Update(1, "device", 0, 1, Receivers(object(), None), Budget(1.0), "key"))
         except WeightSyncError as error:
             return str(error)

@@ -63,6 +63,7 @@ def test_device_must_be_a_string(device):
         register(Dispatch.ONE_TO_ALL, device=device)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_cuda_tensors_are_sent_and_returned(group, batch):
     batch["x"] = batch["x"].cuda()

@@ -13,21 +13,21 @@ def test_npus_are_placed_seen_and_connected():
             with RayWorkerGroup(pool, RayClassWithInitArgs(NpuWorker)) as group:
                 for one in group.where():
                     print(">", *one.values())
-                print("> collectives:", *group.collectives())
+                print("> summed:", *group.summed())
                 print("> channel:", *group.channel())
                 print(">", group.device_transport()[0])
         shared = RayResourcePool([2], use_gpu=False, resources={"NPU": 0.5}, max_colocate_count=1)
         try:
             RayWorkerGroup(shared, RayClassWithInitArgs(NpuWorker))
-        except StartError as error:
-            print("> shared:", "DeviceError: ranks 0 and 1 are on the same GPU, but hccl needs" in str(error))
+        except SingleControllerError as error:
+            print("> shared:", "ranks 0 and 1 are on the same GPU, but hccl needs" in str(error) or error)
     """)
     names = "('hccl', 'cpu:gloo,npu:hccl')"
     assert out == [
         "> slots: {'use_gpu': False, 'resources': {'NPU': 1.0}} {'use_gpu': False, 'resources': {}}",
         f"> ('0',) 0 npu:0 npu:0 {names} 0",
         f"> ('1',) 1 npu:0 npu:0 {names} 1",
-        "> collectives: (3.0, [(0, 2, [0, 1])], 2) (3.0, [(1, 2, [0, 1])], 2)",
+        "> summed: (3.0, [(0, 2, [])], 2) (3.0, [(1, 2, [])], 2)",
         "> channel: (1, (0, 1, [0])) (1, (0, 1, [0]))",
         "> torch shares no memory of a 'npu' device between processes, and transport='device' has no other way to a "
         "rollout worker in a process of its own; use 'store', 'group' or 'disk' here",

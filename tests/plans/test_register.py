@@ -351,6 +351,23 @@ def test_misspelt_keyword_of_a_public_class(cls):
         cls.__init__(object.__new__(cls), **{wrong: 1})  # Megatron's classes need CUDA before that
 
 
+def test_options_that_are_no_arguments_are_all_options():
+    from dispatch.register import CALL_OPTIONS
+    from single_controller.call.group import RemoteMethod
+
+    assert ["self", *CALL_OPTIONS] == list(inspect.signature(RemoteMethod.options).parameters)
+
+
+def test_argument_that_has_the_name_of_an_option_reaches_the_method():
+    class Waits(single_controller.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def wait(self, timeout):
+            return timeout
+
+    with single_controller.LocalWorkerGroup(1, single_controller.ClassWithInitArgs(Waits)) as group:
+        assert group.wait(timeout=3) == [3]
+
+
 def test_constructor_keeps_its_signature_and_its_own_errors():
     assert "max_new_tokens" in inspect.signature(workers.SamplingParams).parameters
     with pytest.raises(TypeError, match=r"multiple values for argument 'max_new_tokens'"):

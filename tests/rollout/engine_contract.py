@@ -126,7 +126,7 @@ class Subject:
         for (name, tensor), found in zip(self.weights(model), self.engine.read_weights(list(shapes)), strict=True):
             part = tensor[tuple(slice(*bounds) for bounds in slices.get(name, ()))].to(dtypes[name])
             assert (found.shape, found.dtype) == (part.shape, part.dtype), name
-            assert torch.equal(found.reshape(-1).view(torch.uint8), part.reshape(-1).view(torch.uint8)), name
+            assert torch.equal(found.cpu().reshape(-1).view(torch.uint8), part.reshape(-1).view(torch.uint8)), name
 
     def check(
         self, completion: Any, prompt: list[int], models: dict[int | None, Any], temperature: float = 1.0
@@ -307,7 +307,7 @@ class EngineContract:
             subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
         (name, tensor), *_ = reversed(named)
         (alone,) = engine.read_weights([name])
-        assert torch.equal(alone, tensor.to(alone.dtype)) and engine.read_weights([]) == []
+        assert torch.equal(alone.cpu(), tensor.to(alone.dtype)) and engine.read_weights([]) == []
         subject.update(first, 1)
         subject.check_read(first)
 

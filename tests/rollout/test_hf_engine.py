@@ -172,7 +172,7 @@ def test_output_layer_in_float32_under_bfloat16(config):
         (completion,) = engine.generate([[5, 9, 2]], SamplingParams(6), [3])
         weight = engine.read_weights(["lm_head.weight" if config is LLAMA else "model.embed_tokens.weight"])[0]
         assert weight.dtype is torch.bfloat16 and len(seen) >= 6
-        logits = torch.cat(seen[-6:]).double() @ weight.double().T
+        logits = torch.cat(seen[-6:]).cpu().double() @ weight.cpu().double().T
         expected = logits.log_softmax(-1)[range(6), completion.token_ids]
         errors[fp32_lm_head] = float((torch.tensor(completion.log_probs).double() - expected).abs().max())
     assert errors[True] < 1e-6 < 1e-4 < errors[False]

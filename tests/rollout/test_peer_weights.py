@@ -79,7 +79,8 @@ def test_hf_engine_gets_the_same_weights_bit_for_bit(config, dtype):
         own, copied = first.engine.model.state_dict(), second.engine.model.state_dict()
         assert own.keys() == copied.keys()
         assert all(
-            torch.equal(tensor.view(torch.uint8), copied[name].view(torch.uint8)) for name, tensor in own.items()
+            torch.equal(tensor.cpu().view(torch.uint8), copied[name].cpu().view(torch.uint8))
+            for name, tensor in own.items()
         )
         prompts, seeds = [[5, 9, 2], [7]], [1, 2]
         assert first.engine.generate(prompts, LONG, seeds) == second.engine.generate(prompts, LONG, seeds)

@@ -19,6 +19,7 @@
 #include <torch/extension.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <deque>
 #include <list>
 #include <map>
@@ -757,19 +758,28 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::native::cpu_fallback(op, stack, false);
 }
 
-// ---- nccl: gloo on the memory of the device
+// ---- nccl: gloo, which works on copies. What a collective writes is in device memory when it is waited for, and garbage
+// before. Each device has one stream for all groups.
+Stream comm_stream(DeviceIndex d) { return Stream(Stream::UNSAFE, Device(KIND, d), -1); }
+
+struct SimNccl;
 struct Done : c10d::Work {
   c10::intrusive_ptr<c10d::Work> inner;
-  std::vector<at::Tensor> keep, outputs;
+  std::vector<at::Tensor> outputs, inputs, copies;  // inputs are compared with the copies that gloo reads
   Device device;
-  Done(std::vector<at::Tensor> outputs, c10::intrusive_ptr<c10d::Work> inner = {}, std::vector<at::Tensor> keep = {})
-      : inner(std::move(inner)), keep(std::move(keep)), outputs(std::move(outputs)), device(KIND, the_device) {}
-  bool isCompleted() override { return inner ? inner->isCompleted() : true; }
-  bool isSuccess() const override { return inner ? inner->isSuccess() : true; }
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (inner) inner->wait(timeout);
+  uint64_t until = 0;
+  bool waited = false;
+  Done(std::vector<at::Tensor> outputs, Device device) : outputs(std::move(outputs)), device(device) {
+    Hold hold(lock);
+    until = queue_of(comm_stream(device.index())).added;
+  }
+  bool isCompleted() override {
+    if (inner && !inner->isCompleted()) return false;
+    drain(queue_of(comm_stream(device.index())), until);
     return true;
   }
+  bool isSuccess() const override { return true; }  // as nccl's, which only the group's error says
+  bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -788,9 +798,14 @@ struct SimNccl : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   c10::intrusive_ptr<Opts> opts;
   uint64_t number = 0;
+  const bool only_reports;  // TORCH_NCCL_ASYNC_ERROR_HANDLING=2: an error ends nothing, and the group has it
+  std::shared_ptr<std::atomic<bool>> failed = std::make_shared<std::atomic<bool>>(false);
   bool aborted = false;
   SimNccl(c10::intrusive_ptr<c10d::Backend> g, int rank, int size, c10::intrusive_ptr<Opts> o)
-      : Backend(rank, size), gloo(std::move(g)), opts(std::move(o)) {}
+      : Backend(rank, size),
+        gloo(std::move(g)),
+        opts(std::move(o)),
+        only_reports(env("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3) == 2) {}
   using W = c10::intrusive_ptr<c10d::Work>;
   using T = at::Tensor;
   using Ts = std::vector<T>;
@@ -800,31 +815,69 @@ struct SimNccl : c10d::Backend {
   void setTimeout(std::chrono::milliseconds t) override { opts->timeout = t; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number; }
+  void abort() override {
+    aborted = true;
+    gloo->abort();
+  }
   T in(const T& t) {
     TORCH_CHECK(!aborted, "NCCL communicator was aborted");
     TORCH_CHECK(t.device().type() == KIND, "No backend type associated with device type ", t.device().type());
     TORCH_CHECK(t.is_contiguous(), "Tensors must be contiguous");
     drain(stream_of(t.device().index()));
     Below below;
-    return seen(t);
+    return seen(t).clone();
   }
   Ts in(const Ts& ts) {
     Ts r;
     for (auto& t : ts) r.push_back(in(t));
     return r;
   }
-  W done(W work, Ts outputs) {
+  static Ts flat(const Tss& lists) {
+    Ts r;
+    for (auto& l : lists) r.insert(r.end(), l.begin(), l.end());
+    return r;
+  }
+  // Results are written when the comm stream is waited for; `late` computes them from what gloo has made.
+  W start(W work, const Ts& outputs, const Ts& results, Ts inputs = {}, Ts copies = {},
+          std::function<void()> late = {}) {
     ++number;
-    work->wait(kNoTimeout);
-    return c10::make_intrusive<Done>(std::move(outputs));
+    auto device = !outputs.empty() ? outputs[0].device() : inputs.empty() ? Device(KIND, the_device) : inputs[0].device();
+    {
+      Below below;
+      for (auto& t : outputs)
+        if (t.numel()) memset(seen(t).data_ptr(), 0xFF, t.nbytes());
+    }
+    enqueue(comm_stream(device.index()), [work, outputs, results, late, failed = failed] {
+      try {
+        work->wait(kNoTimeout);
+      } catch (const std::exception&) {
+        *failed = true;  // and the outputs stay garbage
+        return;
+      }
+      Below below;
+      if (late) late();
+      for (size_t i = 0; i < outputs.size(); ++i) seen(outputs[i]).copy_(results[i].view(outputs[i].sizes()));
+    });
+    auto done = c10::make_intrusive<Done>(outputs, device);
+    done->inner = only_reports ? W(c10::make_intrusive<Reported>(work)) : work;
+    done->inputs = std::move(inputs);
+    done->copies = std::move(copies);
+    return done;
   }
+  struct Reported : c10d::Work {  // completes on failure as well
+    W inner;
+    explicit Reported(W w) : inner(std::move(w)) {}
+    bool isCompleted() override { return inner->isCompleted(); }
+    bool wait(std::chrono::milliseconds t) override {
+      try {
+        inner->wait(t);
+      } catch (const std::exception&) {
+      }
+      return true;
+    }
+  };
   template <class O>
-  void reduced(const T& t, const O& o, bool scale) {  // what gloo lacks: averages
-    Below below;
-    if (scale) t.div_(size_);
-  }
-  template <class O>
-  bool average(O& o) {
+  bool average(O& o) {  // what gloo lacks
     if (o.reduceOp == c10d::ReduceOp::AVG) {
       o.reduceOp = c10d::ReduceOp::SUM;
       return true;
@@ -832,103 +885,103 @@ struct SimNccl : c10d::Backend {
     TORCH_CHECK(!(o.reduceOp == c10d::ReduceOp::PREMUL_SUM), "premul");
     return false;
   }
+  std::function<void()> scaled(bool avg, Ts results) {
+    if (!avg) return {};
+    return [results, size = size_] {
+      for (auto t : results) t.div_(size);
+    };
+  }
   W broadcast(Ts& t, const c10d::BroadcastOptions& o) override {
     auto x = in(t);
-    return done(gloo->broadcast(x, o), t);
+    if (rank_ == o.rootRank) return start(gloo->broadcast(x, o), {}, {}, t, x);
+    return start(gloo->broadcast(x, o), t, x);
   }
   W allreduce(Ts& t, const c10d::AllreduceOptions& given) override {
     auto o = given;
     bool avg = average(o);
     auto x = in(t);
-    auto w = done(gloo->allreduce(x, o), t);
-    for (auto& y : x) reduced(y, o, avg);
-    return w;
+    return start(gloo->allreduce(x, o), t, x, {}, {}, scaled(avg, x));
   }
   W allreduce_coalesced(Ts& t, const c10d::AllreduceCoalescedOptions& o) override {
     for (auto& x : t) {
       Ts one{x};
       allreduce(one, o);
     }
-    return c10::make_intrusive<Done>(t);
+    return c10::make_intrusive<Done>(t, t[0].device());
   }
   W reduce(Ts& t, const c10d::ReduceOptions& given) override {
     auto o = given;
     bool avg = average(o);
     auto x = in(t);
-    auto w = done(gloo->reduce(x, o), t);
-    for (auto& y : x) reduced(y, o, avg);
-    return w;
+    if (rank_ != o.rootRank) return start(gloo->reduce(x, o), {}, {}, t);
+    return start(gloo->reduce(x, o), t, x, {}, {}, scaled(avg, x));
   }
   W allgather(Tss& out, Ts& t, const c10d::AllgatherOptions& o) override {
     auto x = in(t);
     Tss y;
     for (auto& l : out) y.push_back(in(l));
-    return done(gloo->allgather(y, x, o), out.empty() ? Ts{} : out[0]);
+    return start(gloo->allgather(y, x, o), flat(out), flat(y), t, x);
+  }
+  static bool overlaps(const T& x, const T& y) {
+    return (char*)x.data_ptr() < (char*)y.data_ptr() + y.nbytes() &&
+           (char*)y.data_ptr() < (char*)x.data_ptr() + x.nbytes();
   }
   W _allgather_base(T& out, T& t, const c10d::AllgatherOptions& o) override {
     auto x = in(t), y = in(out);
-    if (x.numel() * size_ == 0) return c10::make_intrusive<Done>(Ts{out});
-    if (y.data_ptr() <= x.data_ptr() && (char*)x.data_ptr() < (char*)y.data_ptr() + y.nbytes()) {
-      Below below;
-      x = x.clone();
-    }
-    return done(gloo->_allgather_base(y, x, o), {out});
+    if (x.numel() * size_ == 0) return c10::make_intrusive<Done>(Ts{out}, out.device());
+    auto w = gloo->_allgather_base(y, x, o);
+    return overlaps(t, out) ? start(w, {out}, {y}) : start(w, {out}, {y}, {t}, {x});
   }
   W allgather_into_tensor_coalesced(Ts& out, Ts& t, const c10d::AllgatherOptions& o) override {
     for (size_t i = 0; i < t.size(); ++i) _allgather_base(out[i], t[i], o);
-    return c10::make_intrusive<Done>(out);
+    return c10::make_intrusive<Done>(out, out[0].device());
   }
   W gather(Tss& out, Ts& t, const c10d::GatherOptions& o) override {
     auto x = in(t);
     Tss y;
     for (auto& l : out) y.push_back(in(l));
-    return done(gloo->gather(y, x, o), out.empty() ? Ts{} : out[0]);
+    return start(gloo->gather(y, x, o), flat(out), flat(y), t, x);
   }
   W scatter(Ts& out, Tss& t, const c10d::ScatterOptions& o) override {
     auto y = in(out);
     Tss x;
     for (auto& l : t) x.push_back(in(l));
-    return done(gloo->scatter(y, x, o), out);
+    return start(gloo->scatter(y, x, o), out, y, flat(t), flat(x));
   }
   W _reduce_scatter_base(T& out, T& t, const c10d::ReduceScatterOptions& given) override {
+    auto x = in(t);
+    in(out);
+    return sum_scattered(out, x, given, overlaps(t, out) ? Ts{} : Ts{t});
+  }
+  W sum_scattered(T& out, T x, const c10d::ReduceScatterOptions& given, Ts inputs) {
     c10d::AllreduceOptions o;
     o.reduceOp = given.reduceOp;
     bool avg = average(o);
-    auto y = in(out);
-    T x;
-    {
-      auto a = in(t);
-      Below below;
-      x = a.clone();
-    }
-    Ts one{x};
-    auto w = done(gloo->allreduce(one, o), {out});
     Below below;
-    y.view(-1).copy_(x.view(-1).narrow(0, y.numel() * rank_, y.numel()));
-    reduced(y, o, avg);
-    return w;
+    Ts sums{x.clone()};
+    auto mine = sums[0].view(-1).narrow(0, out.numel() * rank_, out.numel());
+    return start(gloo->allreduce(sums, o), {out}, {mine}, inputs, inputs.empty() ? Ts{} : Ts{x}, scaled(avg, {mine}));
   }
   W reduce_scatter(Ts& out, Tss& t, const c10d::ReduceScatterOptions& o) override {
-    Ts flat;
-    for (auto& x : t[0]) flat.push_back(x.reshape({-1}));
-    auto all = at::cat(flat);
-    auto y = out[0];
-    return _reduce_scatter_base(y, all, o);
+    Ts parts;
+    for (auto& x : in(t[0])) parts.push_back(x.view(-1));
+    Below below;
+    return sum_scattered(out[0], at::cat(parts), o, {});
   }
   W reduce_scatter_tensor_coalesced(Ts& out, Ts& t, const c10d::ReduceScatterOptions& o) override {
     for (size_t i = 0; i < t.size(); ++i) _reduce_scatter_base(out[i], t[i], o);
-    return c10::make_intrusive<Done>(out);
+    return c10::make_intrusive<Done>(out, out[0].device());
   }
   W alltoall_base(T& out, T& t, std::vector<int64_t>& a, std::vector<int64_t>& b,
                   const c10d::AllToAllOptions& o) override {
     auto y = in(out), x = in(t);
-    return done(gloo->alltoall_base(y, x, a, b, o), {out});
+    return start(gloo->alltoall_base(y, x, a, b, o), {out}, {y}, {t}, {x});
   }
   W alltoall(Ts& out, Ts& t, const c10d::AllToAllOptions& o) override {
-    Ts flat;
+    Ts parts, results;
     std::vector<int64_t> a, b;
-    for (auto& x : t) {
-      flat.push_back(x.reshape({-1}));
+    for (auto& x : in(t)) {
+      parts.push_back(x.view(-1));
       b.push_back(x.numel());
     }
     int64_t n = 0;
@@ -936,31 +989,46 @@ struct SimNccl : c10d::Backend {
       a.push_back(y.numel());
       n += y.numel();
     }
-    auto all = at::cat(flat);
-    auto to = at::empty({n}, all.options());
-    alltoall_base(to, all, a, b, o);
+    Below below;
+    auto x = at::cat(parts);
+    auto y = at::empty({n}, x.options());
     n = 0;
-    for (auto& y : out) {
-      y.view(-1).copy_(to.narrow(0, n, y.numel()));
-      n += y.numel();
+    for (auto size : a) {
+      results.push_back(y.narrow(0, n, size));
+      n += size;
     }
-    return c10::make_intrusive<Done>(out);
+    return start(gloo->alltoall_base(y, x, a, b, o), out, results);
   }
   W send(Ts& t, int to, int tag) override {
     auto x = in(t);
-    ++number;
-    return c10::make_intrusive<Done>(t, gloo->send(x, to, tag), x);
+    return start(gloo->send(x, to, tag), {}, {}, t, x);
   }
   W recv(Ts& t, int from, int tag) override {
     auto x = in(t);
-    ++number;
-    return c10::make_intrusive<Done>(t, gloo->recv(x, from, tag), x);
+    return start(gloo->recv(x, from, tag), t, x);
   }
   W barrier(const c10d::BarrierOptions& o) override {
     drain_device(the_device);
-    return done(gloo->barrier(o), {});
+    gloo->barrier(o)->wait(kNoTimeout);
+    return c10::make_intrusive<Done>(Ts{}, Device(KIND, the_device));
   }
 };
+bool Done::wait(std::chrono::milliseconds timeout) {
+  if (inner) inner->wait(timeout);
+  {
+    Below below;
+    for (size_t i = 0; !waited && i < copies.size(); ++i) {
+      if (!inputs[i].numel() || inputs[i].storage().nbytes() < inputs[i].nbytes()) continue;  // freed by resize_(0)
+      if (memcmp(seen(inputs[i]).data_ptr(), copies[i].data_ptr(), inputs[i].nbytes()))
+        faults.push_back("the input of a collective was changed before the collective was waited for");
+    }
+  }
+  waited = true;
+  auto until = this->until;
+  auto* queue = &queue_of(comm_stream(device.index()));
+  enqueue(stream_of(device.index()), [queue, until] { drain(*queue, until); });
+  return true;
+}
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -980,6 +1048,9 @@ TORCH_LIBRARY_IMPL(aten, KEY, m) {
   m.impl("set_.source_Storage", set_source);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_none);
+#ifdef SIMDEVICE_NPU  // as extensions do, so that a tensor may take the memory of one on the CPU, and the reverse
+  m.impl("_has_compatible_shallow_copy_type", [](const at::Tensor&, const at::Tensor&) { return true; });
+#endif
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -1002,10 +1073,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::make_tuple((int64_t)s.id(), (int)s.device_index());
   });
   m.def("set_stream", [](int64_t id, int d) { current[d] = id; });
-  m.def("synchronize", [](int d) {
-    counts["sync:device"]++;
-    drain_device(d);
-  });
+  m.def(
+      "synchronize",
+      [](int d) {
+        counts["sync:device"]++;
+        drain_device(d);
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("empty_cache", [] { empty_cache(the_device); });
   m.def("memory", [](int d) {
     Hold hold(lock);
@@ -1084,6 +1158,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                             options.cast<c10::intrusive_ptr<SimNccl::Opts>>());
       }))
       .def_property_readonly("options", [](SimNccl& s) { return s.opts; })
-      .def("_abort", [](SimNccl& s) { s.aborted = true; })
+      .def("_failed", [](SimNccl& s) { return s.failed->load(); })
+      .def("_abort", [](SimNccl& s) { s.abort(); })
       .def("_shutdown", [](SimNccl& s) { s.aborted = true; });
 }

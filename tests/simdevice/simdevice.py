@@ -8,8 +8,8 @@ itself: memory that the host cannot read, streams whose copies happen as late as
 Environment: ``SIMDEVICE_DEVICES``, the number of devices (16); ``SIMDEVICE_BYTES``, the memory of each (8 GiB);
 ``CUDA_VISIBLE_DEVICES`` as usual: it is read when a process first uses a device, which may be after torch was imported.
 
-Not simulated: kernels and collectives run at once, so a missing ``work.wait()`` is not found; CUDA graphs, triton and
-flash kernels, errors of nccl, speed. Processes do not share the budget of a device.
+Not simulated: kernels run at once, so what is missing between the kernels of two streams is not found; CUDA graphs,
+triton and flash kernels, the device's side of profiles, speed. Processes do not share the budget of a device.
 """
 
 import contextlib
@@ -74,6 +74,7 @@ def install():
     _install_cuda(torch, device, torch.cuda)
     _install_storages(torch, device)
     _install_nccl(torch, device)
+    _install_profiler(torch)
     torch.version.cuda = "12.8"
     torch.backends.cuda.is_built = lambda: True
 
@@ -206,9 +207,17 @@ def _install_cuda(torch, device, cuda):
             "allocated_bytes.all.peak": of_device["peak"],
         }
 
+    generator = device.generator  # torch's functions below have a parameter of the name "device"
+
     def manual_seed_all(seed):
         for number in range(len(device.ids())):
             device.generator(number).manual_seed(int(seed))
+
+    def get_rng_state(device=KIND):
+        return generator(index(device)).get_state()
+
+    def set_rng_state(new_state, device=KIND):
+        generator(index(device)).set_state(new_state.cpu())
 
     def set_rng_state_all(states):
         for number, state in enumerate(states):
@@ -237,8 +246,8 @@ def _install_cuda(torch, device, cuda):
         "manual_seed": lambda seed: device.generator(device.device()).manual_seed(int(seed)),
         "manual_seed_all": manual_seed_all,
         "initial_seed": lambda: device.generator(device.device()).initial_seed(),
-        "get_rng_state": lambda given=KIND: device.generator(index(given)).get_state(),
-        "set_rng_state": lambda state, given=KIND: device.generator(index(given)).set_state(state.cpu()),
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
         "get_rng_state_all": lambda: [device.generator(number).get_state() for number in range(len(device.ids()))],
         "set_rng_state_all": set_rng_state_all,
     }
@@ -337,9 +346,24 @@ def _install_nccl(torch, device):
     group.Options = device.Options
     group.eager_connect_single_device = lambda self, at: None
     group.abort = lambda self: self._abort()
-    group.get_error = lambda self: types.SimpleNamespace(name="SUCCESS")
+    group.get_error = lambda self: types.SimpleNamespace(name="REMOTE_ERROR" if self._failed() else "SUCCESS")
     group.perform_nocolor_split = lambda self, at: None
     group._set_default_timeout = lambda self, timeout: None
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = torch._C._distributed_c10d.ProcessGroupNCCL = group
     c10d._NCCL_AVAILABLE = True
     constants.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
+
+
+def _install_profiler(torch):
+    """Record the host's side only: without CUPTI, torch fails to record each operator, and takes long for that."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler.profiler import _KinetoProfile
+
+    begin = _KinetoProfile.__init__
+
+    def __init__(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.activities.discard(ProfilerActivity.CUDA)
+        self.use_device = None
+
+    _KinetoProfile.__init__ = __init__

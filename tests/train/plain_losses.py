@@ -29,6 +29,9 @@ DEFAULTS = {
     "rollout_rejection_low": None,
     "rollout_rejection_high": None,
     "opsm_delta": None,
+    "kl_loss_coef": 0.0,
+    "kl_loss_type": "k3",
+    "use_unbiased_kl": False,
 }
 
 # name: (level, what happens outside, low, high)
@@ -239,6 +242,21 @@ def token_losses(log_probs, old, of_tokens, args, chosen=()):
     return losses
 
 
+def kl_terms(log_probs, old, ref, args):
+    """Each token's estimate of the KL divergence from the reference, as tensors; arguments as in `token_losses`."""
+    terms = []
+    for log_prob, before, of_ref in zip(log_probs, old, ref, strict=True):
+        d = log_prob - of_ref
+        kinds = {"k1": d, "k2": d**2 / 2, "k3": ((-d).exp() - 1 + d).clamp(max=10)}
+        term = kinds[args["kl_loss_type"].removesuffix("+")]
+        if args["kl_loss_type"].endswith("+") or args["use_unbiased_kl"]:  # the gradient is d grad log p
+            term = term.detach() + d.detach() * (log_prob - log_prob.detach())
+        if args["use_unbiased_kl"]:
+            term = term * math.exp(float(log_prob.detach()) - before)
+        terms.append(term)
+    return terms
+
+
 def loss(log_probs, data, args):
     """The step's loss.
 
@@ -263,6 +281,9 @@ def loss(log_probs, data, args):
                 if apart > args["opsm_delta"]:
                     losses = [0.0 * x if a < 0 else x for x, a in zip(losses, of_tokens[row], strict=True)]
             rows.append([factor * value for factor, value in zip(factors[row], losses, strict=True)])
+            if args["kl_loss_coef"]:
+                terms = kl_terms(log_probs[row], old[row], counted(data, "ref_log_probs")[row], args)
+                rows[-1] = [x + args["kl_loss_coef"] * term for x, term in zip(rows[-1], terms, strict=True)]
     if args["loss_aggregation"] == "token":
         return sum(map(sum, rows)) / sum(map(len, rows))
     if args["loss_aggregation"] == "sequence":

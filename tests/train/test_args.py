@@ -39,6 +39,8 @@ def test_defaults_and_given_values():
     ("given", "message"),
     [
         ({"clip_gradd": 1}, "no key 'clip_gradd'; did you mean 'clip_grad'?"),
+        ({"n_samples": 4}, "no key 'n_samples'; did you mean 'n_samples_per_prompt'?"),
+        ({"learning_rate": 1e-3}, "no key 'learning_rate'; did you mean 'lr'?"),
         ({"use_routing_replay": True}, "use_routing_replay=True is not implemented.*rollout_correction"),
         ({"megatron_to_hf_mode": "bridge"}, "megatron_to_hf_mode='bridge': expected one of 'raw'"),
         ({"zzz": 1}, "no key 'zzz'; put your own keys under 'user'"),

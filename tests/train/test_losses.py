@@ -262,20 +262,23 @@ def test_extreme_ratios_stay_finite():
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5])
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_weights_give_the_requested_mean(aggregation, cut):
-    mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("fraction", [1, 0.25])
+def test_weights_give_the_requested_mean(aggregation, cut, fraction):
+    """A token with a fraction in the mask counts as that much of a token."""
+    mask = torch.tensor([[0, 1, fraction, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, fraction, 0], [fraction, 1, 1, 1]])
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(5))
-    ranks = [token_weights(piece, aggregation) for piece in mask.tensor_split(cut)]
+    ranks = [token_weights(piece, aggregation, 6) for piece in mask.tensor_split(cut)]
     count = sum(float(count) for _, count in ranks)
     got = float((torch.cat([weights for weights, _ in ranks]) / count * x).sum())
-    rows = [[float(x[b, t]) for t in range(4) if mask[b, t]] for b in range(5)]
-    if aggregation == "token":
-        expected = sum(map(sum, rows)) / sum(map(len, rows))
-    else:
-        means = [sum(row) / len(row) for row in rows if row]
-        expected = sum(means) / len(means)
-    assert got == pytest.approx(expected, rel=1e-5)
+    sums = [sum(float(mask[b, t]) * float(x[b, t]) for t in range(4)) for b in range(5)]
+    lengths = [float(mask[b].sum()) for b in range(5)]
+    expected = {
+        "token": sum(sums) / sum(lengths),
+        "sequence": sum(total / length for total, length in zip(sums, lengths, strict=True) if length) / 4,
+        "constant": sum(sums) / 6 / 4,
+    }
+    assert got == pytest.approx(expected[aggregation], rel=1e-5)
 
 
 def test_clipped_value_loss():

@@ -15,7 +15,7 @@ from workers import register_advantage, register_policy_loss
 from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
 from workers.algorithms.estimators import AdvantageRows
 from workers.algorithms.losses import policy_loss, token_weights
-from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens
+from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens, ppo_clip
 from workers.algorithms.registry import POLICY_LOSS_KEYS
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError
@@ -193,15 +193,17 @@ def test_tokens_chosen_by_covariance_do_not_depend_on_ranks_or_on_the_order_of_r
 
 
 def test_clip_cov_draws_its_share_of_the_tokens_at_random():
-    """Of 10,000 tokens within the bounds, 5 % are drawn: others with another seed, the same on any number of ranks,
-    and small and large covariances alike."""
+    """Of 10,000 tokens within the bounds, 5 % are drawn: others with another seed, the same on any number of ranks and
+    in any order of rows, and small and large covariances alike."""
     g = torch.Generator().manual_seed(0)
     shape = (20, 500)
     rows = {name: torch.randn(shape, generator=g) * 0.5 - 2 for name in ("log_probs", "advantages")}
     rows |= {"old_log_probs": rows["log_probs"].clone(), "loss_mask": torch.ones(shape)}
-    args = read_args({"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.05, "clip_cov_lb": -50, "clip_cov_ub": 50})
+    bounds = {"policy_loss_type": "clip_cov", "clip_cov_lb": -50, "clip_cov_ub": 50}
 
-    def drawn(ranks, seed):
+    def drawn(ranks, seed, rows=rows, share=0.05):
+        args = read_args({**bounds, "clip_cov_ratio": share})
+
         def select(own, gather):
             tokens = [own[name] for name in ("log_probs", "old_log_probs", "advantages")]
             return SELECTIONS[function_of(args, "policy_loss_type")](
@@ -213,6 +215,9 @@ def test_clip_cov_draws_its_share_of_the_tokens_at_random():
     first = drawn(1, 0)
     assert int(first.sum()) == 500
     assert torch.equal(first, drawn(4, 0))
+    backwards = {name: value.flip(0) for name, value in rows.items()}
+    assert torch.equal(first.flip(0), drawn(3, 0, backwards))
+    assert int(drawn(2, 0, share=1e-6).sum()) == 1  # at least one
     again = drawn(1, 1)
     assert int(again.sum()) == 500 and 5 < int((first & again).sum()) < 60  # 25 by chance
     parts = (rows["log_probs"] - rows["log_probs"].mean()) * (rows["advantages"] - rows["advantages"].mean())
@@ -278,6 +283,15 @@ def test_numbers_of_skyrl():
         assert gae(rewards, values, mask, gamma=gamma, lam=lam)[1].tolist() == [expected]
     # REINFORCE++ before whitening
     assert gae(rewards, torch.zeros(1, 3), mask, gamma=0.5, lam=1.0)[0].tolist() == [[2.75, 3.5, 3.0]]
+
+
+def test_dual_clip_by_hand():
+    """Clipped at 2 where A = -1 and r = 3; at 0.8 where r = 0.5; not where r = 1.5; and at 1.2 where A = 1."""
+    ratios, advantages = torch.tensor([3.0, 0.5, 1.5, 3.0]), torch.tensor([-1.0, -1.0, -1.0, 1.0])
+    loss, ratio, clipped = ppo_clip(ratios.log(), torch.zeros(4), advantages, eps_clip_dual=2.0)
+    assert loss.tolist() == pytest.approx([2.0, 0.8, 1.5, -1.2])
+    assert ratio.tolist() == pytest.approx(ratios.tolist())
+    assert clipped.tolist() == [True, True, False, True]
 
 
 def test_gspo_by_hand():

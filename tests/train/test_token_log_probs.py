@@ -83,6 +83,19 @@ def test_sharded_vocabulary_matches_the_whole(vocab_size):
 
 
 @pytest.mark.usefixtures("chunk")
+def test_padding_of_the_vocabulary_has_no_gradient():
+    logits, tokens = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 4, 2])
+    torch.use_deterministic_algorithms(True)  # new memory is then full of NaN
+    try:
+        log_probs, entropies = token_log_probs(logits, tokens, vocab_size=5, entropy=True)
+        (log_probs + entropies).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert logits.grad[:, 5:].tolist() == [[0.0] * 3] * 3
+    assert bool((logits.grad[:, :5] != 0).all())
+
+
+@pytest.mark.usefixtures("chunk")
 def test_bfloat16_logits_are_computed_in_float32():
     """Only the gradient is rounded to bfloat16, once."""
     torch.manual_seed(0)

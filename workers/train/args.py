@@ -531,6 +531,21 @@ def update_seconds(args: Any) -> float:
     return 60 * float(args.distributed_timeout_minutes / 2 if minutes is None else minutes)
 
 
+def _meant(name: str, known: Mapping[str, Any]) -> str | None:
+    """Return the key that an unknown one may stand for: one that is spelt almost alike, contains it, or has it as its
+    meaning."""
+    words, close = name.replace("_", " "), difflib.get_close_matches
+    return next(
+        iter(
+            close(name, known, n=1, cutoff=0.8)
+            or [key for key in known if len(name) > 3 and name in key]
+            or [key for key, item in known.items() if item.metadata["meaning"].startswith(words)]
+            or close(name, known, n=1)
+        ),
+        None,
+    )
+
+
 def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     from omegaconf import DictConfig, OmegaConf
 
@@ -544,8 +559,8 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         if unknown := [name for name in items if name not in known]:
             if passed:  # a result of `read_args`, originally from a Namespace
                 return {k: v for k, v in items.items() if k in known}, {k: items[k] for k in unknown}
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "; put your own keys under 'user'"
+            meant = _meant(unknown[0], known)
+            hint = f"; did you mean {meant!r}?" if meant else "; put your own keys under 'user'"
             raise TrainArgsError(f"args has no key {unknown[0]!r}{hint}")
         return items, {}
     if isinstance(given, (str, int, float, list, tuple)) or not hasattr(given, "__dict__"):

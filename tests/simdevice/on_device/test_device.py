@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from workers.device import host_memory
 
@@ -112,3 +113,35 @@ def test_memory_is_counted_and_ends():
     del x
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] == free
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_missing_wait_for_a_collective_is_seen(one_rank):
+    total, gathered = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    works = [
+        dist.all_reduce(total, async_op=True),
+        dist.all_gather_into_tensor(gathered, torch.full((3,), 2.0, device="cuda"), async_op=True),
+    ]
+    assert bool(total.isnan().all()) and bool(gathered.isnan().all())
+    for work in works:
+        work.wait()
+    assert (total.tolist(), gathered.tolist()) == ([1.0] * 3, [2.0] * 3)
+
+
+def test_source_that_changes_under_a_collective_is_a_fault(one_rank):
+    before = len(device.faults())
+    for changes in (False, True):
+        source, target = torch.ones(3, device="cuda"), torch.empty(3, device="cuda")
+        work = dist.all_gather_into_tensor(target, source, async_op=True)
+        if changes:
+            source.zero_()
+        work.wait()
+        assert len(device.faults()) == before + changes
+    assert "input of a collective was changed" in device.faults()[-1]

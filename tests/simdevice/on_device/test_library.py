@@ -14,13 +14,13 @@ from workers.weight_sync import delta
 from workers.weight_sync.buckets import FlatBuffer, copy_into, tensor_specs
 from workers.weight_sync.digest import digest
 
-DEVICE = "cuda:1"
+DEVICE = f"cuda:{min(1, torch.cuda.device_count() - 1)}"
 simulated = torch._simdevice
 
 
 @pytest.fixture(autouse=True)
 def no_new_faults():
-    torch.cuda.set_device(1)
+    torch.cuda.set_device(DEVICE)
     before = simulated.faults()
     yield
     gc.collect()
@@ -72,6 +72,14 @@ class TestDeviceMemory:
         with mock.patch.object(device_memory, "host_memory", failing(host_memory, 2)), pytest.raises(MemoryError):
             memory.sleep()
         assert not memory.asleep and [one.unique().tolist() for one in tensors] == [[1.0], [2.0]]
+
+    def test_host_memory_is_freed_after_it_was_copied_back(self):
+        tensors = self.tensors()
+        memory = DeviceMemory(lambda: tensors, keep=False)
+        memory.sleep()
+        memory.wake_up()
+        gc.collect()
+        assert [one.unique().tolist() for one in tensors] == [[1.0], [2.0]]
 
 
 class TestSnapshots:

@@ -289,6 +289,34 @@ def test_critic_and_whitening_leave_out_what_is_rejected_or_truncated(pair_of, l
         assert metrics["correction_rejected"] == pytest.approx(1 / 13)  # of those that are not truncated
 
 
+def test_values_are_clipped_around_those_before_the_step(pair_of, llama_folder, data):
+    """The critic's own values, and others in the data, as if it had moved from there."""
+    _, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **STILL, "value_clip": 0.05})
+    values, counts = critic.worker_group.compute_values(data), data["loss_mask"] != 0
+    before = values + torch.where(torch.arange(len(data))[:, None] % 3 == 0, 0.01, 0.2)
+    rewards = torch.zeros(counts.shape)
+    for row in range(len(data)):
+        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    _, returns = estimates(rewards, before, counts, 0.98, 0.9)
+    losses, clipped = [], 0
+    rows = zip(values[counts].tolist(), before[counts].tolist(), sorted_by_time(returns, counts), strict=True)
+    for now, old, target in rows:
+        near = old + min(max(now - old, -0.05), 0.05)
+        losses.append(max((now - target) ** 2, (near - target) ** 2) / 2)
+        clipped += (near - target) ** 2 > (now - target) ** 2
+    metrics = learn(critic, 0, data.clone().set("values", before))
+    assert metrics["value_loss"] == pytest.approx(mean(losses), abs=1e-5)
+    assert metrics["value_clip_fraction"] == pytest.approx(clipped / len(losses)) and 0 < clipped < len(losses)
+
+
+def sorted_by_time(found, counts):
+    """What `estimates` returns begins with each row's last token."""
+    each, made = iter(found), []
+    for length in counts.sum(1).tolist():
+        made += [next(each) for _ in range(length)][::-1]
+    return made
+
+
 def test_decoupled_lambda_on_ranks(pair_of, llama_folder, data):
     vapo = {"gae_lambda_value": 1.0, "gae_length_adaptive_alpha": 0.3, "gamma": 1.0, **STILL}
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **vapo})

@@ -59,6 +59,8 @@ CASES = {
     },
     "seq_mask_tis": {"rollout_correction": "seq_mask_tis", "rollout_rejection_low": 0.9, "rollout_rejection_high": 1.2},
     "off_policy_sequences": {"opsm_delta": 0.02, "rollout_correction": "icepop", "loss_aggregation": "sequence"},
+    "kl_loss": {"kl_loss_coef": 0.5, "kl_loss_type": "k3+", "rollout_correction": "seq_rs+token_tis"},
+    "unbiased_kl": {"kl_loss_coef": 0.5, "use_unbiased_kl": True, "loss_aggregation": "sequence"},
 }
 """Each loss, advantage, aggregation, and level and kind of correction is in one of them."""
 

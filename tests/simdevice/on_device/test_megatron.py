@@ -1,0 +1,77 @@
+"""Megatron's own code for CUDA, without what `workers.megatron.cpu` replaces, on one simulated device."""
+
+import pytest
+import torch
+from reference import ReferenceGRPO, small_llama
+from train_helpers import rollout, saved
+
+from single_controller import LocalWorkerGroup, RayClassWithInitArgs
+from workers.fsdp.fsdp_worker import FSDPTrainWorker
+from workers.megatron.megatron_train_worker import MegatronTrainWorker
+
+simulated = torch._simdevice
+
+
+@pytest.fixture(scope="module")
+def data():
+    return rollout(small_llama())
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    folder = saved(small_llama(), tmp_path_factory.mktemp("llama"))
+    return {"train_backend": "megatron", "hf_checkpoint": folder, "lr": 3e-3, "max_tokens_per_micro_batch": 50}
+
+
+def worker(cls=MegatronTrainWorker):
+    return LocalWorkerGroup(1, RayClassWithInitArgs(cls))
+
+
+def steps(group, data):
+    return [{**group.train(step, data)[0], "seconds": 0.0} for step in range(3)]
+
+
+def test_log_probs_and_steps_are_those_of_fsdp(args, data):
+    """The FSDP backend is compared with the CPU in test_training.py."""
+    with worker() as group:
+        group.init(args, "actor")
+        assert group.execute_with_func_generator(where) == [{"cuda"}]
+        found = group.compute_log_prob(data).cpu()
+        metrics = steps(group, data)
+    torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
+    with worker(FSDPTrainWorker) as group:
+        group.init(args | {"train_backend": "fsdp"}, "actor")
+        expected = steps(group, data)
+    for one, other in zip(metrics, expected, strict=True):
+        assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-4, rel=1e-3)
+
+
+def where(worker):
+    return {tensor.device.type for tensor in worker.model.tensors()}
+
+
+def test_offloaded_weights_come_back_and_their_memory_is_freed(args, data):
+    with worker() as group:
+        group.init(args, "actor")
+        expected = steps(group, data)
+        group.init(args, "actor")
+        found = []
+        for step in range(3):
+            before = torch.cuda.memory_allocated()
+            freed = group.sleep()[0]
+            assert freed > 0 and before - torch.cuda.memory_allocated() >= freed * 0.9
+            group.wake_up()
+            found.append({**group.train(step, data)[0], "seconds": 0.0})
+    assert found == expected and not simulated.faults()
+
+
+@pytest.mark.parametrize("seeds", [(7, 7), (7, 8)], ids=["equal", "other"])
+def test_dropout_is_drawn_on_the_device_and_depends_on_the_seed(args, data, seeds):
+    found = []
+    for seed in seeds:
+        with worker() as group:
+            group.init(args, "actor")
+            group.execute_with_func_generator(lambda worker, seed=seed: worker.seed(seed))
+            state = group.execute_with_func_generator(lambda worker: torch.cuda.get_rng_state())[0]
+            found.append(state)
+    assert torch.equal(*found) == (seeds[0] == seeds[1])
