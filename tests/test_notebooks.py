@@ -9,6 +9,7 @@ import nbformat
 import pytest
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 
 TUTORIALS = Path(__file__).resolve().parent.parent / "tutorials"
@@ -36,7 +37,10 @@ def run(path):
     client = NotebookClient(notebook, km=manager, timeout=240, resources={"metadata": {"path": str(TUTORIALS)}})
     # PYTHONPATH is for the other tests' workers; readers of the notebooks do not set it.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    client.execute(env={**environment, "RAY_ADDRESS": "local"})
+    try:
+        client.execute(env={**environment, "RAY_ADDRESS": "local"})
+    finally:
+        run_sync(manager.shutdown_kernel)(now=True)  # the client ends only a kernel of its own making
     return notebook
 
 

@@ -39,7 +39,7 @@ gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox granite helium hunyu
 nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 seed_oss smollm3 stablelm starcoder2 vaultgemma xglm"""
 EXPERTS = """ernie4_5_moe flex_olmo glm4_moe gpt_oss granitemoe hunyuan_v1_moe llama4_text mixtral olmoe phimoe
 qwen2_moe qwen3_moe"""
-STATES = "falcon_mamba lfm2 mamba minimax"
+STATES = "falcon_mamba mamba minimax"
 
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
           "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
@@ -62,6 +62,7 @@ DECODERS = {
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA,

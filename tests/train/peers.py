@@ -26,7 +26,7 @@ from workers.algorithms.estimators import AdvantageRows, value_targets
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens
 from workers.algorithms.schedule import adaptive_kl_coef
-from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs, token_log_probs
+from workers.algorithms.token_log_probs import next_candidate_log_probs, next_token_log_probs, token_log_probs
 from workers.data.micro_batches import MicroBatch
 from workers.train.args import read_args
 from workers.train.args_checks import function_of
@@ -271,7 +271,7 @@ def candidates(given: dict[str, Any]) -> Found:
     wanted = torch.nn.functional.pad(INPUTS["candidate_ids"], (0, 0, 1, 0))
     logits = torch.cat([INPUTS["logits"], INPUTS["logits"][:, :1]], 1)
     own, _ = next_token_log_probs(logits, ids, temperature=given["temperature"])
-    return {"value": candidate_log_probs(logits, ids, own, wanted, given["temperature"])[:, 1:]}
+    return {"value": next_candidate_log_probs(logits, ids, own, wanted, given["temperature"])[:, 1:]}
 
 
 # --- the table --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from workers.algorithms import token_log_probs as module
-from workers.algorithms.token_log_probs import CHUNK, candidate_log_probs, next_token_log_probs, token_log_probs
+from workers.algorithms.token_log_probs import CHUNK, next_candidate_log_probs, next_token_log_probs, token_log_probs
 
 
 @pytest.fixture(params=[CHUNK, 33, 1], ids=["one chunk", "chunks of two rows", "chunks of a row"])
@@ -177,7 +177,7 @@ def test_candidates_match_log_softmax(temperature):
     logits = torch.randn(2, 4, 16, requires_grad=True)
     ids, candidates = torch.randint(0, 16, (2, 4)), torch.randint(0, 16, (2, 4, 3))
     log_probs, _ = next_token_log_probs(logits, ids, temperature=temperature)
-    found = candidate_log_probs(logits, ids, log_probs, candidates, temperature)
+    found = next_candidate_log_probs(logits, ids, log_probs, candidates, temperature)
     plain = logits.detach().double().requires_grad_()
     expected = (plain[:, :-1] / (temperature or 1.0)).log_softmax(-1).gather(-1, candidates[:, 1:])
     torch.testing.assert_close(found[:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
@@ -203,7 +203,7 @@ def test_candidates_of_a_sharded_vocabulary_match_the_whole(temperature):
         group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
         own = logits[..., 5 * number : 5 * number + 5].clone().requires_grad_()
         log_probs, _ = next_token_log_probs(own, ids, temperature=temperature, vocab_size=13, group=group)
-        others = candidate_log_probs(own, ids, log_probs, candidates, temperature, group)
+        others = next_candidate_log_probs(own, ids, log_probs, candidates, temperature, group)
         (weights * others).sum().backward()
         found[number] = others.detach(), own.grad
 

@@ -96,7 +96,7 @@ def gradients(worker, data, cases, most):
 class HostReads(TorchDispatchMode):
     """Counts where this library would wait for a CUDA device: numbers read from tensors, and copies to the host.
 
-    Reads by `workers.data.micro_batches` do not count, because the rows that it cuts are in host memory.
+    Reads by `workers.data.micro_batches` and `packing` do not count, because the rows that they cut are in host memory.
 
     Attributes:
         places: function -> how often it, or what it called in torch, read.
@@ -138,7 +138,10 @@ class HostReads(TorchDispatchMode):
             if module.partition(".")[0] not in ("torch", __name__) and module != "workers.megatron.cpu":
                 break
             frame = frame.f_back
-        if module.startswith("workers.") and module != "workers.data.micro_batches":
+        if module.startswith("workers.") and module not in (
+            "workers.data.micro_batches",
+            "workers.data.packing",
+        ):
             self.places[f"{module}.{frame.f_code.co_name}"] += 1
 
 

@@ -90,32 +90,51 @@ def next_token_log_probs(
 
 def candidate_log_probs(
     logits: torch.Tensor,
-    input_ids: torch.Tensor,
+    tokens: torch.Tensor,
     log_probs: torch.Tensor,
     candidates: torch.Tensor,
     temperature: float,
     group: Any = None,
 ) -> torch.Tensor:
-    """Compute the log-probabilities of other tokens, from those of the model's own input.
+    """Compute the log-probabilities of other tokens, from those of the tokens themselves.
 
     Args:
-        logits: (b, s, V); if sharded, (b, s, V / ranks), this rank's shard of the vocabulary.
-        input_ids: (b, s).
-        log_probs: (b, s), as `next_token_log_probs` returns them without a sampling mask.
-        candidates: (b, s, k) token ids: at position t, tokens in the place of the token at t.
+        logits: (..., V); if sharded, (..., V / ranks), this rank's shard of the vocabulary.
+        tokens: (...) int64.
+        log_probs: (...), as `token_log_probs` returns them without a sampling mask.
+        candidates: (..., k) token ids, in the place of each token.
         temperature: divides the logits, unless it is 0.
         group: process group that the logits are sharded over, see `token_log_probs`.
 
     Returns:
-        (b, s, k) float32, in nats; 0 at position 0.
+        (..., k) float32, in nats.
     """
-    part, tokens = logits.shape[-1], torch.cat([input_ids[:, 1:, None], candidates[:, 1:].long()], dim=-1)
-    at = tokens if group is None else tokens - part * group.rank()
+    part, at = logits.shape[-1], torch.cat([tokens[..., None], candidates.long()], dim=-1)
+    if group is not None:
+        at = at - part * group.rank()
     own = (at >= 0) & (at < part)
-    picked = logits[:, :-1].gather(-1, at.clamp(0, part - 1)).float().masked_fill(~own, 0.0)
+    picked = logits.gather(-1, at.clamp(0, part - 1)).float().masked_fill(~own, 0.0)
     picked = _SumOverRanks.apply(picked, group)
     # Two tokens' log-probabilities differ by their logits.
-    found = (picked[..., 1:] - picked[..., :1]) / (temperature or 1.0) + log_probs[:, 1:, None]
+    return (picked[..., 1:] - picked[..., :1]) / (temperature or 1.0) + log_probs[..., None]
+
+
+def next_candidate_log_probs(
+    logits: torch.Tensor, input_ids: torch.Tensor, log_probs: torch.Tensor, candidates: torch.Tensor, *of: Any
+) -> torch.Tensor:
+    """`candidate_log_probs` of a language model's own input, as `next_token_log_probs`.
+
+    Args:
+        logits: (b, s, V).
+        input_ids: (b, s).
+        log_probs: (b, s), as `next_token_log_probs` returns them without a sampling mask.
+        candidates: (b, s, k): at position t, tokens in the place of the token at t.
+        of: temperature and group.
+
+    Returns:
+        (b, s, k); 0 at position 0.
+    """
+    found = candidate_log_probs(logits[:, :-1], input_ids[:, 1:], log_probs[:, 1:], candidates[:, 1:], *of)
     return F.pad(found, (0, 0, 1, 0))
 
 

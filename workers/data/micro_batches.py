@@ -1,13 +1,15 @@
-"""Split a batch into micro-batches by a token budget. Rows of similar length are grouped, and padding is removed."""
+"""Split a batch into micro-batches by a token budget, packed into one sequence each, or with rows of similar length."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
+from workers.data.packing import PackedRows, common_prefixes, fill, pack_rows
 from workers.data.rollout_data import CANDIDATES, SAMPLING_MASK, jagged_rows
 from workers.device import to_device
 
@@ -26,6 +28,7 @@ class MicroBatch:
         others: the batch's other entries; (B, T) becomes (b, s), (B, T, k) of `CANDIDATES` (b, s, k), and (B, ...)
             becomes (b, ...). Of a jagged tensor, they have the rows' values, one row after the other.
         starts: (b,) int64, column of each row's first token in the batch.
+        packed: the rows as one sequence; None if they are not packed.
     """
 
     rows: torch.Tensor
@@ -33,6 +36,7 @@ class MicroBatch:
     lengths: torch.Tensor
     others: Mapping[str, torch.Tensor]
     starts: torch.Tensor
+    packed: PackedRows | None = None
 
     @property
     def attention_mask(self) -> torch.Tensor:
@@ -44,6 +48,16 @@ class MicroBatch:
         """(b, s) int64, from 0 in every row."""
         rows, tokens = self.input_ids.shape
         return torch.arange(tokens, device=self.input_ids.device).expand(rows, tokens)
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens that go through the model."""
+        return (self.input_ids if self.packed is None else self.packed.input_ids).numel()
+
+    @property
+    def real(self) -> int:
+        """Number of tokens of its rows. Waits for a device."""
+        return 0 if self.is_filler else int(self.lengths.sum())
 
     @property
     def sampling_mask(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -64,16 +78,23 @@ class MicroBatch:
             input_ids=to_device(self.input_ids, device),
             lengths=to_device(self.lengths, device),
             others={name: to_device(value, device) for name, value in self.others.items()},
+            packed=None if self.packed is None else self.packed.to(device),
         )
 
 
 def cut_by_tokens(
-    data: Mapping[str, torch.Tensor], max_tokens: int, *, at_least: int = 0, multiple_of: int = 1
+    data: Mapping[str, torch.Tensor], max_tokens: int, *, at_least: int = 0, multiple_of: int = 1, packed: bool = False
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most ``max_tokens`` tokens, including padding on the right.
+    """Cut a batch into micro-batches of at most ``max_tokens`` tokens.
 
-    Rows are sorted by length, longest first, and each micro-batch takes as many as fit: the number of rows times the
-    longest length is at most ``max_tokens``. A longer row gets a micro-batch of its own. If more micro-batches are
+    Packed, these are the tokens that the model computes: there is no padding, and a common prefix of a micro-batch's
+    rows counts once. Rows with common prefixes are kept together, see `workers.data.packing`. Two rows share a token
+    only if its ``candidate_ids`` are the same too and it has no sampling mask.
+
+    Not packed, padding on the right counts. Rows are sorted by length, longest first, and each micro-batch takes as
+    many as fit: the number of rows times the longest length is at most ``max_tokens``.
+
+    A row that is longer than ``max_tokens`` gets a micro-batch of its own. If more micro-batches are
     requested than the batch needs (all ranks run the model together, and another rank may have more), fillers are
     appended: one row of two tokens, all zeros. The result is deterministic.
 
@@ -84,6 +105,7 @@ def cut_by_tokens(
         max_tokens: maximum number of tokens of a micro-batch, at least 1.
         at_least: minimum number of micro-batches.
         multiple_of: the number of micro-batches is a multiple of this.
+        packed: whether to pack the rows of each micro-batch into one sequence.
 
     Returns:
         The micro-batches. Every row is in exactly one. The list is empty if there are no rows and ``at_least`` is 0.
@@ -101,10 +123,14 @@ def cut_by_tokens(
         for name in data.keys()  # noqa: SIM118  (a TensorDict has no `in`, and iterates over its rows)
         if name != "attention_mask" and isinstance(data[name], torch.Tensor)
     }
-    cut = [_take(tensors, rows, lengths, starts, real.shape) for rows in _rows_together(lengths.tolist(), max_tokens)]
+    if packed:
+        cut = _packed(tensors, lengths, starts, real.shape, max_tokens)
+    else:
+        together = _rows_together(lengths.tolist(), max_tokens)
+        cut = [_take(tensors, rows, lengths, starts, real.shape) for rows in together]
     wanted = max(len(cut), at_least)
     wanted += -wanted % multiple_of
-    return cut + [_filler(tensors, real.shape) for _ in range(wanted - len(cut))]
+    return cut + [_filler(tensors, real.shape, packed) for _ in range(wanted - len(cut))]
 
 
 def restore(
@@ -190,6 +216,32 @@ def _rows_together(lengths: list[int], max_tokens: int) -> Iterator[torch.Tensor
         begin += fit
 
 
+def _packed(
+    tensors: Mapping[str, torch.Tensor],
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    shape: torch.Size,
+    max_tokens: int,
+) -> list[MicroBatch]:
+    ids = tensors["input_ids"].cpu().long()[..., None]
+    if (candidates := tensors.get("candidate_ids")) is not None:
+        ids = torch.cat([ids, candidates.cpu().long()], dim=-1)
+    spans = [slice(begin, begin + length) for begin, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    most = None
+    if (sets := tensors.get(SAMPLING_MASK[1])) is not None:
+        drawn = sets.cpu() > 0
+        most = [int(drawn[row, span].int().cumsum(0).eq(0).sum()) for row, span in enumerate(spans)]
+    order, shared = common_prefixes([ids[row, span] for row, span in enumerate(spans)], most)
+    made = []
+    for unit in fill(order, lengths.tolist(), shared, max_tokens):
+        part = _take(tensors, torch.tensor([order[at] for at in unit]), lengths, starts, shape)
+        # What two rows share is the least that any two neighbours between them do.
+        common = [min(shared[before + 1 : at + 1]) for before, at in pairwise(unit)]
+        packed = pack_rows(part.input_ids.cpu(), part.lengths.tolist(), [0, *common])
+        made.append(dataclasses.replace(part, packed=packed))
+    return made
+
+
 def _take(
     tensors: Mapping[str, torch.Tensor],
     rows: torch.Tensor,
@@ -216,7 +268,7 @@ def _take(
     return MicroBatch(rows, input_ids, lengths.to(input_ids.device), taken, starts)
 
 
-def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> MicroBatch:
+def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size, packed: bool) -> MicroBatch:
     def zeros_of(value: torch.Tensor) -> torch.Tensor:
         if value.is_nested:
             return value.values().new_zeros(0)
@@ -227,7 +279,9 @@ def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> MicroBatc
     zeros = {name: zeros_of(value) for name, value in tensors.items()}
     input_ids = zeros.pop("input_ids")
     none = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(none, input_ids, torch.tensor([_FILLER_TOKENS], device=input_ids.device), zeros, none)
+    lengths = torch.tensor([_FILLER_TOKENS], device=input_ids.device)
+    rows = pack_rows(torch.zeros(1, _FILLER_TOKENS, dtype=torch.int64), [_FILLER_TOKENS], [0]) if packed else None
+    return MicroBatch(none, input_ids, lengths, zeros, none, rows)
 
 
 def _is_per_token(name: str, value: torch.Tensor, shape: torch.Size) -> bool:

@@ -67,6 +67,7 @@ def build(
             f"in a {hf_config.model_type!r} of this config a token sees the tokens after it, so no log-probability is "
             "that of a token given those before it. Use a decoder"
         )
+    hf_config = copy.deepcopy(hf_config)  # the model changes it
     if role == "critic":
         own = getattr(hf_config, "auto_map", None) or {}
         if type(hf_config) not in kind._model_mapping and kind.__name__ not in own:
@@ -74,10 +75,7 @@ def build(
                 f"{hf_config.model_type!r} cannot be a critic: transformers has no token classification model of this "
                 "type for the value head. Use another model, or advantage_estimator='grpo', which needs no critic"
             )
-        hf_config = copy.deepcopy(hf_config)
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
-    if exact:
-        hf_config = copy.deepcopy(hf_config)  # the model changes it
     with all_or_none(ModelFilesError, "the model could not be built"):
         if dist.get_rank() or seed is None:
             with torch.device("meta"):

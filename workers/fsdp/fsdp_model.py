@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,17 +19,25 @@ from torch.distributed.tensor import Shard as SplitAlong
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
+from workers.algorithms.token_log_probs import (
+    candidate_log_probs,
+    next_candidate_log_probs,
+    next_token_log_probs,
+    token_log_probs,
+)
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.data.rollout_data import inputs_of
 from workers.distributed import all_or_none
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
-from workers.hf_files import compute_output_in_float32
+from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
+from workers.hf_files import ModelFilesError, compute_output_in_float32
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.weight_sync.weight_plan import Shard
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,8 @@ class FSDPOptions:
         shard_size: number of ranks that share one replica of the model; None for all.
         cpu_offload: whether to keep parameters and optimizer state in host memory.
         gradient_checkpointing: whether to recompute activations in the backward pass.
-        max_tokens_per_micro_batch: maximum number of tokens per forward pass, including padding.
+        max_tokens_per_micro_batch: maximum number of tokens per forward pass, see `cut_by_tokens`.
+        sequence_packing: whether to pack rows, see `workers.data.packing`; None for models that can be packed.
         betas, eps, weight_decay: of AdamW.
         clip_grad: maximum norm of the whole gradient; 0 disables clipping.
         seed: seed of random weights.
@@ -60,6 +70,7 @@ class FSDPOptions:
     cpu_offload: bool = False
     gradient_checkpointing: bool = False
     max_tokens_per_micro_batch: int = 8192
+    sequence_packing: bool | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -144,6 +155,8 @@ class FSDPTrainModel(TrainModel):
             foreach=True,
         )
         self._checkpoints = FSDPCheckpoints(self.module, self._optimizer)
+        # Whether the model can be packed is found out when it has its weights.
+        self._packed = False if options.exact or options.sequence_packing is False else None
 
     # --- running ----------------------------------------------------------------------------------------
 
@@ -176,6 +189,10 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
+        counts = {"computed": sum(part.computed for part in parts), "real": sum(part.real for part in parts)}
+        reports.append(
+            {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
+        )
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         with self._running():
             for part in parts:
@@ -196,7 +213,9 @@ class FSDPTrainModel(TrainModel):
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReport(self._summed(reports), norm)
+        numbers = self._summed(reports)
+        numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
+        return StepReport(numbers, norm)
 
     def _take_gradients(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Move gradients in host memory from the parameters to ``sums``. To a gradient that a parameter has, FSDP adds
@@ -215,25 +234,40 @@ class FSDPTrainModel(TrainModel):
             torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
 
     def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
-        # Padding is on the right, so the model's own causal mask hides it from real tokens.
-        with one_sequence_per_row():
-            if self.options.exact:
-                logits = exact_logits(self.module, part.input_ids, part.position_ids)
-            else:
-                logits = self.module(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False).logits
-        if self.role == "critic":
-            return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-        mask = part.sampling_mask
-        log_probs, entropies = next_token_log_probs(logits, part.input_ids, sampling_mask=mask, **options)
-        candidates = None
-        if (ids := part.others.get("candidate_ids")) is not None:
-            # Candidates are of a teacher, which knows nothing of the sampler: over the whole vocabulary.
-            of_all = log_probs
+        ids, mask = part.others.get("candidate_ids"), part.sampling_mask
+        rows = part.packed
+        of_tokens: Any
+        of_others: Any
+        if rows is not None:
+            logits = run_packed(self.module, rows, self.role, rows.predictors)
+            if self.role == "critic":
+                return TokenOutputs(values=rows.of_rows(logits[:, 0].float()))
+            tokens = rows.input_ids[0]
             if mask is not None:
-                of_all, _ = next_token_log_probs(logits, part.input_ids, temperature=temperature)
-            candidates = candidate_log_probs(logits, part.input_ids, of_all, ids, temperature)
-        return TokenOutputs(log_probs, entropies, candidates=candidates)
+                mask = mask[0], mask[1].flatten()[rows.owners]
+            of_tokens, of_others = token_log_probs, candidate_log_probs
+            ids = None if ids is None else ids.flatten(0, 1)[rows.owners]
+        else:
+            # Padding is on the right, so the model's own causal mask hides it from real tokens.
+            padded = {"input_ids": part.input_ids, "position_ids": part.position_ids}
+            with one_sequence_per_row():
+                if self.options.exact:
+                    logits = exact_logits(self.module, **padded)
+                else:
+                    logits = self.module(**padded, use_cache=False).logits
+            if self.role == "critic":
+                return TokenOutputs(values=F.pad(logits[:, :-1].float().squeeze(-1), (1, 0)))
+            tokens, of_tokens, of_others = part.input_ids, next_token_log_probs, next_candidate_log_probs
+        log_probs, entropies = of_tokens(logits, tokens, sampling_mask=mask, **options)
+        outputs = [log_probs, entropies]
+        if ids is not None:
+            # Candidates are of a teacher, which knows nothing of the sampler: over the whole vocabulary.
+            of_all = log_probs if mask is None else of_tokens(logits, tokens, temperature=temperature)[0]
+            outputs.append(of_others(logits, tokens, of_all, ids, temperature))
+        if rows is not None:
+            outputs = [None if of is None else rows.of_rows(of) for of in outputs]
+        return TokenOutputs(outputs[0], outputs[1], candidates=outputs[2] if ids is not None else None)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -248,12 +282,32 @@ class FSDPTrainModel(TrainModel):
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""
-        most = self.options.max_tokens_per_micro_batch
-        parts = cut_by_tokens(data, most)
+        most, packed = self.options.max_tokens_per_micro_batch, self._is_packed()
+        parts = cut_by_tokens(data, most, packed=packed)
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         wanted = max(int(count), 1)
-        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted)
+        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted, packed=packed)
+
+    def _is_packed(self) -> bool:
+        """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
+        if self._packed is None:
+            training = self.module.training
+            with self._running():
+                why = why_not_packed(self.module.eval(), self.role, self.device, self.options.param_dtype)
+            self.module.train(training)
+            wrong: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(wrong, why)
+            first = next(filter(None, wrong), None)
+            self._packed = first is None
+            if first is not None:
+                if why is None:
+                    use_packed_attention(self.module, on=False)
+                named = f"sequence packing is not possible with {self.hf_config.model_type!r}: {first}"
+                if self.options.sequence_packing:
+                    raise ModelFilesError(named)
+                logger.info("rows are padded, because %s", named)
+        return self._packed
 
     def _clip(self) -> float:
         parameters = list(self.module.parameters())

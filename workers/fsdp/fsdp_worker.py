@@ -38,6 +38,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
             cpu_offload=args.fsdp_cpu_offload,
             gradient_checkpointing=args.gradient_checkpointing,
             max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
+            sequence_packing=args.sequence_packing,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_eps,
             weight_decay=args.weight_decay,

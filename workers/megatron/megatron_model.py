@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.algorithms.token_log_probs import candidate_log_probs, next_token_log_probs
+from workers.algorithms.token_log_probs import next_candidate_log_probs, next_token_log_probs
 from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
 from workers.data.rollout_data import inputs_of
 from workers.device import current_device, to_device
@@ -265,7 +265,7 @@ class MegatronTrainModel(TrainModel):
         if (ids := batch.others.get("candidate_ids")) is not None:
             # Candidates are of a teacher, which knows nothing of the sampler: over the whole vocabulary.
             of_all = log_probs if mask is None else next_token_log_probs(output, batch.input_ids, **options)[0]
-            candidates = candidate_log_probs(output, batch.input_ids, of_all, ids, temperature, group)
+            candidates = next_candidate_log_probs(output, batch.input_ids, of_all, ids, temperature, group)
         return TokenOutputs(log_probs=log_probs, entropy=entropies, candidates=candidates)
 
     def _sum_over_ranks(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:

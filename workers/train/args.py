@@ -277,7 +277,16 @@ class TrainArgs:
     )
 
     # batches
-    max_tokens_per_micro_batch: int = _key(8192, "maximum number of tokens per micro-batch, padding included", least=1)
+    max_tokens_per_micro_batch: int = _key(
+        8192,
+        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded",
+        least=1,
+    )
+    sequence_packing: bool | None = _key(
+        None,
+        "fsdp: compute the rows of a micro-batch without padding, and their common prefixes once; by default with "
+        "models that can, true makes it an error if the model cannot, false turns it off",
+    )
     balance_data: bool = _key(False, "assign rows so that all dp ranks have about as many tokens")
     rollout_data_postprocess_path: str | None = _key(
         None,

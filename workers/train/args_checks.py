@@ -112,6 +112,12 @@ def check_together(args: Any) -> None:
     _check_exports(args)
     _check_lora(args)
     _check_exact(args)
+    if args.sequence_packing and (args.exact or args.train_backend != "fsdp"):
+        raise TrainArgsError(
+            "args.sequence_packing=True does not go with exact=True: its attention needs rows of their own"
+            if args.exact
+            else "args.sequence_packing=True needs train_backend='fsdp': megatron packs with Transformer Engine only"
+        )
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:

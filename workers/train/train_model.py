@@ -43,7 +43,8 @@ class StepReport:
     """Result of an optimizer step, the same on every rank.
 
     Attributes:
-        sums: what the loss function reported, and the loss itself as ``loss``, summed over micro-batches and dp ranks.
+        sums: what the loss function reported, and the loss itself as ``loss``, summed over micro-batches and dp ranks;
+            with FSDP also ``computed_ratio``, how many tokens the model computed per token of the rows.
         grad_norm: of the whole model, before clipping. If it is not finite, the step was skipped.
     """
 

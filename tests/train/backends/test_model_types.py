@@ -51,7 +51,7 @@ def run(worker, model_type, data):
     own = data[worker.rank :: worker.world_size]
     log_probs = model.log_probs(own, TEMPERATURE)
     report = model.train_step(dict(own), weighted, lr=0.0, temperature=TEMPERATURE)
-    return log_probs, read_shards(model.hf_shards()), report
+    return log_probs, read_shards(model.hf_shards()), report, model._packed
 
 
 def reference(model, data):
@@ -80,7 +80,9 @@ def test_decoder_on_fsdp_matches_transformers(two, model_type):
     model = model_of(config_of(model_type), seed=5)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     expected, loss, norm = reference(model, data)
-    (first, shards, report), (second, others, _) = two.execute_with_func_generator(run, model_type, Broadcast(data))
+    (first, shards, report, packed), (second, others, *_) = two.execute_with_func_generator(
+        run, model_type, Broadcast(data)
+    )
     found = torch.zeros_like(expected)
     found[0::2], found[1::2] = first, second
     difference = (found - expected).abs().max().item()
@@ -89,6 +91,7 @@ def test_decoder_on_fsdp_matches_transformers(two, model_type):
     assert report.sums["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
     assert report.grad_norm == pytest.approx(norm, rel=1e-3)
     whole = assembled([shards, others])
+    assert packed is (model_type not in documented_as_padded())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     assert whole.keys() <= state.keys() and state.keys() - whole.keys() <= tied
     assert [name for name in whole if not torch.equal(whole[name], state[name])] == []
@@ -117,6 +120,12 @@ def documented():
             assert model_type not in found
             found[model_type] = tuple({"yes": True, "no": False}[re.match(r"\w+", cell)[0]] for cell in backends)
     return found
+
+
+def documented_as_padded():
+    text = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    (listed,) = re.findall(r"from one row to the next: (.*?)\.", text, re.DOTALL)
+    return re.findall(r"`(\w+)`", listed)
 
 
 def runs_on_megatron(model_type):

@@ -1,0 +1,135 @@
+"""Packed rows: every token stands once behind the same tokens as in its row, and micro-batches stay in the budget."""
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.data.micro_batches import cut_by_tokens, restore
+from workers.data.packing import MIN_SHARED, common_prefixes, fill, pack_rows
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=3 * MIN_SHARED)
+
+
+@st.composite
+def families(draw):
+    """Rows that continue prompts, or each other, or stand alone."""
+    rows = draw(st.lists(TOKENS, min_size=1, max_size=3))
+    for _ in range(draw(st.integers(0, 7))):
+        begin = draw(st.sampled_from(rows))
+        rows.append([*begin[: draw(st.integers(0, len(begin)))], *draw(TOKENS)])
+    return draw(st.permutations(rows))
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def common(first, second):
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
+
+
+def check(packed, rows):
+    """Independent of how rows are packed: what each token of each row sees, and what predicts it."""
+    tokens, positions = packed.input_ids[0].tolist(), packed.position_ids[0].tolist()
+    seen = {}
+    for segment in packed.segments:
+        parts = [packed.segments[number] for number in segment.before]
+        before = [token for part in parts for token in range(part.begin, part.end)]
+        for token in range(segment.begin, segment.end):
+            seen[token] = [*before, *range(segment.begin, token + 1)]
+    assert sorted(seen) == list(range(len(tokens)))
+    for row, places in zip(rows, packed.places.tolist(), strict=True):
+        assert places[0] == len(tokens) and set(places[len(row) :]) <= {len(tokens)}
+        first = seen[places[1]][0] if len(row) > 1 else None
+        path = [first, *places[1 : len(row)]]
+        for at, token in enumerate(path[1:], 1):
+            assert seen[token] == path[: at + 1]
+            assert packed.predictors[token] == path[at - 1]
+            assert [tokens[one] for one in seen[token]] == row[: at + 1]
+            assert positions[token] == at
+    owners = packed.owners.tolist()
+    assert owners == sorted(set(owners))
+    flat = padded(rows).flatten().tolist()
+    assert [flat[owner] for owner in owners] == tokens
+
+
+@settings(deadline=None)
+@given(families())
+def test_each_token_sees_its_row(rows):
+    order, shared = common_prefixes([torch.tensor(row) for row in rows])
+    assert sorted(order) == list(range(len(rows))) and shared[0] == 0
+    sorted_rows = [rows[row] for row in order]
+    for at, (first, second) in enumerate(itertools.pairwise(sorted_rows), 1):
+        assert shared[at] == (common(first, second) if common(first, second) >= MIN_SHARED else 0)
+    packed = pack_rows(padded(sorted_rows), [len(row) for row in sorted_rows], shared)
+    check(packed, sorted_rows)
+    assert packed.input_ids.numel() == sum(map(len, rows)) - sum(shared)
+
+
+@settings(deadline=None)
+@given(families(), st.integers(1, 60), st.integers(0, 12))
+def test_micro_batches_stay_within_the_budget(rows, most, at_least):
+    mask = padded([[1] * len(row) for row in rows])
+    data = {"input_ids": padded(rows), "attention_mask": mask, "number": torch.arange(len(rows))}
+    cut = cut_by_tokens(data, most, at_least=at_least, packed=True)
+    assert len(cut) >= at_least
+    real = [part for part in cut if not part.is_filler]
+    assert sorted(row for part in real for row in part.rows.tolist()) == list(range(len(rows)))
+    for part in real:
+        own = [rows[row] for row in part.rows.tolist()]
+        assert part.packed.input_ids.numel() <= most or len(own) == 1
+        assert part.others["number"].tolist() == part.rows.tolist()
+        check(part.packed, own)
+    for part in cut[len(real) :]:
+        assert part.packed.input_ids.tolist() == [[0, 0]]
+    outputs = [part.packed.of_rows(part.packed.position_ids[0].float()) for part in cut]
+    whole = restore(outputs, cut, tuple(mask.shape))
+    assert torch.equal(whole, torch.arange(mask.shape[1]) * mask.float())
+
+
+def test_rows_of_a_group_are_computed_together():
+    """Eight samples of each of four prompts, of which two groups fit."""
+    g = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, 99, (4, 50), generator=g)
+    ids = torch.cat([prompts.repeat_interleave(8, 0), 100 + torch.arange(320).view(32, 10)], dim=1)
+    mixed = torch.randperm(32, generator=g)
+    cut = cut_by_tokens({"input_ids": ids[mixed], "attention_mask": torch.ones_like(ids)}, 260, packed=True)
+    assert [part.packed.input_ids.numel() for part in cut] == [2 * (50 + 80)] * 2
+    assert all(len({prompt.item() // 8 for prompt in mixed[part.rows]}) == 2 for part in cut)
+
+
+def test_a_group_that_does_not_fit_is_divided():
+    ids = torch.cat([torch.arange(20).expand(8, 20), torch.arange(80).view(8, 10)], dim=1)
+    cut = cut_by_tokens({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 50, packed=True)
+    assert [part.packed.input_ids.numel() for part in cut] == [50, 50, 40]
+
+
+def test_what_may_differ_is_not_shared():
+    """Candidates of a teacher, and tokens that were drawn from sets."""
+    ids = torch.arange(40).expand(2, 40).contiguous()
+    data = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    (part,) = cut_by_tokens(data, 100, packed=True)
+    assert part.packed.input_ids.numel() == 40
+    candidates = torch.zeros(2, 40, 3, dtype=torch.int64)
+    candidates[1, 30:, 2] = 1
+    (part,) = cut_by_tokens({**data, "candidate_ids": candidates}, 100, packed=True)
+    assert part.packed.input_ids.numel() == 50
+    lengths = torch.zeros(2, 40, dtype=torch.int64)
+    lengths[:, 25:] = 2
+    sets = torch.nested.nested_tensor([torch.arange(30), torch.arange(30)], layout=torch.jagged)
+    (part,) = cut_by_tokens({**data, "sampling_mask": sets, "sampling_mask_lengths": lengths}, 100, packed=True)
+    assert part.packed.input_ids.numel() == 55
+    ids, counts = part.sampling_mask
+    assert len(ids) == counts.flatten()[part.packed.owners].sum() == 60
+
+
+def test_few_tokens_are_wasted():
+    """Log-normal lengths, as completions have: the model computes little more than the tokens that there are."""
+    g = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(256, generator=g) * 0.8 + 5.5).exp().long().clamp(8, 2000).tolist()
+    micro_batches = fill(range(256), lengths, [0] * 256, 8192)
+    assert sorted(row for unit in micro_batches for row in unit) == list(range(256))
+    assert len(micro_batches) == -(-sum(lengths) // 8192)

@@ -1,0 +1,174 @@
+"""Pack rows of tokens into one sequence, without padding, in which rows with a common prefix share it.
+
+A prompt that was sampled eight times goes through the model once. The result is a forest: each token knows the tokens
+before it, and what attention and the positions make of it is exactly what they would make of the row alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from workers.device import to_device
+
+MIN_SHARED = 8
+"""Rows share a common prefix of at least this many tokens: each split adds calls of the attention kernel."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a packed sequence that the same rows have.
+
+    Attributes:
+        begin: its first token.
+        end: the token after its last one.
+        before: numbers of the segments before it in its rows, the first one first.
+    """
+
+    begin: int
+    end: int
+    before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """b rows of at most s tokens as one sequence of N tokens.
+
+    Attributes:
+        input_ids: (1, N) int64.
+        position_ids: (1, N) int64, of each token in its rows.
+        predictors: (N,) int64, the token before each one in its rows; 0 for the first of a row, which nothing predicts.
+        owners: (N,) int64, one of the places of each token in the rows, as an index of (b * s). They ascend.
+        places: (b, s) int64, the token at each place of the rows; N for padding and for the first token of a row.
+        segments: the sequence, divided where rows begin and divide.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    predictors: torch.Tensor
+    owners: torch.Tensor
+    places: torch.Tensor
+    segments: tuple[Segment, ...]
+
+    def to(self, device: torch.device) -> PackedRows:
+        """Return a copy on a device, which is not waited for."""
+        moved: dict[str, Any] = {name: to_device(of, device) for name, of in vars(self).items() if torch.is_tensor(of)}
+        return dataclasses.replace(self, **moved)
+
+    def of_rows(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Return what is at each place of the rows.
+
+        Args:
+            of_tokens: (N, ...).
+
+        Returns:
+            (b, s, ...): 0 for padding and for the first token of a row.
+        """
+        return torch.cat([of_tokens, of_tokens.new_zeros(1, *of_tokens.shape[1:])])[self.places]
+
+
+def pack_rows(input_ids: torch.Tensor, lengths: Sequence[int], shared: Sequence[int]) -> PackedRows:
+    """Pack rows. Each shares its first tokens with the row before it.
+
+    Args:
+        input_ids: (b, s) int64 on the CPU, left-aligned.
+        lengths: number of tokens of each row, at least 1.
+        shared: number of first tokens that each row shares with the one before it; 0 for the first.
+    """
+    rows, width = input_ids.shape
+    places = torch.full((rows, width), -1)
+    starts, branches, count = [], [], 0
+    for row, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if common:
+            places[row, :common] = places[row - 1, :common]
+        if common < length:
+            starts.append(count)
+            branches.append(int(places[row, common - 1]) if common else -1)
+            places[row, common:length] = torch.arange(count, count + length - common)
+            count += length - common
+    of_places = places.flatten()
+    at = (of_places >= 0).nonzero()[:, 0]
+    owners = torch.empty(count, dtype=torch.int64)
+    owners[of_places[at].flip(0)] = at.flip(0)  # the first of the places of a token
+    predictors = torch.arange(-1, count - 1)
+    predictors[starts] = torch.tensor(branches)
+    segments: list[Segment] = []
+    ending: dict[int, int] = {}
+    cuts = sorted({*starts, *(token + 1 for token in branches if token >= 0), count})
+    for begin, end in pairwise(cuts):
+        last = ending.get(int(predictors[begin]))
+        ending[end - 1] = len(segments)
+        segments.append(Segment(begin, end, () if last is None else (*segments[last].before, last)))
+    places[places < 0] = count
+    places[:, 0] = count
+    return PackedRows(
+        input_ids.flatten()[owners][None],
+        (owners % width)[None],
+        predictors.clamp_(min=0),
+        owners,
+        places,
+        tuple(segments),
+    )
+
+
+def common_prefixes(rows: Sequence[torch.Tensor], most: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+    """Order rows so that those with common prefixes are neighbours.
+
+    Args:
+        rows: (L_i,) or (L_i, k) integers on the CPU, of one dtype: what must be equal for a token to be shared.
+        most: number of first tokens that each row may share; None for all.
+
+    Returns:
+        The order, and for each row in it how many first tokens it shares with the one before it, at least
+        `MIN_SHARED` or 0.
+    """
+    keys = [row.numpy().astype(">i8").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=lambda row: keys[row])
+    shared = [0] * len(order)
+    for at in range(1, len(order)):
+        first, second = rows[order[at - 1]], rows[order[at]]
+        least = min(len(first), len(second))
+        if most is not None:
+            least = min(least, most[order[at - 1]], most[order[at]])
+        differ = (first[:least] != second[:least]).view(least, -1).any(1).nonzero()
+        common = int(differ[0, 0]) if len(differ) else least
+        shared[at] = common if common >= MIN_SHARED else 0
+    return order, shared
+
+
+def fill(order: Sequence[int], lengths: Sequence[int], shared: Sequence[int], most: int) -> list[list[int]]:
+    """Divide rows into micro-batches of at most ``most`` tokens, those with a common prefix together. A longer row gets
+    one of its own.
+
+    Rows that share tokens are kept together; where they are more than fits, they are divided. The largest of these
+    units is placed first, each where the least room is left (best-fit decreasing).
+
+    Args:
+        order: of the rows; see `common_prefixes`.
+        lengths: number of tokens of each row, by row.
+        shared: as `common_prefixes` returns it.
+        most: number of tokens.
+
+    Returns:
+        Positions in ``order``, ascending in each micro-batch.
+    """
+    units: list[tuple[int, list[int]]] = []
+    for at, row in enumerate(order):
+        if shared[at] and units[-1][0] + lengths[row] - shared[at] <= most:
+            units[-1] = units[-1][0] + lengths[row] - shared[at], [*units[-1][1], at]
+        else:
+            units.append((lengths[row], [at]))
+    made: list[tuple[int, list[int]]] = []
+    for tokens, unit in sorted(units, key=lambda unit: -unit[0]):
+        room = [(most - held - tokens, k) for k, (held, _) in enumerate(made) if held + tokens <= most]
+        if room:
+            _, k = min(room)
+            made[k] = made[k][0] + tokens, [*made[k][1], *unit]
+        else:
+            made.append((tokens, unit))
+    return [sorted(unit) for _, unit in made]
