@@ -60,7 +60,7 @@ test-vllm: $(VLLM_READY)
 # ARGS="tests/train" runs other tests on the simulated device.
 test-device: $(READY)
 	@$(PY) tests/simdevice/build.py
-	@SIMDEVICE=1 PYTHONPATH="tests/simdevice/boot:$(CURDIR)" $(PY) -m pytest $(or $(ARGS),tests/simdevice/on_device)
+	@SIMDEVICE=1 PYTHONPATH="tests/simdevice/boot:$(CURDIR)" $(PY) -m pytest $(or $(ARGS),$(shell cat tests/simdevice/files.txt))
 
 # TEST_GPUS tells the tests how many devices there are. ARGS="tests/train" runs other tests on the GPUs.
 test-gpu: $(READY)

@@ -45,6 +45,7 @@ BUDGETS: dict[str, int] = {
     "tests/rollout/test_log_names.py": 40,
     "tests/rollout/test_rewards.py": 90,
     "tests/rollout/test_stream.py": 60,
+    "tests/simdevice/test_simdevice.py": 240,
     "tests/test_bad_calls.py": 80,
     "tests/test_imports.py": 30,
     "tests/test_notebooks.py": 80,

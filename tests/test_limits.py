@@ -1,4 +1,4 @@
-"""docs/limits.md names the functions that do something else on CUDA than on the CPU: no test runs those lines."""
+"""docs/limits.md names the functions that do something else on CUDA than on the CPU: none has run on a GPU."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ def test_every_function_with_lines_for_cuda_is_listed():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = set()
     for row in rows:
-        file, *functions = re.findall("`([^`]+)`", row)
+        file, *functions = re.findall("`([^`]+)`", "|".join(row.split("|")[:3]))
         listed |= {f"{file}: {function}" for function in functions}
     found = {f"{path.relative_to(ROOT)}: {name}" for path in sources() for name in functions_for_cuda(path)}
     assert found - listed == set(), "add them to the table of docs/limits.md"

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from devices import SIMULATED
 from engine_contract import EngineContract, Subject
 from rollout_helpers import GPT2, LLAMA, TIED, plain_log_probs, plain_model
 from transformers import LlamaConfig, MambaConfig, MistralConfig
@@ -346,7 +347,17 @@ def test_equal_prompts_are_computed_once_and_others_with_little_padding(make):
     assert (1, 300) in prompts_alone and (7, 2) in prompts_alone and shapes[-2:] == [(16, 1)] * 2
 
 
-@pytest.mark.parametrize("config", [MISTRAL, MAMBA], ids=["sliding", "recurrent"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(MISTRAL, id="sliding"),
+        pytest.param(
+            MAMBA,
+            id="recurrent",
+            marks=pytest.mark.skipif(SIMULATED, reason="the simulated device has no depthwise convolution"),
+        ),
+    ],
+)
 def test_models_with_other_caches(make, config):
     engine, model = make(config)
     future = engine.submit([4, 5, 6], SamplingParams(12), "first", seed=0)

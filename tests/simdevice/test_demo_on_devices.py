@@ -8,6 +8,7 @@ from pathlib import Path
 
 import demo_runs
 import pytest
+from reference import small_llama
 
 HERE = Path(__file__).resolve().parent
 GPUS = {
@@ -32,8 +33,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rewards_are_those_of_the_cpu(way, tmp_path, monkeypatch):
-    """Two train ranks and one engine. The last digits of the log-probabilities differ between kernels."""
-    given = ("num_rollout=5", *WAYS[way])
+    """Two train ranks and one engine. The last digits of the log-probabilities differ between kernels. Megatron draws
+    random weights on the device, so the model is in a folder."""
+    small_llama().save_pretrained(tmp_path / "model")
+    given = ("num_rollout=5", f"hf_checkpoint={tmp_path}/model", *WAYS[way])
     for name in ("cpu", "device"):
         (tmp_path / name).mkdir()
     on_cpu = demo_runs.run(tmp_path / "cpu", *given)

@@ -94,6 +94,21 @@ def test_critic_is_that_of_the_cpu(args, data):
     assert max((after[name] - wanted[name]).abs().max() for name in wanted) < 1e-4
 
 
+def test_dropout_on_the_device_depends_on_the_seed(args):
+    with worker() as group:
+        group.init(args, "actor")
+        first, again, other = group.execute_with_func_generator(drawn)[0]
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def drawn(worker):
+    found = []
+    for seed in (7, 7, 8):
+        worker.seed(seed)
+        found.append(torch.nn.functional.dropout(torch.ones(64, device=worker.device)).cpu())
+    return found
+
+
 @pytest.mark.parametrize("extra", [{}, {"fsdp_cpu_offload": True}, {"lora_rank": 4}, {"exact": True}], ids=str)
 def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data, extra):
     """In a step and in a pass without gradients: the loop over micro-batches reads nothing and copies nothing that it

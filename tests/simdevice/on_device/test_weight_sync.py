@@ -101,10 +101,10 @@ def test_another_process_has_copied_when_it_closes_the_memory():
     queue, overwritten = context.Queue(), context.Event()
     process = context.Process(target=copy_shared, args=(share_memory(memory), queue, overwritten))
     process.start()
-    assert queue.get(timeout=60) == "closed"
+    assert queue.get(timeout=100) == "closed"
     memory.zero_()
     overwritten.set()
-    assert queue.get(timeout=60) == list(range(1000)) and queue.get(timeout=60) == []
+    assert queue.get(timeout=100) == list(range(1000)) and queue.get(timeout=100) == []
     process.join(60)
     assert process.exitcode == 0
 
@@ -114,7 +114,7 @@ def copy_shared(handle, queue, overwritten):
     with opened_memory(handle, torch.device("cuda", 0)) as memory:
         target.copy_(memory, non_blocking=True)
     queue.put("closed")
-    overwritten.wait(60)
+    overwritten.wait(100)
     queue.put(target.tolist())
     queue.put(torch._simdevice.faults())
 

@@ -77,7 +77,7 @@ class Fragile(RolloutWorker):
         """What identifies the engine's weights."""
         whole = hashlib.sha256()
         for name, tensor in sorted(self.engine.model.state_dict().items()):
-            whole.update(name.encode() + tensor.numpy().tobytes())
+            whole.update(name.encode() + tensor.cpu().numpy().tobytes())
         return whole.hexdigest()
 
     def take(self, key, payload):
