@@ -44,6 +44,7 @@ CONFIGS = {
                        embd_pdrop=0.0, attn_pdrop=0.0),
 }  # fmt: skip
 CPU = torch.device("cpu")
+threads = pytest.mark.full("exact mode with several threads, in bf16 and with experts")
 
 
 def prompts(count, seed=0, longest=70):
@@ -98,9 +99,45 @@ def test_many_tokens_equal():
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        pytest.param("llama", torch.bfloat16, marks=threads),
+        pytest.param("qwen3_moe", torch.float32, marks=threads),
+        pytest.param("qwen3_moe", torch.bfloat16, marks=threads),
+    ],
+    ids=str,
+)
+def test_the_number_of_threads_changes_no_bit(name, dtype):
+    """The probe compares decoding and forward passes, and its digest is of the log-probabilities."""
+    one = probe(CONFIGS[name], dtype, CPU)
+    try:
+        for count in (2, 3):
+            torch.set_num_threads(count)
+            assert probe(CONFIGS[name], dtype, CPU) == one
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.full("exact mode with a model of 8 layers x 512")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.9}, {"top_k": 50}], ids=str)
+def test_a_larger_model_is_exact(dtype, how):
+    torch.manual_seed(1)
+    config = LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+                         vocab_size=4000, max_position_embeddings=128)  # fmt: skip
+    engine = HFEngine(config, seed=4, max_batch_size=6, param_dtype=dtype, exact=True)
+    given = prompts(10)
+    data = collate(given, engine.generate(given, SamplingParams(24, **how), range(10)))
+    for most in (1, 300, 10**6):
+        assert differences(engine.model, data, most).max() == 0.0
+    engine.close()
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_without_it_they_differ(name):
-    """So that the test above can fail."""
+    """So that the tests above can fail."""
     engine = HFEngine(CONFIGS[name], seed=4)
     given = prompts(13)
     completions = engine.generate(given, SamplingParams(12, temperature=0.7), range(13))
@@ -213,14 +250,23 @@ def test_sets_that_the_sampler_left_are_exact_too(how):
     given, temperature = prompts(13), how.get("temperature", 1.0)
     data = collate(given, engine.generate(given, SamplingParams(12, **how), range(13)))
     for most in (1, 150, 10**6):
-        for masked in (True, False):
-            parts, found = cut_by_tokens(data if masked else inputs_of(data.exclude(*SAMPLING_MASK)), most), []
-            for part in parts:
-                with torch.no_grad():
-                    logits = exact_logits(engine.model, part.input_ids, part.position_ids)
-                options = {"temperature": temperature, "sampling_mask": part.sampling_mask}
-                found.append(next_token_log_probs(logits, part.input_ids, **options)[0])
-            off = restore(found, parts, data["input_ids"].shape) - data["rollout_log_probs"]
-            off = off[data["loss_mask"].bool()].abs()
-            assert off.max() == 0.0 if masked else off.min() > 0.05
+        assert differences(engine.model, data, most, temperature).max() == 0.0
+        assert differences(engine.model, inputs_of(data.exclude(*SAMPLING_MASK)), most, temperature, data).min() > 0.05
     engine.close()
+
+
+def differences(model, data, most, temperature=1.0, generated=None):
+    """Of the log-probabilities of engine and trainer, over micro-batches of at most so many tokens.
+
+    Args:
+        generated: the rollout data, if ``data`` is not all of it.
+    """
+    generated = data if generated is None else generated
+    parts, found = cut_by_tokens(data, most), []
+    for part in parts:
+        with torch.no_grad():
+            logits = exact_logits(model, part.input_ids, part.position_ids)
+        options = {"temperature": temperature, "sampling_mask": part.sampling_mask}
+        found.append(next_token_log_probs(logits, part.input_ids, **options)[0])
+    off = restore(found, parts, generated["input_ids"].shape) - generated["rollout_log_probs"]
+    return off[generated["loss_mask"].bool()].abs()

@@ -140,15 +140,19 @@ def test_a_replayed_step_is_equal(fsdp_groups, synchronous, tmp_path):
 def test_corrections_on_policy_do_nothing(fsdp_groups, synchronous):
     """Not even to the last bit: rollout and trainer agree, so each weight is 1."""
     _, data, metrics = synchronous
-    names = sorted({*PRESETS, "report"})
-    assert len(names) > 9
-    for name in names:
+    cases = [{"rollout_correction": name} for name in (*PRESETS, "geo_rs+token_tis")]
+    cases.append({"rollout_correction": "seq_mis", "rollout_correction_normalize": True})
+    cases += [{"opsm_delta": 1e-9}, {"use_rollout_logprobs": True}]
+    for case in cases:
         group = fsdp_groups(2)
-        begin(group, {**ARGS, "rollout_correction": name})
-        for step in range(3):
+        begin(group, {**ARGS, **case})
+        for step in range(2):
             found = learn(group, step, data[step])
-            assert found["loss"] == metrics[step]["loss"], name
-            assert found["grad_norm"] == metrics[step]["grad_norm"], name
+            for name in ("loss", "grad_norm", "rollout_log_prob_diff"):
+                assert found[name] == metrics[step][name], (case, name)
+            bounds = {"correction_ratio": 1.0, "correction_ratio_max": 1.0, "correction_weight": 1.0,
+                      "correction_rejected": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0}  # fmt: skip
+            assert {name: found.get(name, value) for name, value in bounds.items()} == bounds, case
 
 
 def test_an_engine_that_is_not_exact_is_refused_before_anything_is_sent(fsdp_groups, train_pool):
