@@ -43,6 +43,7 @@ def test_log_probs_and_steps_are_those_of_fsdp(args, data):
         group.init(args | {"train_backend": "fsdp"}, "actor")
         expected = steps(group, data)
     for one, other in zip(metrics, expected, strict=True):
+        del other["computed_ratio"]  # Megatron does not pack, and so does not report it
         assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 

@@ -75,6 +75,8 @@ def trained(group, rollout, rollouts=ROLLOUTS, *, stream=False, victims=(), **ar
         step += 1
         if step in victims:
             victims.remove(step)
+            # Or the group goes back one rollout more, whose kept data is then of an older weight version.
+            group.worker_group.execute_with_func_generator(snapshot_sent)
             pid = group.worker_group.status().ranks[1].process.pid
             os.kill(pid, signal.SIGKILL)
             (step, *_) = group.replace()
@@ -82,6 +84,10 @@ def trained(group, rollout, rollouts=ROLLOUTS, *, stream=False, victims=(), **ar
         source.close()
     group.set_rollout_manager(None)
     return whole_weights(group), data, metrics
+
+
+def snapshot_sent(worker):
+    worker._peers.finish_sending()
 
 
 def timeless(metrics, *without):
