@@ -1,7 +1,7 @@
 """Distil a teacher's policy into a student, on tokens that the student draws (on-policy distillation).
 
     python tutorials/distill.py                    # the sampled-token loss: a policy gradient
-    python tutorials/distill.py loss=top_k k=16    # the teacher's whole distribution, over its k likeliest tokens
+    python tutorials/distill.py loss=top_k k=24    # the k likeliest tokens of the teacher, which says nothing of the others
     python tutorials/distill.py teacher=FOLDER hf_checkpoint=FOLDER     # models of your own
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. What the teacher says goes from its ranks to the student's, as
@@ -40,7 +40,7 @@ GOAL = 0.2  # nats per token
 def arguments(given):
     given = OmegaConf.to_container(OmegaConf.from_cli(given))
     teacher, temperature = given.pop("teacher", TEACHER), given.pop("teacher_temperature", None)
-    loss, k = given.pop("loss", "sampled"), given.pop("k", 16)
+    loss, k = given.pop("loss", "sampled"), given.pop("k", 24)
     if loss not in LOSSES:
         sys.exit(f"loss={loss}: expected one of {', '.join(LOSSES)}")
     usual = {key: value for key, value in USUAL.items() if key != "hf_config" or "hf_checkpoint" not in given}
