@@ -282,6 +282,9 @@ class Call:
         """The death with which a result was lost that was still on its rank; None if the rank lives, or its death was
         known before, or it was replaced."""
         state, transport, rank, end = self._state, self.transport, error.rank, time.monotonic() + LOST_SECONDS
+        known = None if rank is None else state.last_deaths.get(rank)
+        if known is not None and known.generation == state.restarts:
+            return None
         while rank is not None and state.broken is None and transport is state.transport and not transport.ended:
             reason = transport.deaths().get(rank)
             if reason is not None and rank not in transport.restarted:

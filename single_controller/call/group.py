@@ -375,6 +375,7 @@ class WorkerGroup(VerlGroup, Closing):
         if self._state.closed or not self._transport.connected:
             return [False] * self.world_size
         dead = self._transport.deaths()
+        self._state.note_deaths(dead)
         return [rank not in dead for rank in range(self.world_size)]
 
     def status(self, timeout: float = MAX_STACK_SECONDS) -> GroupStatus:

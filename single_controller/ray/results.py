@@ -45,6 +45,9 @@ from single_controller.wire.link import Reply
 use_pickler(ray.cloudpickle.CloudPickler)
 add_reference_types(ray.ObjectRef, ActorHandle)
 
+DEAD_SECONDS = 1.0
+"""How long a value may take to arrive whose rank is known to be dead."""
+
 RESULT = "result"
 """Ray's concurrency group for results, which must not wait for calls."""
 
@@ -270,6 +273,7 @@ class RayResults:
             result, kept = self._kept(k)
             if result.kept and kept is not None:
                 refs[k] = kept[0]
+                self._refuse_dead(k, kept[0])
             else:
                 encoded[k] = result.value
         if refs:
@@ -281,6 +285,16 @@ class RayResults:
         # Nobody else reads these values on the driver.
         shared = self._outcome is None
         return [decode_result(self.label, self._ranks[k], encoded[k], private=private, shared=shared) for k in which]
+
+    def _refuse_dead(self, k: int, ref: ray.ObjectRef) -> None:
+        """Raise if a value died with its rank. A value that is on this host can be read all the same; for another, Ray
+        itself would ask the lost host for 20 seconds."""
+        entry = self._entries[k]
+        dead = entry.link.dead if isinstance(entry, RankReply) else None
+        if dead is not None and not ray.wait([ref], timeout=DEAD_SECONDS)[0]:
+            rank, host = self._ranks[k], self._hosts[k]
+            text = f"the result of rank {rank} of {self.label}() ({host}) is lost with its rank, which has died: {dead}"
+            raise ResultError(text, method=self.label, rank=rank, host=host)
 
     def _kept(self, k: int) -> Kept:
         """The result of a rank that has ended, and the reference to its value where the rank keeps it."""
@@ -416,7 +430,9 @@ def what_is_lost(error: RayError) -> str:
         why = "cannot be stored or fetched, because an object store and the disk that it spills to are full. Free disk "
         why += "space, drop results that you no longer need, or start Ray with a larger object_store_memory"
     elif isinstance(error, OwnerDiedError):
-        why = "is lost, because the driver that called the method has ended"
+        why = (
+            "is lost, because the process that owned it has ended: the rank that kept it, or the driver that called it"
+        )
     elif isinstance(error, RayTaskError):
         why = "does not exist, because the task that computes it failed"
     else:

@@ -203,6 +203,12 @@ class Link:
             return "silent" if self._failures and now - self._heard >= GONE_SECONDS else None
 
     @property
+    def dead(self) -> str | None:
+        """Why the rank's process has ended, as far as it is known."""
+        closed = self._closed
+        return closed[0] if closed is not None and closed[1] else None
+
+    @property
     def connected(self) -> bool:
         """Whether there is a connection."""
         return self._connection is not None
