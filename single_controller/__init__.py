@@ -42,14 +42,16 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from single_controller.call.errors import WorkerError as WorkerError
     from single_controller.call.future import WorkerFuture as WorkerFuture
     from single_controller.call.group import WorkerGroup as WorkerGroup
-    from single_controller.call.worker import Worker as Worker
-    from single_controller.call.worker_class import ClassWithInitArgs as ClassWithInitArgs
-    from single_controller.call.worker_class import colocate as colocate
-    from single_controller.call.worker_class import create_colocated_worker_cls as create_colocated_worker_cls
-    from single_controller.call.worker_class import (
+    from single_controller.call.worker.worker import Worker as Worker
+    from single_controller.call.worker.worker_class import ClassWithInitArgs as ClassWithInitArgs
+    from single_controller.call.worker.worker_class import colocate as colocate
+    from single_controller.call.worker.worker_class import create_colocated_worker_cls as create_colocated_worker_cls
+    from single_controller.call.worker.worker_class import (
         create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
     )
-    from single_controller.call.worker_class import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
+    from single_controller.call.worker.worker_class import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
     from single_controller.local.group import LocalWorkerGroup as LocalWorkerGroup
     from single_controller.ray.attach import end_detached as end_detached
     from single_controller.ray.class_with_args import RayClassWithInitArgs as RayClassWithInitArgs

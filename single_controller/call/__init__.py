@@ -1,1 +1,1 @@
-"""One call, from the method that a driver calls to its result; `executor` is the side of the rank."""
+"""One call, from the method that a driver calls to its result; the folder `worker` is the side of the rank."""

@@ -28,8 +28,8 @@ from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
 from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Sent, Transport
-from single_controller.call.worker import Worker
-from single_controller.call.worker_class import WorkerClass
+from single_controller.call.worker.worker import Worker
+from single_controller.call.worker.worker_class import WorkerClass
 from single_controller.verl import VerlGroup
 
 P = ParamSpec("P")

@@ -10,8 +10,8 @@ from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
 from single_controller.call.codec import Encoded, encode
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.call.worker import Worker
-from single_controller.call.worker_class import ClassWithInitArgs, Colocated, constructors
+from single_controller.call.worker.worker import Worker
+from single_controller.call.worker.worker_class import ClassWithInitArgs, Colocated, constructors
 from single_controller.local.transport import LocalRank, LocalTransport
 
 _ON_RAY_ONLY = {

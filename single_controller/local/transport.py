@@ -29,7 +29,6 @@ from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
 from single_controller.call.codec import CallMessage, Encoded, add_reference_types, decode_result, encode_call
 from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError
-from single_controller.call.executor import Constructor, Executor
 from single_controller.call.future import WorkerFuture
 from single_controller.call.joining import Located, RankResult, locate
 from single_controller.call.transport import (
@@ -42,7 +41,8 @@ from single_controller.call.transport import (
     Sent,
     Transport,
 )
-from single_controller.call.worker import RankInfo, Worker
+from single_controller.call.worker.executor import Constructor, Executor
+from single_controller.call.worker.worker import RankInfo, Worker
 
 HOST = f"{socket.gethostname()}, in the driver's process"
 """The host of every rank, for messages."""

@@ -15,8 +15,8 @@ from dispatch.batch import user_batch_types
 from dispatch.checks import check_amounts
 from dispatch.register import method_spec
 from single_controller.call.codec import MAX_INLINE_BYTES, Encoded, encode
-from single_controller.call.worker import Worker
-from single_controller.call.worker_class import ClassWithInitArgs, Colocated, constructors
+from single_controller.call.worker.worker import Worker
+from single_controller.call.worker.worker_class import ClassWithInitArgs, Colocated, constructors
 from single_controller.ray.compat import declared_class
 from single_controller.ray.results import put
 

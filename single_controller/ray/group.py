@@ -35,8 +35,8 @@ from single_controller.call.future import off_loop
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, check_ranks
 from single_controller.call.state import GroupState
 from single_controller.call.transport import MAX_STACK_SECONDS
-from single_controller.call.worker import Worker
-from single_controller.call.worker_class import Colocated
+from single_controller.call.worker.worker import Worker
+from single_controller.call.worker.worker_class import Colocated
 from single_controller.ray.attach import find_workers, remove_placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.group_records import Registration, Takeover, find_takeover

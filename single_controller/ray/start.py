@@ -25,7 +25,7 @@ from dispatch.plan import CallPlan
 from single_controller.call.call import Call
 from single_controller.call.errors import PlacementError, WorkerDiedError
 from single_controller.call.transport import Sent
-from single_controller.call.worker import RANK_ENVIRONMENT
+from single_controller.call.worker.worker import RANK_ENVIRONMENT
 from single_controller.ray import python_env
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.compat import death_of

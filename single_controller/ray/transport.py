@@ -26,7 +26,6 @@ from dispatch.plan import CallPlan, DeferredArgument
 from dispatch.register import MethodSpec
 from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode, encode_call
 from single_controller.call.errors import StartError, ranks_text
-from single_controller.call.executor import Asked
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
     PartlySentError,
@@ -36,6 +35,7 @@ from single_controller.call.transport import (
     Sent,
     Transport,
 )
+from single_controller.call.worker.executor import Asked
 from single_controller.ray.compat import death_of, death_seconds, node_service, ray_worker
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of

@@ -79,7 +79,7 @@ class TestHungGroup:
         process = next(record.ranks[2].location.wire for record in records_of("hung_Fragile"))
         for _ in range(2):
             text = frames_of(process.pid, process.frames, py_spy="")
-            assert "_raylet" not in text and "call/executor.py" not in text
+            assert "_raylet" not in text and "worker/executor.py" not in text
             assert "pip install py-spy" in text and "in hang_in_c_on" in text
         assert re.search(r"unknown: .*not installed.*has ended", frames_of(2**22 + 1, 5, py_spy=""))
 

@@ -27,7 +27,7 @@ MAY_NAME = {
     "workers/device.py": "decides",
     "single_controller/ray/rank/devices.py": "has the environment of a process; it may not import workers",
     "single_controller/verl.py": "has verl's names",
-    "single_controller/call/worker.py": "takes an argument of verl's",
+    "single_controller/call/worker/worker.py": "takes an argument of verl's",
     "workers/megatron/": "calls megatron, which itself names CUDA",
 }
 

@@ -16,8 +16,8 @@ from rollout_helpers import payload_of
 from sync_workers import model
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
-from single_controller.call.executor import Executor
-from single_controller.call.worker import RankInfo
+from single_controller.call.worker.executor import Executor
+from single_controller.call.worker.worker import RankInfo
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.train.group_links import RolloutLink
 from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError

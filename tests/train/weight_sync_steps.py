@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from single_controller import CallTimeoutError
-from single_controller.call.worker import RankInfo, RoleWorkers, assign
+from single_controller.call.worker.worker import RankInfo, RoleWorkers, assign
 from workers.weight_sync import sync_protocol as protocol
 from workers.weight_sync import weight_receiver as receiver
 from workers.weight_sync import weight_sender as sender

@@ -13,7 +13,7 @@ from single_controller import (
     WorkerFuture,
     WorkerGroup,
 )
-from single_controller.call.worker_class import colocate
+from single_controller.call.worker.worker_class import colocate
 from workers import (
     HFEngine,
     RayTrainGroup,

@@ -11,7 +11,7 @@ import right
 from scorer import Other, Quieter, Scorer
 
 from single_controller import Broadcast, ClassWithInitArgs, DispatchError, LocalWorkerGroup
-from single_controller.call.worker_class import colocate
+from single_controller.call.worker.worker_class import colocate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dispatch.modes import Dispatch
 from dispatch.register import register
-from single_controller.call.worker import Worker
+from single_controller.call.worker.worker import Worker
 from workers.device import free_host_memory
 from workers.weight_sync.buckets import BUCKET_BYTES, Pair, iter_buckets
 from workers.weight_sync.sync_protocol import Finished, Message, ReceiverInfo, WeightSyncError

@@ -25,10 +25,10 @@ from ray.exceptions import RayError
 from dispatch.batch import register_batch_type, user_batch_types
 from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, CallMessage, Encoded, encode, keep_encoded
 from single_controller.call.errors import Failure
-from single_controller.call.executor import Executor
 from single_controller.call.joining import RankResult
 from single_controller.call.transport import RankProcess, RunningCall
-from single_controller.call.worker import RankInfo
+from single_controller.call.worker.executor import Executor
+from single_controller.call.worker.worker import RankInfo
 from single_controller.ray.compat import exit_process, interface_of, name_lines, resident_memory
 from single_controller.ray.rank.call_thread import CallThread, current
 from single_controller.ray.rank.collectives import abort_collectives, end_collectives, listening_ports

@@ -20,7 +20,7 @@ import time
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9
 """The real-time signal on which a worker writes its frames. Real-time signals have no other meaning by themselves."""
 
-_OUTERMOST = re.compile(r"Executor\.(run|start|call\w*) \(|call/executor\.py\", line \d+ in (run|start|call\w*)$")
+_OUTERMOST = re.compile(r"Executor\.(run|start|call\w*) \(|worker/executor\.py\", line \d+ in (run|start|call\w*)$")
 """A frame from which on outwards all frames are the same in every call."""
 
 MAX_LINE = 200

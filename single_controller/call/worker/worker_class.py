@@ -15,7 +15,7 @@ from dispatch.layout import Layout
 from dispatch.register import MethodSpec, check_arguments, method_spec, plain_signature, registered_methods
 from single_controller.call.codec import can_encode, cannot_send
 from single_controller.call.stats import CallStats
-from single_controller.call.worker import Worker
+from single_controller.call.worker.worker import Worker
 
 
 class ClassWithInitArgs:

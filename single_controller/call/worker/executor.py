@@ -22,7 +22,7 @@ from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
 from single_controller.call.joining import CallResults, Located, RankResult
 from single_controller.call.transport import RunningCall
-from single_controller.call.worker import RankInfo, RoleWorkers, Worker, assign
+from single_controller.call.worker.worker import RankInfo, RoleWorkers, Worker, assign
 
 logger = logging.getLogger(__name__)
 
