@@ -236,5 +236,16 @@ def ray_cluster(pytestconfig):
         )
         if start_server is not None:
             start_server()
-        yield
+        yield start_server
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def other_drivers(ray_cluster):
+    """For a test that starts other drivers of this process's Ray: their workers are forked too. Its value is the
+    environment in which a script connects to this Ray."""
+    import ray
+
+    if ray_cluster is not None:
+        ray_cluster(every_job=True)
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
