@@ -5,7 +5,7 @@ float32: this library synchronously and asynchronously, with HFEngine and, where
 TRL in an environment of its own; and a loop by hand, in one process. All are alive, and take turns of four steps, of
 which the first does not count. Prints one table of medians in Markdown.
 
-verl is not among them: its trainer generates with vLLM, SGLang or TensorRT-LLM workers on accelerators only.
+verl is not among them: its trainer generates with servers of vLLM, SGLang or TensorRT-LLM only.
 """
 
 from __future__ import annotations
