@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,7 @@ class FSDPOptions:
             )
         if self.reduce_dtype is torch.float64 and not hasattr(FSDPModule, "reset_iter_state"):
             raise ValueError(
-                f"fsdp_reduce_dtype='fp64' needs torch 2.13, but this is {torch.__version__}: older ones would add the "
-                "gradients of a step that failed to the next one; use 'fp32'"
+                f"fsdp_reduce_dtype='fp64' needs torch 2.13 or newer, but this is {torch.__version__}; use 'fp32'"
             )
 
 
@@ -202,7 +202,7 @@ class FSDPTrainModel(TrainModel):
         and rounded to float32 once. Its 29 more bits make such a sum exact in any order, or nearly so; but a
         micro-batch's own gradient depends on the rows in it, unless it has one row."""
         self.module.train()
-        self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
+        self._drop_gradients()
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
         counts = {"computed": sum(part.computed for part in parts), "real": sum(part.real for part in parts)}
@@ -234,6 +234,18 @@ class FSDPTrainModel(TrainModel):
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
         return StepReport(numbers, norm)
+
+    def _drop_gradients(self) -> None:
+        """Drop what a failed step left. FSDP keeps gradients that were not reduced yet, although torch 2.13's
+        `reset_iter_state` says otherwise, and would add them to those of the next step."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for state in (module._get_fsdp_state() for module in self.module.modules() if isinstance(module, FSDPModule)):
+            # One group, or none, before torch 2.13.
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for parameter in chain.from_iterable(group.fsdp_params for group in groups if group is not None):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
     def _take_gradients(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Move gradients in host memory from the parameters to ``sums``. To a gradient that a parameter has, FSDP adds
