@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.data.micro_batches import cut_by_tokens, restore
@@ -56,7 +56,6 @@ def check(packed, rows):
     assert [flat[owner] for owner in owners] == tokens
 
 
-@settings(deadline=None)
 @given(families())
 def test_each_token_sees_its_row(rows):
     order, shared = common_prefixes([torch.tensor(row) for row in rows])
@@ -69,7 +68,6 @@ def test_each_token_sees_its_row(rows):
     assert packed.input_ids.numel() == sum(map(len, rows)) - sum(shared)
 
 
-@settings(deadline=None)
 @given(families(), st.integers(1, 60), st.integers(0, 12))
 def test_micro_batches_stay_within_the_budget(rows, most, at_least):
     mask = padded([[1] * len(row) for row in rows])

@@ -56,9 +56,9 @@ class PackedRows:
     segments: tuple[Segment, ...]
 
     def to(self, device: torch.device) -> PackedRows:
-        """Return a copy on a device, which is not waited for."""
+        """Return a copy on a device, which is not waited for. ``owners`` stay on the CPU: they index what is there."""
         moved: dict[str, Any] = {name: to_device(of, device) for name, of in vars(self).items() if torch.is_tensor(of)}
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **moved | {"owners": self.owners})
 
     def of_rows(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """Return what is at each place of the rows.

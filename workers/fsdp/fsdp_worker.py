@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from workers.device import dtype_of, every_backend, take_device
@@ -33,7 +34,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
         args = self.args
         options = FSDPOptions(
             param_dtype=dtype_of(args.param_dtype),
-            reduce_dtype=dtype_of(args.fsdp_reduce_dtype),
+            reduce_dtype=torch.float64 if args.fsdp_reduce_dtype == "fp64" else dtype_of(args.fsdp_reduce_dtype),
             shard_size=args.fsdp_shard_size,
             cpu_offload=args.fsdp_cpu_offload,
             gradient_checkpointing=args.gradient_checkpointing,

@@ -86,7 +86,11 @@ class TrainArgs:
     fsdp_shard_size: int | None = _key(
         None, "fsdp: ranks that shard one copy of the model; fewer than all ranks means HSDP", least=1
     )
-    fsdp_reduce_dtype: str = _key("fp32", "fsdp: dtype of the gradient reduction", choices=("fp32", "bf16", "fp16"))
+    fsdp_reduce_dtype: str = _key(
+        "fp32",
+        "fsdp: dtype of the gradient reduction; fp64 adds micro-batches up in it too, and reduces once per step",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+    )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
     # adapter
