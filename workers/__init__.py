@@ -15,8 +15,12 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.algorithms.registry import register_advantage as register_advantage
     from workers.algorithms.registry import register_policy_loss as register_policy_loss
     from workers.data.collate import collate as collate
+    from workers.data.prompt_data import PromptData as PromptData
     from workers.data.rollout_data import RolloutDataError as RolloutDataError
     from workers.data.rollout_data import group_numbers as group_numbers
+    from workers.data.row_files import DataError as DataError
+    from workers.data.row_reader import RowReader as RowReader
+    from workers.data.row_reader import open_rows as open_rows
     from workers.exact import ExactError as ExactError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker

@@ -102,6 +102,7 @@ def check_together(args: Any) -> None:
             "args.update_weights_delta needs rollout workers that keep the weights before: leave out "
             "update_weights_double_buffer=False"
         )
+    _check_data(args)
     for name in ("save_hf", "critic_save_hf"):
         try:
             str(args[name] or "").format(rollout_id=0)
@@ -173,6 +174,22 @@ def _check_lora(args: Any) -> None:
         LoraSettings.from_args(args)
     except ValueError as error:
         raise TrainArgsError(f"args.lora_target_modules={list(args.lora_target_modules)}: {error}") from None
+
+
+def _check_data(args: Any) -> None:
+    weights, data = args.rollout_data_weights, args.rollout_data
+    if data is not None and not len(data):
+        raise TrainArgsError("args.rollout_data is an empty list; name a file, or leave it out")
+    if weights is None:
+        return
+    if data is None:
+        raise TrainArgsError(f"args.rollout_data_weights={list(weights)} needs rollout_data")
+    if not any(set("*?[") & set(one) for one in data) and len(weights) != len(data):
+        raise TrainArgsError(
+            f"args.rollout_data_weights={list(weights)}: rollout_data has {len(data)} entries, and each needs a weight"
+        )
+    if wrong := [one for one in weights if not (math.isfinite(one) and one > 0)]:
+        raise TrainArgsError(f"args.rollout_data_weights={list(weights)}: {wrong[0]!r} is not a number above 0")
 
 
 def _check_exact(args: Any) -> None:
@@ -386,6 +403,10 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     )),
     ("kl_target", lambda value: value is None, ("kl_horizon",)),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
+    ("rollout_data", lambda value: value is None, (
+        "rollout_shuffle", "input_key", "label_key", "apply_chat_template", "apply_chat_template_kwargs",
+        "rollout_max_prompt_len", "on_bad_row",
+    )),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),
 )  # fmt: skip
