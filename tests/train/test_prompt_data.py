@@ -449,6 +449,9 @@ def test_arguments_of_several_files(tmp_path):
         ({"rollout_data": "a", "on_bad_row": "warn"}, "expected one of 'error', 'skip'"),
         ({"rollout_data": "a", "rollout_max_prompt_len": 0}, "at least 1"),
         ({"rollout_data": 7}, "expected list"),
+        ({"eval_data": []}, "args.eval_data is an empty list"),
+        ({"reward_function": "exact_mach"}, "expected exact_match, number_match"),
+        ({"reward_function": "json.no_such"}, "cannot be imported"),
     ],
 )
 def test_arguments_are_checked(given, said):
@@ -457,7 +460,19 @@ def test_arguments_are_checked(given, said):
 
 
 def test_arguments_without_data_are_reported():
-    with pytest.warns(UserWarning, match="label_key, rollout_max_prompt_len have no effect with rollout_data=None"):
+    with pytest.warns(UserWarning, match="label_key, rollout_max_prompt_len have no effect without rollout_data"):
         read_args({"label_key": "a", "rollout_max_prompt_len": 4})
     with pytest.raises(DataError, match="rollout_data is not set"):
         PromptData.from_args({})
+
+
+def test_evaluation_has_each_row_once_and_in_order(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": None}, {"prompt": "x" * 30}])
+    args = {"eval_data": path, "on_bad_row": "skip", "rollout_max_prompt_len": 20, "input_key": "prompt"}
+    prompts, extras = PromptData.from_args(args, byte_tokenizer(), key="eval_data").all()
+    assert [bytes(ids).decode() for ids in prompts] == [row["prompt"] for row in ROWS]
+    assert extras == {name: [row[name] for row in ROWS] for name in ("label", "level")}
+    with pytest.raises(DataError, match="none of the last 32 rows can be used"):
+        PromptData.from_args({**args, "rollout_max_prompt_len": 1}, byte_tokenizer(), key="eval_data").all()
+    with pytest.raises(ValueError, match="epochs=1"):
+        PromptData(open_rows(ROWS), 1, byte_tokenizer()).all()

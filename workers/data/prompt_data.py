@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dispatch.checks import check_count
 from workers.data.row_files import DataError
@@ -79,28 +79,33 @@ class PromptData:
         rows.prepare = self._prepared
 
     @classmethod
-    def from_args(cls, args: Any, tokenizer: Any = None) -> PromptData:
-        """Open ``rollout_data`` as a training run's configuration says; see `workers.train.args`.
+    def from_args(
+        cls, args: Any, tokenizer: Any = None, *, key: Literal["rollout_data", "eval_data"] = "rollout_data"
+    ) -> PromptData:
+        """Open data as a training run's configuration says; see `workers.train.args`.
 
         Args:
             args: the configuration.
             tokenizer: by default that of ``hf_checkpoint``, if it has one.
+            key: which data. ``eval_data`` is for `all`: its rows come in their order, and once.
 
         Raises:
             TrainArgsError: the configuration is invalid.
-            DataError: see `open_rows`; or there is no ``rollout_data``.
+            DataError: see `open_rows`; or the key is not set.
         """
         from workers.hf_files import read_tokenizer
         from workers.train.args import read_args
 
         args = read_args(args)
-        if args.rollout_data is None:
-            raise DataError("args.rollout_data is not set; it names the files with the prompts")
+        if args[key] is None:
+            raise DataError(f"args.{key} is not set; it names the files with the prompts")
+        trains = key == "rollout_data"
         rows = open_rows(
-            list(args.rollout_data),
-            weights=None if args.rollout_data_weights is None else list(args.rollout_data_weights),
-            shuffle=args.rollout_shuffle,
+            list(args[key]),
+            weights=list(args.rollout_data_weights) if trains and args.rollout_data_weights is not None else None,
+            shuffle=trains and args.rollout_shuffle,
             seed=args.seed,
+            epochs=None if trains else 1,
             on_bad_row=args.on_bad_row,
         )
         return cls(
@@ -123,9 +128,18 @@ class PromptData:
             ValueError: the rollout is one before the state that was loaded.
         """
         first = self._position(rollout_id)
-        found = [self.rows[first + index] for index in range(self.batch_size)]
-        names = dict.fromkeys(name for _, columns in found for name in columns)
-        return [ids for ids, _ in found], {name: [columns.get(name) for _, columns in found] for name in names}
+        return _by_column([self.rows[first + index] for index in range(self.batch_size)])
+
+    def all(self) -> tuple[list[list[int]], dict[str, list[Any]]]:
+        """Return all prompts, and the columns for the reward function. For an evaluation.
+
+        Raises:
+            DataError: a row cannot be used, or none can.
+            ValueError: the rows were not opened with ``epochs=1``.
+        """
+        if self.rows.order.length != self.rows.order.total:
+            raise ValueError("PromptData.all(): open the rows with epochs=1")
+        return _by_column(self.rows.take(self.rows.order.total))
 
     def _position(self, rollout_id: int) -> int:
         rollout, position = self._first
@@ -232,6 +246,11 @@ class PromptData:
                 f"{self._input_key!r} is messages, or to become one (apply_chat_template), but {lacks}; set "
                 "hf_checkpoint to a model with one, or write the prompts as text"
             )
+
+
+def _by_column(rows: Sequence[tuple[list[int], dict[str, Any]]]) -> tuple[list[list[int]], dict[str, list[Any]]]:
+    names = dict.fromkeys(name for _, columns in rows for name in columns)
+    return [ids for ids, _ in rows], {name: [columns.get(name) for _, columns in rows] for name in names}
 
 
 def _names(row: Mapping[str, Any]) -> str:

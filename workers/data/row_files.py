@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -192,11 +193,11 @@ class JsonLines:
     def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self.name = path
         self._max_line_bytes = max_line_bytes
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed with this object)
-        head = self._file.read(64)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        head = os.pread(self._file, 64, 0)
         _refuse_other_content(path, head)
         begin = 3 if head.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark of UTF-8
-        self._file.seek(begin)
         self._starts, self._empty, self.bytes = _lines(self._file, begin)
         if not len(self):
             _refuse(path, "has no rows, only empty lines")
@@ -216,7 +217,7 @@ class JsonLines:
         begin, end = int(self._starts[line]), int(self._starts[line + 1])
         if end - begin > self._max_line_bytes:
             raise ValueError(f"the line has {end - begin:,} bytes; max_line_bytes is {self._max_line_bytes:,}")
-        text = os.pread(self._file.fileno(), end - begin, begin)
+        text = os.pread(self._file, end - begin, begin)
         if len(text) != end - begin:
             _refuse(self.name, "was truncated since it was opened")
         try:
@@ -233,11 +234,11 @@ class JsonLines:
         return found
 
 
-def _lines(file: Any, begin: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _lines(file: int, begin: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return where each line begins and the last one ends, the keys of the empty lines for `nth_kept`, and the size of
     the file."""
     found, at = [np.array([begin], np.int64)], begin
-    while block := file.read(_BLOCK_BYTES):
+    while block := os.pread(file, _BLOCK_BYTES, at):
         found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (at + 1))
         at += len(block)
     starts = np.concatenate(found)
@@ -245,7 +246,7 @@ def _lines(file: Any, begin: int) -> tuple[np.ndarray, np.ndarray, int]:
         starts = np.append(starts, at)
     lengths = np.diff(starts)
     short = np.flatnonzero(lengths <= 2).tolist()
-    empty = [line for line in short if not os.pread(file.fileno(), int(lengths[line]), int(starts[line])).strip()]
+    empty = [line for line in short if not os.pread(file, int(lengths[line]), int(starts[line])).strip()]
     return starts, np.array(empty, np.int64) - np.arange(len(empty)), at
 
 

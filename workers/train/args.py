@@ -429,6 +429,11 @@ class TrainArgs:
         None,
         "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
     )
+    reward_function: str | None = _key(
+        None,
+        "exact_match, number_match, math_match or code_tests (see docs/data.md), or the dotted path of a function of "
+        "texts, for the driver's script",
+    )
     reward_concurrency: int | None = _key(
         128,
         "number of completions whose rewards an async reward function computes at once, for the driver's script; null "
@@ -453,6 +458,7 @@ class TrainArgs:
     eval_interval: int | None = _key(
         None, "rollouts between evaluations, for the driver's script; by default there are none", least=1
     )
+    eval_data: list[str] | None = _key(None, "files with held-out prompts, read as rollout_data is, each row once")
     n_samples_per_eval_prompt: int = _key(1, "completions per prompt of an evaluation", least=1)
     eval_temperature: float | None = _key(
         None, "temperature in an evaluation; 0 takes the most likely tokens; by default temperature", least=0

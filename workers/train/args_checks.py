@@ -22,6 +22,14 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
 
+READY_REWARDS = {
+    "exact_match": "workers.rollout.rewards.answers.exact_match",
+    "number_match": "workers.rollout.rewards.answers.number_match",
+    "math_match": "workers.rollout.rewards.answers.math_match",
+    "code_tests": "workers.rollout.rewards.code_reward.code_tests",
+}
+"""The names that ``reward_function`` may have, besides paths."""
+
 _UPDATE_AT_MOST = 0.8
 """The longest time for a weight update, as a share of the timeout of the collectives."""
 
@@ -178,8 +186,16 @@ def _check_lora(args: Any) -> None:
 
 def _check_data(args: Any) -> None:
     weights, data = args.rollout_data_weights, args.rollout_data
-    if data is not None and not len(data):
-        raise TrainArgsError("args.rollout_data is an empty list; name a file, or leave it out")
+    for name in ("rollout_data", "eval_data"):
+        if args[name] is not None and not len(args[name]):
+            raise TrainArgsError(f"args.{name} is an empty list; name a file, or leave it out")
+    if args.reward_function is not None and args.reward_function not in READY_REWARDS:
+        if "." not in args.reward_function:
+            raise TrainArgsError(
+                f"args.reward_function={args.reward_function!r}: expected {', '.join(READY_REWARDS)}, or the dotted "
+                "path of a function"
+            )
+        function_at(args.reward_function, "reward_function")
     if weights is None:
         return
     if data is None:
@@ -417,11 +433,20 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "gae_lambda_value, which replaces it for the critic",
             stacklevel=3,
         )
+    if args.rollout_data is None and args.eval_data is None and (idle := [key for key in _DATA if key in given]):
+        verb = "has" if len(idle) == 1 else "have"
+        warnings.warn(f"args: {', '.join(idle)} {verb} no effect without rollout_data or eval_data", stacklevel=3)
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
             warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
 
+
+_DATA = (
+    "input_key", "label_key", "apply_chat_template", "apply_chat_template_kwargs", "rollout_max_prompt_len",
+    "on_bad_row",
+)  # fmt: skip
+"""Keys of ``rollout_data`` and ``eval_data``."""
 
 _HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
 _GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
@@ -447,10 +472,7 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     )),
     ("kl_target", lambda value: value is None, ("kl_horizon",)),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
-    ("rollout_data", lambda value: value is None, (
-        "rollout_shuffle", "input_key", "label_key", "apply_chat_template", "apply_chat_template_kwargs",
-        "rollout_max_prompt_len", "on_bad_row",
-    )),
+    ("rollout_data", lambda value: value is None, ("rollout_shuffle",)),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),
 )  # fmt: skip

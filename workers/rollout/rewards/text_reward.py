@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from workers.rollout.rewards.reward_calls import RewardFunction
+from workers.train.args_checks import READY_REWARDS, TrainArgsError, function_at
 
 _OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "info")
 
@@ -46,7 +47,7 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
             values["completion"] = tokenizer.decode(list(completion), skip_special_tokens=True)
         if missing := needed - values.keys():
             columns = ", ".join(name for name in given if name not in _OWN) or "none"
-            raise TypeError(f"it needs {', '.join(sorted(missing))}; the data's columns are {columns}")
+            raise ValueError(f"{function!r:.80} needs {', '.join(sorted(missing))}; the data has the columns {columns}")
         return values if takes_all else {name: value for name, value in values.items() if name in names}
 
     # Two positional parameters without a name that a column could have. RewardRunner looks for one called `info`.
@@ -61,3 +62,22 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
         return function(**arguments(prompt, completion, {**columns, "info": info}))
 
     return plain
+
+
+def reward_of(args: Any, tokenizer: Any) -> RewardFunction:
+    """Return the reward function that a training run's configuration names, as one of token ids.
+
+    Args:
+        args: the configuration, from `read_args`.
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        TrainArgsError: it names none, or one that cannot be imported.
+        TypeError: see `text_reward`.
+    """
+    name = args.reward_function
+    if name is None:
+        raise TrainArgsError(
+            f"args.reward_function is not set; choose {', '.join(READY_REWARDS)} or the dotted path of a function"
+        )
+    return text_reward(function_at(READY_REWARDS.get(name, name), "reward_function"), tokenizer)
