@@ -2,10 +2,9 @@
 
 import asyncio
 import functools
-import sys
-from pathlib import Path
 
 import pytest
+from byte_tokens import byte_tokenizer
 from rollout_helpers import BigramEngine, Toy
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
@@ -24,11 +23,6 @@ from workers import (
     soft_overlong,
     text_reward,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tutorials"))
-from byte_tokenizer import byte_tokenizer
-
-sys.path.pop(0)
 
 TOKENIZER = byte_tokenizer()
 PROMPT, COMPLETION = [258, *b"2+2?", 257, 259], [*"4é".encode(), 257]

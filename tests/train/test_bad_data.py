@@ -9,13 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_tokens import byte_tokenizer
 
 from workers import DataError, PromptData, open_rows
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tutorials"))
-from byte_tokenizer import byte_tokenizer
-
-sys.path.pop(0)
 
 GOOD = {"prompt": "2+2?", "label": "4"}
 MESSAGES = [{"role": "user", "content": "2+2?"}]

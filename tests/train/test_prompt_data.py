@@ -4,21 +4,16 @@ import json
 import pickle
 import random
 import re
-import sys
 import threading
 import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from byte_tokens import byte_tokenizer
 from waits import wait_until
 
 from workers import DataError, PromptData, TrainArgsError, open_rows, read_args
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tutorials"))
-from byte_tokenizer import byte_tokenizer
-
-sys.path.pop(0)
 
 ROWS = [{"prompt": f"{number} + {number}?", "label": str(2 * number), "level": number % 3} for number in range(30)]
 
