@@ -256,6 +256,17 @@ def test_file_that_shrinks_while_it_is_used_is_an_error(tmp_path):
         data.rows.take(2)
 
 
+def test_disk_that_fails_while_it_is_used_is_an_error(tmp_path, monkeypatch):
+    data = data_of(made(tmp_path, "a.jsonl", lines(LINE)), on_bad_row="skip")
+
+    def failing(*given):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(DataError, match="cannot be read: Input/output error"):
+        data.rows.take(1)
+
+
 @pytest.mark.parametrize(
     "given, said",
     [

@@ -217,7 +217,10 @@ class JsonLines:
         begin, end = int(self._starts[line]), int(self._starts[line + 1])
         if end - begin > self._max_line_bytes:
             raise ValueError(f"the line has {end - begin:,} bytes; max_line_bytes is {self._max_line_bytes:,}")
-        text = os.pread(self._file, end - begin, begin)
+        try:
+            text = os.pread(self._file, end - begin, begin)
+        except OSError as error:
+            _refuse(self.name, f"cannot be read: {error.strerror or error}")
         if len(text) != end - begin:
             _refuse(self.name, "was truncated since it was opened")
         try:

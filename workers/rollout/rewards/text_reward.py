@@ -19,7 +19,8 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
 
         manager = RolloutManager(group, how, text_reward(number_match, tokenizer))
 
-    The completion is without special tokens, such as the one that ended it; the prompt is with them.
+    The completion is without special tokens, such as the one that ended it; the prompt is with them. A column with the
+    name of an option, such as ``tolerance``, sets it for its row.
 
     Args:
         function: plain or ``async def``; it returns what a `RewardFunction` returns. Set options of a ready function
