@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "tests/test_imports.py": 30,
     "tests/test_notebooks.py": 80,
     "tests/test_readme.py": 80,
-    "tests/test_tutorials.py": 150,
+    "tests/test_tutorials.py": 240,
     "tests/train/backends/test_actor_critic.py": 150,
     "tests/train/backends/test_async_rollout.py": 90,
     "tests/train/backends/test_both_backends.py": 340,
