@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
-        return StepReport(numbers, norm)
+        return StepReport(numbers, norm, sum(part.cost for part in parts))
 
     def _take_gradients(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Move gradients in host memory from the parameters to ``sums``. To a gradient that a parameter has, FSDP adds
@@ -282,12 +283,18 @@ class FSDPTrainModel(TrainModel):
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""
-        most, packed = self.options.max_tokens_per_micro_batch, self._is_packed()
-        parts = cut_by_tokens(data, most, packed=packed)
+        cut = partial(
+            cut_by_tokens,
+            data,
+            self.options.max_tokens_per_micro_batch,
+            packed=self._is_packed(),
+            cost=self.sequence_cost,
+        )
+        parts = cut()
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         wanted = max(int(count), 1)
-        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted, packed=packed)
+        return parts if len(parts) == wanted else cut(at_least=wanted)
 
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
