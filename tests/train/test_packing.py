@@ -168,6 +168,23 @@ def test_what_may_differ_is_not_shared():
     assert len(ids) == counts.flatten()[part.packed.owners].sum() == 60
 
 
+def test_computed_tokens_are_the_real_ones():
+    """Log-normal lengths on four ranks that need the same number of micro-batches, fillers included."""
+    g = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(256, generator=g) * 0.9 + 6).exp().long().clamp(8, 4096)
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    ratios = {}
+    for packed in (False, True):
+        ids = torch.randint(0, 10**6, real.shape, generator=g)
+        ranks = [{"input_ids": ids[rank::4], "attention_mask": real[rank::4]} for rank in range(4)]
+        most = max(len(cut_by_tokens(rank, 8192, packed=packed)) for rank in ranks)
+        parts = [part for rank in ranks for part in cut_by_tokens(rank, 8192, at_least=most, packed=packed)]
+        assert sum(part.real for part in parts) == int(real.sum())
+        ratios[packed] = sum(part.computed for part in parts) / int(real.sum())
+    print(f"computed tokens per real token: padded {ratios[False]:.3f}, packed {ratios[True]:.4f}")
+    assert ratios[True] <= 1.001 and ratios[False] > 1.03
+
+
 def test_few_tokens_are_wasted():
     """Log-normal lengths, as completions have: the model computes little more than the tokens that there are."""
     g = torch.Generator().manual_seed(0)
