@@ -169,6 +169,8 @@ CASES = {
         "kl_loss_type": "k1",
         "overlong_buffer_len": 4,
     },
+    "sft": {"policy_loss_type": "sft"},
+    "dpo": {"policy_loss_type": "dpo", "dpo_beta": 0.5},
 }
 CRITIC_CASES = {
     "value": {"advantage_estimator": "gae", "value_clip": 0.1, "gae_lambda_value": 0.8},
@@ -201,6 +203,20 @@ def keys_of(case):
     return {name: made[name] for name in made if made[name] != usual[name]}
 
 
+def pairs_of(data):
+    """Pairs of completions for DPO, whose own log-probabilities the ranks compute."""
+    ordered = data[:20].exclude("old_log_probs")
+    return ordered.set("group_ids", torch.arange(20) // 2).set("rewards", torch.arange(20.0) % 3)
+
+
+def own_rows(data, layout, rank, ranks):
+    """The rows of a dp rank."""
+    if not layout.balanced:
+        return data[rank::ranks]
+    whole = balanced_rows(data, Balance(ranks, cost=SequenceCost(20.0, 1.0), trees=layout.trees))
+    return rows_of(whole, slice(*share_rows(len(data), ranks, "ragged")[rank].ranges[0]))
+
+
 def run(worker, data, cases, layouts):
     """By layout and case: (metrics, micro-batches, this rank's shards of the gradients, for `assembled`). The weights
     are as before afterwards."""
@@ -209,21 +225,18 @@ def run(worker, data, cases, layouts):
     worker.backup.copy("before")
     before = own_shards(worker)
     for layout in layouts:
-        rows = data[worker._dp_rank :: ranks]
-        if layout.balanced:
-            whole = balanced_rows(data, Balance(ranks, cost=SequenceCost(20.0, 1.0), trees=layout.trees))
-            rows = rows_of(whole, slice(*share_rows(len(data), ranks, "ragged")[worker._dp_rank].ranges[0]))
         if usual.train_backend == "fsdp":
             worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=layout.most)
         else:
             worker.model.max_tokens = layout.most
         with mock.patch.object(packing, "MIN_SHARED", packing.MIN_SHARED if layout.trees else ALL):
-            count = len(cut_by_tokens(rows, layout.most, packed=bool(usual.sequence_packing)))
             of_cases = {}
             for name, changes in cases.items():
                 worker.args = usual.copy()
                 for key, value in changes.items():
                     worker.args[key] = value
+                rows = own_rows(pairs_of(data) if name == "dpo" else data, layout, worker._dp_rank, ranks)
+                count = len(cut_by_tokens(rows, layout.most, packed=bool(usual.sequence_packing)))
                 worker.optimizer_step = 0  # which seeds random choices of tokens
                 metrics = worker.train(0, rows)
                 after = own_shards(worker)
