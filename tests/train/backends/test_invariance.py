@@ -62,7 +62,7 @@ class Layout:
 
 
 PADDED = (Layout(64), Layout(ALL, balanced=True))
-PACKED = (Layout(64, balanced=True), Layout(64, trees=False), Layout(ALL), Layout(25, balanced=True))
+PACKED = (Layout(40, balanced=True), Layout(64, trees=False), Layout(ALL), Layout(25, balanced=True))
 
 SEQUENCE_PARALLEL = [
     Way("fsdp", ranks, {"sequence_parallel_size": size})
@@ -178,7 +178,7 @@ CRITIC_CASES = {
 }
 """All names of losses, estimators and corrections are in one of them."""
 
-SAMPLE = ("gspo", "cispo", "dppo_tv", "clip_cov", "kl_cov", "rejected")
+SAMPLE = ("gspo", "dppo_tv", "clip_cov", "kl_cov", "rejected")
 """Those of `make test` on Megatron: whole sequences, rejected rows, and tokens that are chosen for the whole step."""
 
 # An Adam step of lr / eps * gradient, to one part in a million: the weights show the gradient on any backend.
