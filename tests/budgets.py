@@ -58,6 +58,7 @@ BUDGETS: dict[str, int] = {
     "tests/train/backends/test_fsdp.py": 120,
     "tests/train/backends/test_fsdp_shards.py": 60,
     "tests/train/backends/test_gradients.py": 150,
+    "tests/train/backends/test_invariance.py": 45,
     "tests/train/backends/test_lora.py": 50,
     "tests/train/backends/test_megatron_group.py": 50,
     "tests/train/backends/test_model_types.py": 100,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch.batch import cut, join, shard, share_rows
-from workers.data.balance import balanced_rows
+from workers.data.balance import Balance, balanced_rows
 from workers.data.collate import collate
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, inputs_of, rows_of
@@ -78,7 +78,7 @@ def test_sets_follow_their_rows_through_dispatch_and_balance(of_rows, parts, ran
     assert {group: one for part in shards for group, one in sets_in(part).items()} == wanted
     assert sets_in(join(shards)) == wanted
     assert sets_in(cut(data, 1, len(of_rows))) == {row: one for row, one in wanted.items() if row >= 1}
-    assert sets_in(balanced_rows(data, parts)) == wanted
+    assert sets_in(balanced_rows(data, Balance(parts))) == wanted
     order = random.sample(range(len(of_rows)), len(of_rows))
     for of in (data, dict(data.items())):
         assert list(sets_in(rows_of(of, order)).items()) == [(row, wanted[row]) for row in order]

@@ -233,7 +233,7 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
-        return StepReport(numbers, norm)
+        return StepReport(numbers, norm, sum(part.cost for part in parts))
 
     def _drop_gradients(self) -> None:
         """Drop what a failed step left. FSDP keeps gradients that were not reduced yet, although torch 2.13's
@@ -313,7 +313,7 @@ class FSDPTrainModel(TrainModel):
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""
         most, packed = self.options.max_tokens_per_micro_batch, self._is_packed()
-        parts = cut_by_tokens(data, most, packed=packed)
+        parts = cut_by_tokens(data, most, packed=packed, cost=self.sequence_cost)
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return parts + fillers(data, max(int(count), 1) - len(parts), packed=packed)

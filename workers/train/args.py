@@ -295,7 +295,16 @@ class TrainArgs:
         "fsdp: compute the rows of a micro-batch without padding, and their common prefixes once; by default with "
         "models that can, true makes it an error if the model cannot, false turns it off",
     )
-    balance_data: bool = _key(False, "assign rows so that all dp ranks have about as many tokens")
+    balance_data: bool = _key(
+        False,
+        "assign rows so that each optimizer step costs about as much on all dp ranks; rows with a common prefix stay "
+        "together where that saves more than it unbalances",
+    )
+    sequence_cost: list[float] | None = _key(
+        None,
+        "a and b of the cost a L + b L^2 of a row of L tokens, in any unit, for balance_data, the order of "
+        "micro-batches and the metric cost_spread; by default the FLOPs of the model, see docs/training.md",
+    )
     rollout_data_postprocess_path: str | None = _key(
         None,
         "dotted path of a function (args, rollout data) -> rollout data, called on each rank's rows before training; "
@@ -545,6 +554,8 @@ def read_args(given: Any = None) -> TrainArgs:
             value = [float(one) if type(one) is int else one for one in value]
         if wanted == dict[str, float] and isinstance(value, Mapping):
             value = {key: float(one) if type(one) is int else one for key, one in value.items()}
+        if wanted == list[float] | None and isinstance(value, Sequence) and not isinstance(value, str):
+            value = [float(one) if type(one) is int else one for one in value]
         try:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:

@@ -127,6 +127,12 @@ def check_together(args: Any) -> None:
             if args.exact
             else "args.sequence_packing=True needs train_backend='fsdp': megatron packs with Transformer Engine only"
         )
+    cost = args.sequence_cost
+    if cost is not None and not (len(cost) == 2 and all(0 <= one < math.inf for one in cost) and any(cost)):
+        raise TrainArgsError(
+            f"args.sequence_cost={list(cost)}: expected two numbers, a and b of the cost a L + b L^2 of a row of L "
+            "tokens, at least 0 and not both 0"
+        )
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
