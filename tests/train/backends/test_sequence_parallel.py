@@ -266,6 +266,8 @@ def test_group_gives_the_ranks_of_a_sequence_the_same_rows(fsdp_groups, llama_fo
     workers = group.worker_group
     assert workers.dp_size == workers.sp_size == 2
     assert workers.layout.by_dp.shard_of == (0, 0, 1, 1) and workers.layout.by_dp.collecting == (0, 2)
+    seeds = workers.execute_with_func_generator(lambda worker: worker.seed(7) or torch.initial_seed())
+    assert seeds[0] == seeds[2] != seeds[1] == seeds[3], "dropout differs from slice to slice"
     plain = ReferenceGRPO(small_llama(), lr=3e-3)
     odd = data[:23]
     for some in (odd, data[:1]):  # of one row, the other dp rank has none
