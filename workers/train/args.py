@@ -86,6 +86,12 @@ class TrainArgs:
     fsdp_shard_size: int | None = _key(
         None, "fsdp: ranks that shard one copy of the model; fewer than all ranks means HSDP", least=1
     )
+    sequence_parallel_size: int = _key(
+        1,
+        "fsdp: consecutive ranks that share the sequence of each micro-batch (Ulysses); it divides the number of ranks "
+        "and of attention heads",
+        least=1,
+    )
     fsdp_reduce_dtype: str = _key(
         "fp32",
         "fsdp: dtype of the gradient reduction; fp64 adds micro-batches up in it too, and reduces once per step",
@@ -287,7 +293,8 @@ class TrainArgs:
     # batches
     max_tokens_per_micro_batch: int = _key(
         8192,
-        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded",
+        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded. "
+        "Per rank: with sequence_parallel_size, a micro-batch has as many for each rank that shares it",
         least=1,
     )
     sequence_packing: bool | None = _key(

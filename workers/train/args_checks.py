@@ -133,6 +133,15 @@ def check_together(args: Any) -> None:
             f"args.sequence_cost={list(cost)}: expected two numbers, a and b of the cost a L + b L^2 of a row of L "
             "tokens, at least 0 and not both 0"
         )
+    if args.sequence_parallel_size > 1 and (args.exact or args.train_backend != "fsdp"):
+        raise TrainArgsError(
+            f"args.sequence_parallel_size={args.sequence_parallel_size} "
+            + (
+                "does not go with exact=True: its attention needs rows of their own"
+                if args.exact
+                else "needs train_backend='fsdp': megatron's own context parallelism needs Transformer Engine"
+            )
+        )
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
     if args.profile_step_start is not None and args.profile_step_end <= args.profile_step_start:
