@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.data.row_files import DataError as DataError
     from workers.data.row_reader import RowReader as RowReader
     from workers.data.row_reader import open_rows as open_rows
+    from workers.data.sft_data import SFTData as SFTData
     from workers.exact import ExactError as ExactError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dispatch.checks import check_count
 from workers.data.row_files import DataError
@@ -81,7 +81,7 @@ class PromptData:
     @classmethod
     def from_args(
         cls, args: Any, tokenizer: Any = None, *, key: Literal["rollout_data", "eval_data"] = "rollout_data"
-    ) -> PromptData:
+    ) -> Self:
         """Open data as a training run's configuration says; see `workers.train.args`.
 
         Args:
@@ -119,7 +119,7 @@ class PromptData:
             max_prompt_len=args.rollout_max_prompt_len,
         )
 
-    def __call__(self, rollout_id: int) -> tuple[list[list[int]], dict[str, list[Any]]]:
+    def __call__(self, rollout_id: int) -> Any:
         """Return the prompts of a rollout, ``batch_size`` lists of token ids, and the columns for the reward function,
         each with one value per prompt.
 
@@ -128,10 +128,15 @@ class PromptData:
             ValueError: the rollout is one before the state that was loaded.
         """
         first = self._position(rollout_id)
-        return _by_column([self.rows[first + index] for index in range(self.batch_size)])
+        return self.batch([self.rows[first + index] for index in range(self.batch_size)])
 
-    def all(self) -> tuple[list[list[int]], dict[str, list[Any]]]:
-        """Return all prompts, and the columns for the reward function. For an evaluation.
+    def batch(self, rows: Sequence[tuple[list[int], Any]]) -> Any:
+        """Put what was made of some rows together, as a call returns it."""
+        names = dict.fromkeys(name for _, columns in rows for name in columns)
+        return [ids for ids, _ in rows], {name: [columns.get(name) for _, columns in rows] for name in names}
+
+    def all(self) -> Any:
+        """Return all rows, as a call returns those of a rollout. For an evaluation.
 
         Raises:
             DataError: a row cannot be used, or none can.
@@ -139,7 +144,7 @@ class PromptData:
         """
         if self.rows.order.length != self.rows.order.total:
             raise ValueError("PromptData.all(): open the rows with epochs=1")
-        return _by_column(self.rows.take(self.rows.order.total))
+        return self.batch(self.rows.take(self.rows.order.total))
 
     def _position(self, rollout_id: int) -> int:
         rollout, position = self._first
@@ -173,14 +178,17 @@ class PromptData:
 
     # --- one row ----------------------------------------------------------------------------------------------------
 
-    def _prepared(self, row: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | None:
-        if self._input_key not in row:
-            raise ValueError(f"has no {self._input_key!r} (input_key); it has {_names(row)}")
-        columns = self._columns_of(row)
-        ids = self._ids(row[self._input_key])
+    def _prepared(self, row: Mapping[str, Any]) -> tuple[list[int], Any] | None:
+        prompt, columns = self._entry(row, self._input_key, "input_key"), self._columns_of(row)
+        ids = self._ids(prompt)
         if not ids:
             raise ValueError(f"{self._input_key!r} is empty")
         return None if self._max_prompt_len is not None and len(ids) > self._max_prompt_len else (ids, columns)
+
+    def _entry(self, row: Mapping[str, Any], name: str, key: str) -> Any:
+        if row.get(name) is None:
+            raise ValueError(f"has no {name!r} ({key}); it has {_names(row)}")
+        return row[name]
 
     def _columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name in row if name != self._input_key] if self._columns is None else self._columns
@@ -189,14 +197,13 @@ class PromptData:
         columns = {name: row[name] for name in names if name != self._label_key}
         if self._label_key is None:
             return columns
-        if row.get(self._label_key) is None:
-            raise ValueError(f"has no {self._label_key!r} (label_key); it has {_names(row)}")
+        label = self._entry(row, self._label_key, "label_key")
         if "label" in columns:
             raise DataError(
                 f"the data has a column 'label', and {self._label_key!r} is to become the reward function's 'label' "
                 "(label_key); choose the other columns with `columns`"
             )
-        return {"label": row[self._label_key], **columns}
+        return {"label": label, **columns}
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -212,13 +219,16 @@ class PromptData:
                 raise ValueError(f"{self._input_key!r} has {_short(one)}; expected {_TEXT_OF}")
         return self._encoded(self._text(prompt), add_special_tokens=False)
 
-    def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         import jinja2
 
         self._check_template()
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(one) for one in messages], tokenize=False, add_generation_prompt=True, **self._template_kwargs
+                [dict(one) for one in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:  # such as roles in another order
             raise ValueError(f"the chat template refuses {self._input_key!r}: {error}") from error
@@ -246,11 +256,6 @@ class PromptData:
                 f"{self._input_key!r} is messages, or to become one (apply_chat_template), but {lacks}; set "
                 "hf_checkpoint to a model with one, or write the prompts as text"
             )
-
-
-def _by_column(rows: Sequence[tuple[list[int], dict[str, Any]]]) -> tuple[list[list[int]], dict[str, list[Any]]]:
-    names = dict.fromkeys(name for _, columns in rows for name in columns)
-    return [ids for ids, _ in rows], {name: [columns.get(name) for _, columns in rows] for name in names}
 
 
 def _names(row: Mapping[str, Any]) -> str:

@@ -422,12 +422,16 @@ class TrainArgs:
         "prompt", "column with the prompt: a text, a list of messages with role and content, or a list of token ids"
     )
     label_key: str | None = _key(
-        None, "column that the reward function gets as `label`; by default all columns keep their names"
+        None,
+        "column that the reward function gets as `label`; by default all columns keep their names. sft: column of the "
+        "completion, by default `completion`",
     )
     apply_chat_template: bool = _key(False, "a text is the message of a user; messages always use the chat template")
     apply_chat_template_kwargs: dict[str, Any] = _key({}, "further variables of the chat template")
     rollout_max_prompt_len: int | None = _key(
-        None, "leave out rows with longer prompts, in tokens; the metric data/too_long counts them", least=1
+        None,
+        "leave out rows with longer prompts (sft: longer rows), in tokens; the metric data/too_long counts them",
+        least=1,
     )
     on_bad_row: str = _key(
         "error",
