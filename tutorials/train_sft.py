@@ -92,8 +92,10 @@ def main():
     if folder is None:
         return
     tokenizer.save_pretrained(folder)
-    print("GRPO goes on with it:")
-    print(f'make demo ARGS="hf_checkpoint={folder} rollout_data={args.rollout_data[0]} label_key=answer num_rollout=100 rollout_batch_size=16 lr=1e-3"')
+    further = "label_key=answer num_rollout=100 rollout_batch_size=16 lr=1e-3"
+    print(
+        f'GRPO goes on with it:\nmake demo ARGS="hf_checkpoint={folder} rollout_data={args.rollout_data[0]} {further}"'
+    )
 
 
 if __name__ == "__main__":
