@@ -153,8 +153,9 @@ class TrainArgs:
     overlong_penalty_factor: float = _key(1.0, "reward that a completion of the maximum length loses", least=0)
     policy_loss_type: str = _key(
         "ppo_clip",
-        "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; or a name that "
-        "you have registered, or the dotted path of a function",
+        "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; sft (supervised "
+        "fine-tuning) or dpo, which have no other advantage_estimator; or a name that you have registered, or the "
+        "dotted path of a function",
     )
     eps_clip: float | None = _key(
         None,
@@ -190,6 +191,9 @@ class TrainArgs:
     ppo_kl_coef: float | None = _key(
         None, "kl_cov: weight of the absolute log-ratio at these tokens; by default 1", least=0
     )
+    dpo_beta: float | None = _key(
+        None, "dpo: how strongly the policy is held near the reference; by default 0.1", above=0
+    )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
     kl_loss_type: str = _key(
@@ -223,7 +227,7 @@ class TrainArgs:
     loss_aggregation: str | None = _key(
         None,
         "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
-        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence",
+        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence; dpo: constant",
         choices=("token", "sequence", "constant"),
     )
     loss_constant_length: int | None = _key(

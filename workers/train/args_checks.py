@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, SUPERVISED, path_of, policy_loss_keys
 from workers.data.rollout_data import LARGEST_SET
 from workers.lora import LoraSettings
 
@@ -210,6 +210,7 @@ def check_algorithm(args: Any) -> None:
         if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
+    _complete_supervised(args)
     _check_estimator(args)
     _complete_policy_loss(args)
     if args.kl_target is not None and not args.kl_coef:
@@ -246,6 +247,49 @@ def check_algorithm(args: Any) -> None:
         correction_of(args)
     except ValueError as error:
         raise TrainArgsError(f"args.rollout_correction={args.rollout_correction!r}: {error}") from None
+
+
+def _complete_supervised(args: Any) -> None:
+    """Set the advantage estimator of `SUPERVISED` losses, and refuse what would make them others."""
+    loss, estimator = args.policy_loss_type, args.advantage_estimator
+    if loss not in SUPERVISED:
+        if estimator in SUPERVISED:
+            raise TrainArgsError(
+                f"args.advantage_estimator={estimator!r} comes with policy_loss_type={estimator!r}; set that instead"
+            )
+        return
+    if estimator not in (loss, "grpo"):  # the default
+        raise TrainArgsError(
+            f"args.advantage_estimator={estimator!r} has no effect with policy_loss_type={loss!r}; leave it out"
+        )
+    args.advantage_estimator = loss
+    for key, without in (
+        ("kl_coef", 0),
+        ("kl_target", None),
+        ("overlong_buffer_len", 0),
+        ("rollout_correction", None),
+        ("opsm_delta", None),
+        ("use_rollout_logprobs", False),
+        ("keep_old_actor", False),
+        ("temperature", 1),
+    ):
+        if args[key] != without:
+            raise TrainArgsError(
+                f"args.{key}={args[key]!r} does not go with policy_loss_type={loss!r}, whose data no policy has "
+                "sampled; leave it out"
+            )
+    if loss == "dpo":
+        if args.num_steps_per_rollout * args.ppo_epochs > 1:
+            raise TrainArgsError(
+                f"args.num_steps_per_rollout={args.num_steps_per_rollout} and ppo_epochs={args.ppo_epochs}: with "
+                "policy_loss_type='dpo', each call of async_train takes one optimizer step; call it for each batch"
+            )
+        if args.loss_aggregation not in (None, "constant") or args.loss_constant_length not in (None, 1):
+            raise TrainArgsError(
+                f"args.loss_aggregation={args.loss_aggregation!r}, loss_constant_length={args.loss_constant_length}: "
+                "policy_loss_type='dpo' is the mean over pairs of sums over tokens; leave both out"
+            )
+        args.loss_aggregation, args.loss_constant_length = "constant", 1
 
 
 def _check_estimator(args: Any) -> None:
@@ -364,7 +408,7 @@ def check_effects(given: Collection[str], args: Any) -> None:
 
 _HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
 _GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
-_UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
+_UNNORMALIZED = (*_GROUP_BASELINES, *SUPERVISED, "remax", "optimal_token_baseline")
 _UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")
 _WITHOUT_CRITIC = (*_UNDISCOUNTED, "reinforce_plus_plus")
 _DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")

@@ -1,4 +1,5 @@
-"""PolicyTrainWorker: policy-gradient training (GRPO, PPO) of a `TrainModel`, on any backend."""
+"""PolicyTrainWorker: policy-gradient training (GRPO, PPO) and supervised fine-tuning of a `TrainModel`, on any
+backend."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, v
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens, row_means
 from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
+from workers.algorithms.supervised import pairs
 from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
@@ -60,6 +62,8 @@ class PolicyTrainWorker(ModelWorker):
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
                 check_groups(rows["group_ids"], args.advantage_estimator)
+            if args.advantage_estimator == "dpo":
+                pairs(rows["group_ids"], rows["rewards"])
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -322,7 +326,12 @@ class PolicyTrainWorker(ModelWorker):
             data["old_log_probs"] = data["rollout_log_probs"]
         elif args.keep_old_actor:
             self._by_version(data)
-        elif args.num_steps_per_rollout * args.ppo_epochs > 1 or args.kl_coef or args.rollout_correction:
+        elif args.advantage_estimator != "sft" and (
+            args.num_steps_per_rollout * args.ppo_epochs > 1
+            or args.kl_coef
+            or args.rollout_correction
+            or args.advantage_estimator == "dpo"
+        ):
             self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
         return "old_log_probs" in data
 
@@ -463,6 +472,8 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
     Raises:
         RolloutDataError: one is missing.
     """
+    if args.advantage_estimator == "dpo" and "advantages" in names:
+        raise RolloutDataError("rollout data has 'advantages', which policy_loss_type='dpo' computes; leave them out")
     if role == "critic" or "advantages" not in names:
         needed = list(NEEDS.get(args.advantage_estimator, ()))
         if args.kl_coef and needed:  # an estimator of the user's may take its penalty from elsewhere
