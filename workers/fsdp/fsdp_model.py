@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,18 +282,12 @@ class FSDPTrainModel(TrainModel):
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""
-        cut = partial(
-            cut_by_tokens,
-            data,
-            self.options.max_tokens_per_micro_batch,
-            packed=self._is_packed(),
-            cost=self.sequence_cost,
-        )
-        parts = cut()
+        most, packed, cost = self.options.max_tokens_per_micro_batch, self._is_packed(), self.sequence_cost
+        parts = cut_by_tokens(data, most, packed=packed, cost=cost)
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         wanted = max(int(count), 1)
-        return parts if len(parts) == wanted else cut(at_least=wanted)
+        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted, packed=packed, cost=cost)
 
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
