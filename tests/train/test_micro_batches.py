@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -43,7 +43,6 @@ def batches(draw):
     return spans, tokens
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 30), st.integers(0, 5), st.integers(1, 4))
 def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, multiple_of):
     spans, tokens = spans_tokens

@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.data.balance import SequenceCost
@@ -57,7 +57,6 @@ def check(packed, rows):
     assert [flat[owner] for owner in owners] == tokens
 
 
-@settings(deadline=None)
 @given(families())
 def test_each_token_sees_its_row(rows):
     order, shared = common_prefixes([torch.tensor(row) for row in rows])
@@ -70,7 +69,35 @@ def test_each_token_sees_its_row(rows):
     assert packed.input_ids.numel() == sum(map(len, rows)) - sum(shared)
 
 
-@settings(deadline=None)
+@given(families(), st.integers(1, 7))
+def test_slices_are_the_sequence(rows, ranks):
+    """The outputs of all slices, one after the other, are at the places of the rows where those of the whole are."""
+    order, shared = common_prefixes([torch.tensor(row) for row in rows])
+    rows = [rows[row] for row in order]
+    whole = pack_rows(padded(rows), [len(row) for row in rows], shared)
+    slices = [whole.slice_of(rank, ranks) for rank in range(ranks)]
+    count, each = whole.input_ids.shape[1], slices[0].input_ids.shape[1]
+    assert each == -(-count // ranks)
+    for name in ("input_ids", "position_ids"):
+        joined = torch.cat([getattr(part, name)[0] for part in slices])
+        assert joined[:count].tolist() == getattr(whole, name)[0].tolist() and not joined[count:].any()
+    # An output says which token it is computed from, and for which token of the rows.
+    flat = padded(rows).flatten()
+    outputs = torch.cat(
+        [torch.stack([part.predictors + rank * each, flat[part.owners]], 1) for rank, part in enumerate(slices)]
+    )
+    expected = whole.of_rows(torch.stack([whole.predictors, whole.input_ids[0]], 1))
+    for part in slices:
+        assert torch.equal(part.of_rows(outputs), expected)
+        assert len(part.predictors) == len(outputs) // ranks and (part.predictors < each).all()
+        assert part.segments[: len(whole.segments)] == whole.segments
+        assert part.segments[-1].end == ranks * each
+        tokens = part.owners[part.owners != 0]
+        assert torch.equal(tokens, tokens.unique()), "they ascend, and none is there twice"
+    computed = sum(len(row) - common for row, common in zip(rows, shared, strict=True)) - shared.count(0)
+    assert sum(int((part.owners != 0).sum()) for part in slices) == computed
+
+
 @given(families(), st.integers(1, 60), st.integers(0, 12))
 def test_micro_batches_stay_within_the_budget(rows, most, at_least):
     mask = padded([[1] * len(row) for row in rows])

@@ -81,12 +81,16 @@ class MicroBatch:
         return not len(self.rows)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on a device; ``rows`` and ``starts`` stay on the CPU. The device is not waited for."""
+        """Return a copy on a device, which is not waited for. ``rows``, ``starts``, the packed rows' ``owners`` and the
+        lengths of sampling masks stay where they are."""
         return dataclasses.replace(
             self,
             input_ids=to_device(self.input_ids, device),
             lengths=to_device(self.lengths, device),
-            others={name: to_device(value, device) for name, value in self.others.items()},
+            others={
+                name: value if name == SAMPLING_MASK[1] else to_device(value, device)
+                for name, value in self.others.items()
+            },
             packed=None if self.packed is None else self.packed.to(device),
         )
 
@@ -143,11 +147,7 @@ def cut_by_tokens(
             longest,
             max_tokens,
         )
-    tensors = {
-        name: data[name]
-        for name in data.keys()  # noqa: SIM118  (a TensorDict has no `in`, and iterates over its rows)
-        if name != "attention_mask" and isinstance(data[name], torch.Tensor)
-    }
+    tensors = _tensors(data)
     if packed:
         cut = _packed(tensors, lengths, starts, real.shape, max_tokens, cost)
     else:
@@ -157,7 +157,19 @@ def cut_by_tokens(
     cut.sort(key=lambda part: -part.cost)
     wanted = max(len(cut), at_least)
     wanted += -wanted % multiple_of
-    return cut + [_filler(tensors, real.shape, packed) for _ in range(wanted - len(cut))]
+    return cut + fillers(data, wanted - len(cut), packed=packed)
+
+
+def fillers(data: Mapping[str, torch.Tensor], count: int, *, packed: bool = False) -> list[MicroBatch]:
+    """Return so many fillers, as `cut_by_tokens` appends them to the micro-batches of this batch.
+
+    Args:
+        data: the batch.
+        count: how many; none if it is not positive.
+        packed: whether the other micro-batches are.
+    """
+    tensors, shape = _tensors(data), data["attention_mask"].shape
+    return [_filler(tensors, shape, packed) for _ in range(count)]
 
 
 def restore(
@@ -211,6 +223,15 @@ def sum_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str
     names = sorted({name for report in reports for name in report})
     sums = [torch.stack([report[name] for report in reports if name in report]).sum() for name in names]
     return names, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+def _tensors(data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a micro-batch gets its shares of."""
+    return {
+        name: data[name]
+        for name in data.keys()  # noqa: SIM118  (a TensorDict has no `in`, and iterates over its rows)
+        if name != "attention_mask" and isinstance(data[name], torch.Tensor)
+    }
 
 
 def _spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from workers.device import to_device
 
@@ -57,9 +58,41 @@ class PackedRows:
     segments: tuple[Segment, ...]
 
     def to(self, device: torch.device) -> PackedRows:
-        """Return a copy on a device, which is not waited for."""
+        """Return a copy on a device, which is not waited for. ``owners`` stay on the CPU: they index what is there."""
         moved: dict[str, Any] = {name: to_device(of, device) for name, of in vars(self).items() if torch.is_tensor(of)}
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **moved | {"owners": self.owners})
+
+    def slice_of(self, rank: int, ranks: int) -> PackedRows:
+        """Return what one of several ranks computes of the sequence: its share of the tokens, and the outputs for the
+        tokens that those predict. The rows must be on the CPU.
+
+        Args:
+            rank: number of the rank.
+            ranks: number of ranks. The sequence is padded to a multiple of it.
+
+        Returns:
+            The rows with n = N / ranks tokens of N: ``input_ids`` and ``position_ids`` of the slice; ``predictors`` in
+            the slice, and ``owners``, of the M tokens that it predicts, repeated at the end up to the most of any rank;
+            ``places`` in the ranks' outputs one after the other; and the ``segments`` of the whole sequence.
+        """
+        count = self.input_ids.shape[1]
+        each = -(-count // ranks)
+        padding = each * ranks - count
+        tokens = self.position_ids[0].nonzero()[:, 0]  # nothing predicts the first of a row
+        of_ranks = [tokens[self.predictors[tokens] // each == other] for other in range(ranks)]
+        most = max(1, *map(len, of_ranks))
+        places = torch.full((count + 1,), ranks * most)
+        for other, its in enumerate(of_ranks):
+            places[its] = other * most + torch.arange(len(its))
+        own, part = of_ranks[rank], slice(rank * each, (rank + 1) * each)
+        return PackedRows(
+            F.pad(self.input_ids, (0, padding))[:, part],
+            F.pad(self.position_ids, (0, padding))[:, part],
+            F.pad(self.predictors[own] - part.start, (0, most - len(own))),
+            F.pad(self.owners[own], (0, most - len(own))),
+            places[self.places],
+            (*self.segments, Segment(count, count + padding)) if padding else self.segments,
+        )
 
     def of_rows(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """Return what is at each place of the rows.

@@ -86,7 +86,17 @@ class TrainArgs:
     fsdp_shard_size: int | None = _key(
         None, "fsdp: ranks that shard one copy of the model; fewer than all ranks means HSDP", least=1
     )
-    fsdp_reduce_dtype: str = _key("fp32", "fsdp: dtype of the gradient reduction", choices=("fp32", "bf16", "fp16"))
+    sequence_parallel_size: int = _key(
+        1,
+        "fsdp: consecutive ranks that share the sequence of each micro-batch (Ulysses); it divides the number of ranks "
+        "and of attention heads",
+        least=1,
+    )
+    fsdp_reduce_dtype: str = _key(
+        "fp32",
+        "fsdp: dtype of the gradient reduction; fp64 adds micro-batches up in it too, and reduces once per step",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+    )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
     # adapter
@@ -283,7 +293,8 @@ class TrainArgs:
     # batches
     max_tokens_per_micro_batch: int = _key(
         8192,
-        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded",
+        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded. "
+        "Per rank: with sequence_parallel_size, a micro-batch has as many for each rank that shares it",
         least=1,
     )
     sequence_packing: bool | None = _key(
@@ -397,6 +408,33 @@ class TrainArgs:
     critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
     rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
 
+    # data
+    rollout_data: list[str] | None = _key(
+        None,
+        "files with prompts (JSON Lines or Parquet), patterns of them, or hf:NAME for a dataset; see docs/data.md, and "
+        "PromptData.from_args, which reads this and the following keys for the driver's script",
+    )
+    rollout_data_weights: list[float] | None = _key(
+        None, "share of each of rollout_data in the run, in any unit; by default each row comes once per epoch"
+    )
+    rollout_shuffle: bool = _key(True, "give each epoch an order of its own, from seed")
+    input_key: str = _key(
+        "prompt", "column with the prompt: a text, a list of messages with role and content, or a list of token ids"
+    )
+    label_key: str | None = _key(
+        None, "column that the reward function gets as `label`; by default all columns keep their names"
+    )
+    apply_chat_template: bool = _key(False, "a text is the message of a user; messages always use the chat template")
+    apply_chat_template_kwargs: dict[str, Any] = _key({}, "further variables of the chat template")
+    rollout_max_prompt_len: int | None = _key(
+        None, "leave out rows with longer prompts, in tokens; the metric data/too_long counts them", least=1
+    )
+    on_bad_row: str = _key(
+        "error",
+        "a row that cannot be used is an error, or is left out and counted (data/bad)",
+        choices=("error", "skip"),
+    )
+
     # rollout
     num_rollout: int = _key(1, "number of rollouts; the learning rate decays over them", least=1)
     rollout_batch_size: int = _key(8, "prompts per rollout, for the driver's script", least=1)
@@ -410,6 +448,11 @@ class TrainArgs:
     rollout_stop_token_ids: list[int] | None = _key(
         None,
         "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
+    )
+    reward_function: str | None = _key(
+        None,
+        "exact_match, number_match, math_match or code_tests (see docs/data.md), or the dotted path of a function of "
+        "texts, for the driver's script",
     )
     reward_concurrency: int | None = _key(
         128,
@@ -435,6 +478,7 @@ class TrainArgs:
     eval_interval: int | None = _key(
         None, "rollouts between evaluations, for the driver's script; by default there are none", least=1
     )
+    eval_data: list[str] | None = _key(None, "files with held-out prompts, read as rollout_data is, each row once")
     n_samples_per_eval_prompt: int = _key(1, "completions per prompt of an evaluation", least=1)
     eval_temperature: float | None = _key(
         None, "temperature in an evaluation; 0 takes the most likely tokens; by default temperature", least=0
@@ -511,6 +555,10 @@ def read_args(given: Any = None) -> TrainArgs:
     for name, value in values.items():
         wanted = hints[name]
         is_number = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, str) and wanted in (list[str], list[str] | None):
+            value = [value]
+        if wanted == list[float] | None and isinstance(value, Sequence):
+            value = [float(one) if type(one) is int else one for one in value]
         if wanted == dict[str, float] and isinstance(value, Mapping):
             value = {key: float(one) if type(one) is int else one for key, one in value.items()}
         if wanted == list[float] | None and isinstance(value, Sequence) and not isinstance(value, str):

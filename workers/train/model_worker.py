@@ -189,7 +189,7 @@ class ModelWorker(TrainWorker):
             logger.warning("peer_snapshot_interval has no effect on a single rank: no other rank could keep snapshots")
         elif self.args.peer_snapshot_interval:
             self._peers = self._new_peers()
-            self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
+            self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
             if with_ref:
                 self._peers.set_reference(self.backup.snapshot("ref"))
             self._snapshot(-1 if position is None else position.rollout_id)
@@ -288,7 +288,7 @@ class ModelWorker(TrainWorker):
         if self._keeps_versions and current and version > self.weight_version:
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = version
-        self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
+        self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
         self.clear_memory()
         return recovery.rollout_id + 1
 

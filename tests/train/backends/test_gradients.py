@@ -8,7 +8,7 @@ import test_estimators
 import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled
-from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, TP2, TP2_DP2, TP2_PP2, arguments, called
+from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, SP2_DP2, TP2, TP2_DP2, TP2_PP2, arguments, called
 from train_helpers import begin, distance, gradients, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
@@ -140,6 +140,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
                 (FSDP1, 16),
                 (FSDP2, 1000),
                 (FSDP4, 40),
+                (SP2_DP2, 20),
                 (TP2, 1000),
                 (PP2, 1000),
                 (DP2, 40),
