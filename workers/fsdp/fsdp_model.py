@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as SplitAlong
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -26,9 +28,10 @@ from workers.algorithms.token_log_probs import (
     next_token_log_probs,
     token_log_probs,
 )
-from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, sum_reports
 from workers.data.packing import PackedRows, pack_rows
 from workers.data.rollout_data import inputs_of
+from workers.device import to_device
 from workers.distributed import all_or_none, new_rows
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
@@ -49,7 +52,8 @@ class FSDPOptions:
 
     Attributes:
         param_dtype: dtype of the computation, float32 or bfloat16.
-        reduce_dtype: dtype in which gradients are reduced.
+        reduce_dtype: dtype in which gradients are reduced. In float64, each rank adds those of all micro-batches and
+            reduces once, see `FSDPTrainModel.train_step`. That takes 8 bytes per parameter of the whole model.
         shard_size: number of ranks that share one replica of the model; None for all.
         sequence_parallel_size: number of consecutive ranks that share the sequence of a micro-batch, see
             `workers.fsdp.sequence_parallel`. They get the same rows.
@@ -66,7 +70,7 @@ class FSDPOptions:
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
 
     Raises:
-        ValueError: ``param_dtype`` is float16.
+        ValueError: ``param_dtype`` is float16, or ``reduce_dtype`` is float64 and torch older than 2.13.
     """
 
     param_dtype: torch.dtype = torch.float32
@@ -91,6 +95,10 @@ class FSDPOptions:
         if self.param_dtype is torch.float16:
             raise ValueError(
                 "param_dtype='fp16' needs loss scaling, which the FSDP backend does not support; use 'bf16'"
+            )
+        if self.reduce_dtype is torch.float64 and not hasattr(FSDPModule, "reset_iter_state"):
+            raise ValueError(
+                f"fsdp_reduce_dtype='fp64' needs torch 2.13 or newer, but this is {torch.__version__}; use 'fp32'"
             )
 
 
@@ -167,6 +175,11 @@ class FSDPTrainModel(TrainModel):
             foreach=True,
         )
         self._checkpoints = FSDPCheckpoints(self.module, self._optimizer)
+        self._in_float64 = options.reduce_dtype is torch.float64
+        if self._in_float64:
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)  # the sum: to scale float32 by 3 and back would round
         # Whether the model can be packed is found out when it has its weights.
         self._packed = False if options.exact or (options.sequence_packing is False and ranks == 1) else None
         if ranks > 1 and not empty:
@@ -199,8 +212,11 @@ class FSDPTrainModel(TrainModel):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> StepReport:
+        """As in `TrainModel`. With ``reduce_dtype`` float64, gradients are added in it over micro-batches and ranks,
+        and rounded to float32 once. Its 29 more bits make such a sum exact in any order, or nearly so; but a
+        micro-batch's own gradient depends on the rows in it, unless it has one row."""
         self.module.train()
-        self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
+        self._drop_gradients()
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
         ranks = self.options.sequence_parallel_size
@@ -210,12 +226,14 @@ class FSDPTrainModel(TrainModel):
         )
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         with self._running():
-            for part in parts:
+            for k, part in enumerate(parts, 1):
                 here = part.to(self.device)
+                if self._in_float64:
+                    self.module.set_requires_gradient_sync(k == len(parts))
                 total, reported = loss(self._outputs(here, temperature, entropy), here)
                 # FSDP averages gradients over the ranks, but the loss of a step is the sum over the dp ranks. Ranks of
                 # one sequence compute the same loss, and each has the gradient by its own outputs.
-                (total * dist.get_world_size()).backward()
+                (total if self._in_float64 else total * dist.get_world_size()).backward()
                 if self.options.cpu_offload and len(parts) > 1:
                     self._take_gradients(sums)
                 # Numbers stay on the device until the step's end: reading one waits for all work before it.
@@ -231,7 +249,19 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
-        return StepReport(numbers, norm)
+        return StepReport(numbers, norm, sum(part.cost for part in parts))
+
+    def _drop_gradients(self) -> None:
+        """Drop what a failed step left. FSDP keeps gradients that were not reduced yet, although torch 2.13's
+        `reset_iter_state` says otherwise, and would add them to those of the next step."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for state in (module._get_fsdp_state() for module in self.module.modules() if isinstance(module, FSDPModule)):
+            # One group, or none, before torch 2.13.
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for parameter in chain.from_iterable(group.fsdp_params for group in groups if group is not None):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
     def _take_gradients(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Move gradients in host memory from the parameters to ``sums``. To a gradient that a parameter has, FSDP adds
@@ -267,7 +297,7 @@ class FSDPTrainModel(TrainModel):
                     drawn = drawn[own.repeat_interleave(lengths)]
                 mask = drawn, lengths[rows.owners]
             of_tokens, of_others = token_log_probs, candidate_log_probs
-            ids = None if ids is None else ids.flatten(0, 1)[rows.owners]
+            ids = None if ids is None else ids.flatten(0, 1)[to_device(rows.owners, ids.device)]
         else:
             # Padding is on the right, so the model's own causal mask hides it from real tokens.
             padded = {"input_ids": part.input_ids, "position_ids": part.position_ids}
@@ -311,12 +341,10 @@ class FSDPTrainModel(TrainModel):
         ranks = self.options.sequence_parallel_size
         most = self.options.max_tokens_per_micro_batch * ranks
         packed = self._is_packed() and self.options.sequence_packing is not False
-        parts = cut_by_tokens(data, most, packed=packed)
+        parts = cut_by_tokens(data, most, packed=packed, cost=self.sequence_cost)
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
-        wanted = max(int(count), 1)
-        if len(parts) != wanted:
-            parts = cut_by_tokens(data, most, at_least=wanted, packed=packed)
+        parts += fillers(data, max(int(count), 1) - len(parts), packed=packed)
         return parts if self._sequence is None else [self._slice_of(part, self._sequence) for part in parts]
 
     def _slice_of(self, part: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
@@ -351,8 +379,13 @@ class FSDPTrainModel(TrainModel):
 
     def _clip(self) -> float:
         parameters = list(self.module.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._in_float64:  # so that it is the same however they are sharded
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        else:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        whole = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
         if self.options.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, whole)
         return float(whole)

@@ -55,7 +55,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
         args = self.args
         options = FSDPOptions(
             param_dtype=dtype_of(args.param_dtype),
-            reduce_dtype=dtype_of(args.fsdp_reduce_dtype),
+            reduce_dtype=torch.float64 if args.fsdp_reduce_dtype == "fp64" else dtype_of(args.fsdp_reduce_dtype),
             shard_size=args.fsdp_shard_size,
             sequence_parallel_size=args.sequence_parallel_size,
             cpu_offload=args.fsdp_cpu_offload,

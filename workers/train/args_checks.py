@@ -22,6 +22,14 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
 
+READY_REWARDS = {
+    "exact_match": "workers.rollout.rewards.answers.exact_match",
+    "number_match": "workers.rollout.rewards.answers.number_match",
+    "math_match": "workers.rollout.rewards.answers.math_match",
+    "code_tests": "workers.rollout.rewards.code_reward.code_tests",
+}
+"""The names that ``reward_function`` may have, besides paths."""
+
 _UPDATE_AT_MOST = 0.8
 """The longest time for a weight update, as a share of the timeout of the collectives."""
 
@@ -102,6 +110,7 @@ def check_together(args: Any) -> None:
             "args.update_weights_delta needs rollout workers that keep the weights before: leave out "
             "update_weights_double_buffer=False"
         )
+    _check_data(args)
     for name in ("save_hf", "critic_save_hf"):
         try:
             str(args[name] or "").format(rollout_id=0)
@@ -117,6 +126,12 @@ def check_together(args: Any) -> None:
             "args.sequence_packing=True does not go with exact=True: its attention needs rows of their own"
             if args.exact
             else "args.sequence_packing=True needs train_backend='fsdp': megatron packs with Transformer Engine only"
+        )
+    cost = args.sequence_cost
+    if cost is not None and not (len(cost) == 2 and all(0 <= one < math.inf for one in cost) and any(cost)):
+        raise TrainArgsError(
+            f"args.sequence_cost={list(cost)}: expected two numbers, a and b of the cost a L + b L^2 of a row of L "
+            "tokens, at least 0 and not both 0"
         )
     if args.sequence_parallel_size > 1 and (args.exact or args.train_backend != "fsdp"):
         raise TrainArgsError(
@@ -182,6 +197,30 @@ def _check_lora(args: Any) -> None:
         LoraSettings.from_args(args)
     except ValueError as error:
         raise TrainArgsError(f"args.lora_target_modules={list(args.lora_target_modules)}: {error}") from None
+
+
+def _check_data(args: Any) -> None:
+    weights, data = args.rollout_data_weights, args.rollout_data
+    for name in ("rollout_data", "eval_data"):
+        if args[name] is not None and not len(args[name]):
+            raise TrainArgsError(f"args.{name} is an empty list; name a file, or leave it out")
+    if args.reward_function is not None and args.reward_function not in READY_REWARDS:
+        if "." not in args.reward_function:
+            raise TrainArgsError(
+                f"args.reward_function={args.reward_function!r}: expected {', '.join(READY_REWARDS)}, or the dotted "
+                "path of a function"
+            )
+        function_at(args.reward_function, "reward_function")
+    if weights is None:
+        return
+    if data is None:
+        raise TrainArgsError(f"args.rollout_data_weights={list(weights)} needs rollout_data")
+    if not any(set("*?[") & set(one) for one in data) and len(weights) != len(data):
+        raise TrainArgsError(
+            f"args.rollout_data_weights={list(weights)}: rollout_data has {len(data)} entries, and each needs a weight"
+        )
+    if wrong := [one for one in weights if not (math.isfinite(one) and one > 0)]:
+        raise TrainArgsError(f"args.rollout_data_weights={list(weights)}: {wrong[0]!r} is not a number above 0")
 
 
 def _check_exact(args: Any) -> None:
@@ -409,11 +448,20 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "gae_lambda_value, which replaces it for the critic",
             stacklevel=3,
         )
+    if args.rollout_data is None and args.eval_data is None and (idle := [key for key in _DATA if key in given]):
+        verb = "has" if len(idle) == 1 else "have"
+        warnings.warn(f"args: {', '.join(idle)} {verb} no effect without rollout_data or eval_data", stacklevel=3)
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
             warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
 
+
+_DATA = (
+    "input_key", "label_key", "apply_chat_template", "apply_chat_template_kwargs", "rollout_max_prompt_len",
+    "on_bad_row",
+)  # fmt: skip
+"""Keys of ``rollout_data`` and ``eval_data``."""
 
 _HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
 _GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
@@ -439,6 +487,7 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     )),
     ("kl_target", lambda value: value is None, ("kl_horizon",)),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
+    ("rollout_data", lambda value: value is None, ("rollout_shuffle",)),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),
 )  # fmt: skip

@@ -4,6 +4,7 @@ backend."""
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -177,7 +178,12 @@ class PolicyTrainWorker(ModelWorker):
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
-        return _mean(reports, lr)
+        return {**_mean(reports, lr), **self._spread([report.cost for report in reports])}
+
+    def _spread(self, costs: Sequence[float]) -> dict[str, float]:
+        """Return the metric of how evenly the cost of each step is spread over the dp ranks, from this rank's costs."""
+        steps = [of for of in zip(*self._over_dp(list(costs)), strict=True) if any(of)]
+        return {"cost_spread": statistics.fmean(max(of) / statistics.fmean(of) for of in steps)} if steps else {}
 
     def _order(self, rows: int, epoch: int) -> torch.Tensor | None:
         """Return the order of this rank's rows in an epoch, (rows,) int64; None to keep it. It depends on nothing but

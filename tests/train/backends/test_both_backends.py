@@ -101,6 +101,7 @@ def arguments(way, folder, **args):
         (FSDP2, {"balance_data": True, "gradient_checkpointing": True}),
         pytest.param(FSDP4, {"balance_data": True}, marks=four_of_fsdp),
         pytest.param(HSDP, {"loss_aggregation": "sequence"}, marks=four_of_fsdp),
+        pytest.param(HSDP, {"fsdp_reduce_dtype": "fp64", "fsdp_cpu_offload": True}, marks=four_of_fsdp),
         pytest.param(SP2_DP2, {"balance_data": True}, marks=four_of_fsdp),
         (TP2, {}),
         (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
