@@ -142,8 +142,8 @@ def cut_by_tokens(
     if len(lengths) and max_tokens not in _warned and (longest := int(lengths.max())) > max_tokens:
         _warned.add(max_tokens)
         logger.warning(
-            "a row has %d tokens, but max_tokens_per_micro_batch=%d; such rows are computed alone, in the memory that "
-            "all their tokens need",
+            "a row has %d tokens, but a micro-batch at most %d (max_tokens_per_micro_batch for each rank that shares "
+            "it); such rows are computed alone, in the memory that all their tokens need",
             longest,
             max_tokens,
         )

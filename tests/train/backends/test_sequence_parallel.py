@@ -259,9 +259,10 @@ def test_activations_are_shared(four):
 TWO = {"sequence_parallel_size": 2, "max_tokens_per_micro_batch": 30, "lr": 3e-3}
 
 
-def test_group_gives_the_ranks_of_a_sequence_the_same_rows(fsdp_groups, llama_folder, data):
+def test_group_gives_the_ranks_of_a_sequence_the_same_rows(fsdp_groups, llama_folder, data, tmp_path):
     group = fsdp_groups(4)
-    begin(group, {"hf_checkpoint": llama_folder, **TWO})
+    args = {"hf_checkpoint": llama_folder, **TWO, "save": str(tmp_path)}
+    begin(group, args)
     assert group.get_parallel_config() == {"dp_size": 2, "sp_size": 2, "shard_size": 4, "replicas": 1}
     workers = group.worker_group
     assert workers.dp_size == workers.sp_size == 2
@@ -283,6 +284,11 @@ def test_group_gives_the_ranks_of_a_sequence_the_same_rows(fsdp_groups, llama_fo
     assert learn(group, 1, refs)["loss"] == pytest.approx(plain.step(data)["loss"], abs=1e-4)
     with pytest.raises(TrainArgsError, match="4 references for 2 dp ranks"):
         group.async_train(2, refs * 2)
+    group.save_model(1)
+    before = whole_weights(group)
+    assert begin(group, {**args, "load": str(tmp_path), "sequence_parallel_size": 4}) == [2] * 4
+    assert distance(whole_weights(group), before) == 0.0 and group.worker_group.dp_size == 1
+    assert learn(group, 2, data)["loss"] == pytest.approx(plain.step(data)["loss"], abs=1e-3)
 
 
 def test_killed_rank_is_replaced(fsdp_groups, llama_folder):
