@@ -72,7 +72,7 @@ test-gpu: $(READY)
 lint: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy
+	@$(PY) -m mypy --num-workers 2
 
 format: $(READY)
 	@$(PY) -m ruff check --fix .

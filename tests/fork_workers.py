@@ -57,14 +57,19 @@ WITHOUT_RAY = (
 )
 """What it imports for workers of several jobs."""
 
+PRESTART = "RAY_prestart_worker_first_driver"
+"""Ray's own setting, as a variable of the environment."""
+
 STARTING = """#!/bin/sh
 exec {python} "$@"
 """
 FORKING = """#!/bin/sh
-case "$RAY_JOB_ID $1" in
-{job}" "*/default_worker.py | {job}" "*/setup_worker.py) exec {python} -IS {client} {address} "$@" ;;
-*) exec {python} "$@" ;;
+case "$1" in
+*/default_worker.py | */setup_worker.py)
+    if [ "$RAY_JOB_ID" = {job} ] && [ -S {folder}/own ]; then exec {python} -IS {client} {folder}/own "$@"; fi
+    if [ -S {folder}/all ]; then exec {python} -IS {client} {folder}/all "$@"; fi ;;
 esac
+exec {python} "$@"
 """
 """Ray's native library reads the job when it is loaded: a server that has loaded it forks workers of one job only."""
 
@@ -78,45 +83,50 @@ server.recv(1)  # returns when the worker has ended
 
 
 @contextlib.contextmanager
-def forked_workers(*, every_job=False, modules=PRELOADED):
+def forked_workers(modules=PRELOADED):
     """Start Ray inside, and then call what this yields. Keep the context open until Ray is shut down.
 
+    It yields a function that starts a server and returns its address, for `fork_script`. With ``every_job=True`` the
+    server forks the workers of all drivers that connect to this Ray, otherwise only those of this driver. There may be
+    both. Workers of every job import Ray after the fork.
+
     Args:
-        every_job: fork the workers of all drivers that connect to this Ray, not only of this one. They import Ray after
-            the fork. The call then returns the server's address, for `fork_script`.
-        modules: what the server imports, unless it forks the workers of every job.
+        modules: what the server of this driver imports.
     """
     python = sys.executable
     with tempfile.TemporaryDirectory(prefix="fork-") as folder, contextlib.ExitStack() as stack:
-        address, client, program = (Path(folder) / name for name in ("socket", "client.py", "python"))
+        client, program = (Path(folder) / name for name in ("client.py", "python"))
         client.write_text(CLIENT)
         program.write_text(STARTING.format(python=python))
         program.chmod(0o755)
 
-        def start_server():
+        def start_server(*, every_job=False):
             import ray
 
             sys.executable = python
+            os.environ.pop(PRESTART, None)
             raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
             job = ray.get_runtime_context().get_job_id()
             read_when_loaded = {"RAY_AUTH_MODE": "token", "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(raylet)}
-            if every_job:
-                job, read_when_loaded = "*", {}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            command = [python, __file__, str(address), *(WITHOUT_RAY if every_job else modules)]
-            server = stack.enter_context(subprocess.Popen(command, env={**read_when_loaded, **os.environ}, **pipes))
-            if server.stdout.readline() != b"ready\n":
-                raise RuntimeError("the server that forks Ray's workers has not started; its error is above")
             forking = program.with_suffix(".new")
-            forking.write_text(FORKING.format(python=python, client=client, address=address, job=job))
+            forking.write_text(FORKING.format(python=python, client=client, folder=folder, job=job))
             forking.chmod(0o755)
             forking.replace(program)
+            address = Path(folder) / ("all" if every_job else "own")
+            command = [python, __file__, str(address), *(WITHOUT_RAY if every_job else modules)]
+            environment = {**({} if every_job else read_when_loaded), **os.environ}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            server = stack.enter_context(subprocess.Popen(command, env=environment, **pipes))
+            if server.stdout.readline() != b"ready\n":
+                raise RuntimeError("the server that forks Ray's workers has not started; its error is above")
             return address
 
         sys.executable = str(program)
+        os.environ[PRESTART] = "0"  # or Ray would start workers before there is a server that forks them
         try:
             yield start_server
         finally:
+            os.environ.pop(PRESTART, None)
             sys.executable = python
 
 
@@ -134,14 +144,16 @@ def fork_script(address, *arguments, environment):
 
 def serve(address, *modules):
     """Fork a worker for each request, until stdin is closed."""
+    gc.disable()  # looking for garbage among modules takes a quarter of the time
     for name in modules:
         importlib.import_module(name)
-    gc.collect()
+    gc.enable()
     gc.freeze()  # no worker needs to look at these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
+    listening.bind(f"{address}.new")
     listening.listen(64)
+    os.rename(f"{address}.new", address)
     print("ready", flush=True)
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         connection, _ = listening.accept()

@@ -59,14 +59,9 @@ def cell_lines(cell):
     return [line for line in text.splitlines() if line and not RAY_LOG_LINE.match(line)]
 
 
-QUICK = ("1_ray_in_five_minutes",)
-full = pytest.mark.full("the other notebooks, executed")
-
-
+@pytest.mark.full("the notebooks, executed")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else full) for path in NOTEBOOKS]
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
     assert outputs(run(path)) == outputs(nbformat.read(path, as_version=4)), "execute the notebook again and commit it"
 

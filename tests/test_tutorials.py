@@ -19,12 +19,18 @@ from workers.algorithms.policy_losses import PolicyTokens
 TUTORIALS = ROOT / "tutorials"
 
 
-def run(script, *given, fails=""):
-    """What a script prints."""
-    command = [sys.executable, str(TUTORIALS / script), *given]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=170)
-    assert bool(done.returncode) == bool(fails) and fails in done.stderr, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def run(other_drivers):
+    """Run a script on the tests' Ray, whose workers start quickly. Returns what it prints."""
+
+    def of(script, *given, fails=""):
+        command = [sys.executable, str(TUTORIALS / script), *given]
+        given = environment() | other_drivers
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=170)
+        assert bool(done.returncode) == bool(fails) and fails in done.stderr, done.stdout + done.stderr
+        return done.stdout
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +46,14 @@ def tutorials():
 
 
 @pytest.mark.timeout(180)
-def test_scores_survive_kills():
+def test_scores_survive_kills(run):
     printed = run("score.py")
     assert re.search(r"3840 rows in [\d.]+ s, 2 restarts", printed), printed
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("loss", ["sampled", pytest.param("top_k", marks=pytest.mark.full("distillation with top-k"))])
-def test_student_learns_the_teachers_policy(loss):
+def test_student_learns_the_teachers_policy(run, loss):
     printed = run("distill.py", f"loss={loss}")
     first, last = map(float, re.search(r"first ([\d.]+), last five ([\d.]+)", printed).groups())
     assert first > 1 and last < 0.2
@@ -55,7 +61,7 @@ def test_student_learns_the_teachers_policy(loss):
     assert int(re.search(r"([\d.]+) kB were sent", printed)[1]) < 250
 
 
-def test_teacher_at_another_temperature_is_refused():
+def test_teacher_at_another_temperature_is_refused(run):
     said = "the student trains at temperature 1, the rollout draws at 1, and the teacher scores at 0.5"
     run("distill.py", "teacher_temperature=0.5", fails=f"{said}; use one temperature")
 

@@ -128,7 +128,7 @@ from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGr
 
 
 @pytest.fixture
-def start_driver(ray_cluster, tmp_path):
+def start_driver(other_drivers, tmp_path):
     """Start a script as another driver, which is killed after the test if it still runs."""
     import ray
 

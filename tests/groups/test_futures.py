@@ -641,7 +641,7 @@ def test_event_loop_goes_on_while_ranks_are_replaced(make_group):
     pids = group.pid()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError):
-        group.sleep(5)
+        group.sleep(1)
 
     async def calls():
         with pytest.raises(GroupBrokenError, match=r"await group\.areplace\(\)"):
@@ -664,7 +664,7 @@ def test_event_loop_goes_on_while_ranks_are_replaced(make_group):
     async def replace():
         os.kill(group.pid()[2], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
-            await group.sleep.remote(5)
+            await group.sleep.remote(1)
         replacing = asyncio.create_task(group.areplace())
         await asyncio.sleep(0.05)
         pids = await group.pid.remote()  # waits for the replacement, which another thread runs

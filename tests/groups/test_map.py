@@ -78,7 +78,7 @@ def test_modes(scorers, collectives):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_rows_of_living_ranks_are_not_lost(scorers, tmp_path, ordered):
-    group = scorers(0.05, collectives=False)
+    group = scorers(0.03, collectives=False)
     batches = [list(range(8 * number, 8 * number + 8)) for number in range(6)]
     for row in (18, 36, 39):  # two batches; in the second, two ranks
         (tmp_path / f"die-{row}").touch()

@@ -31,8 +31,8 @@ def test_reset_connection_between_calls_loses_nothing(two_hosts):
 def test_reset_connection_during_a_call_loses_nothing(two_hosts):
     driver, network = two_hosts.driver, two_hosts.network
     before = driver.do("group.count()")[0]
-    driver.tell("group.count(seconds=2.0)")
-    time.sleep(1)
+    driver.tell("group.count(seconds=1.0)")
+    time.sleep(0.5)
     network.reset("h1", "h2")
     counted = driver.hear(20)
     assert counted.value == [before + 1] * 2, counted.trace

@@ -52,9 +52,12 @@ def test_driver_imports_nothing_heavy(tmp_path, code):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_importing_the_workers_does_not_change_torch(tmp_path):
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What one process says in which three tests happen, because importing torch and megatron takes five seconds."""
     done = python(
         """
+        import sys
         import torch, torch.distributed as dist
         import megatron.core.tensor_parallel.random as random
         watched = lambda: [
@@ -65,16 +68,31 @@ def test_importing_the_workers_does_not_change_torch(tmp_path):
         ]
         before = watched()
         import workers
-        from workers import ParallelLlamaMLP, init_model_parallel_config
+        from workers import MegatronWorker, ParallelLlamaMLP, init_model_parallel_config
+        if not torch.cuda.is_available():
+            try:
+                MegatronWorker()
+            except Exception as error:
+                refused = type(error).__name__, "CpuMegatronWorker" in str(error)
+                print("without CUDA:", *refused, "workers.megatron.cpu" in sys.modules)
         from workers.megatron.cpu import CpuMegatronWorker
         class Mine(CpuMegatronWorker):
             pass
         init_model_parallel_config({})
-        print([a is b for a, b in zip(before, watched(), strict=True)].count(False))
+        print("changed:", [a is b for a, b in zip(before, watched(), strict=True)].count(False))
+        worker = CpuMegatronWorker()
+        device = worker.initialize_model_parallel(backend="nccl")
+        layer = ParallelLlamaMLP({"hidden_size": 8, "intermediate_size": 24}, init_model_parallel_config({}))
+        print("alone:", device, layer(torch.ones(2, 8, device="cuda")).shape, dist.get_backend())
         """,
-        tmp_path,
+        tmp_path_factory.mktemp("imports"),
     )
-    assert done.stdout.strip() == "0", done.stderr
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+def test_importing_the_workers_does_not_change_torch(said):
+    assert said["changed"] == "0"
 
 
 class TestWithoutMegatron:
@@ -126,38 +144,15 @@ def test_activation_without_transformers_says_what_to_install(tmp_path):
     assert "pip install 'single-controller[hf]'" in done.stderr.splitlines()[-1]
 
 
-def test_worker_without_a_group(tmp_path):
+def test_worker_without_a_group(said):
     """Constructed in a script or a notebook: rank 0 of 1, where "cuda" means the CPU too."""
-    done = python(
-        """
-        import torch
-        from workers import ParallelLlamaMLP, init_model_parallel_config
-        from workers.megatron.cpu import CpuMegatronWorker
-        worker = CpuMegatronWorker()
-        device = worker.initialize_model_parallel(backend="nccl")
-        layer = ParallelLlamaMLP({"hidden_size": 8, "intermediate_size": 24}, init_model_parallel_config({}))
-        print(device, layer(torch.ones(2, 8, device="cuda")).shape, torch.distributed.get_backend())
-        """,
-        tmp_path,
-    )
     device = "cuda:0 torch.Size([2, 8]) nccl" if has_cuda() else "cpu torch.Size([2, 8]) gloo"
-    assert done.stdout.strip() == device, done.stderr
+    assert said["alone"] == device
 
 
 @pytest.mark.skipif("has_cuda()", reason="there is a CUDA device")
-def test_worker_needs_cuda_unless_the_cpu_is_asked_for(tmp_path):
-    done = python(
-        """
-        import sys
-        from workers import MegatronWorker
-        try:
-            MegatronWorker()
-        except Exception as error:
-            print(type(error).__name__, "CpuMegatronWorker" in str(error), "workers.megatron.cpu" in sys.modules)
-        """,
-        tmp_path,
-    )
-    assert done.stdout.split() == ["DeviceError", "True", "False"], done.stderr
+def test_worker_needs_cuda_unless_the_cpu_is_asked_for(said):
+    assert said["without CUDA"] == "DeviceError True False"
 
 
 def has_cuda():

@@ -261,7 +261,7 @@ def say(line):
 @contextlib.contextmanager
 def cluster():
     """A Ray of one node. Yields its address, and that of the server that forks its workers and the drivers."""
-    with forked_workers(every_job=True) as start_server:
+    with forked_workers() as start_server:
         context = ray.init(
             "local",
             num_cpus=16,
@@ -269,10 +269,9 @@ def cluster():
             include_dashboard=False,
             object_store_memory=512 << 20,
             log_to_driver=False,
-            _system_config={"prestart_worker_first_driver": False},
         )
         try:
-            yield context.address_info["gcs_address"], start_server()
+            yield context.address_info["gcs_address"], start_server(every_job=True)
         finally:
             ray.shutdown()
 

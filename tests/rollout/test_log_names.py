@@ -31,10 +31,10 @@ DRIVER = """
 
 
 @pytest.mark.timeout(90)
-def test_worker_lines_show_class_and_rank(tmp_path):
+def test_worker_lines_show_class_and_rank(other_drivers, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
-    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+    environment = {**os.environ, **other_drivers, "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=80, cwd=os.getcwd(), env=environment
     )

@@ -446,10 +446,10 @@ DRIVER = """
 
 
 @pytest.mark.timeout(90)
-def test_processes_end_with_a_killed_driver(tmp_path):
+def test_processes_end_with_a_killed_driver(other_drivers, tmp_path):
     script, noted = tmp_path / "driver.py", tmp_path / "pid"
     script.write_text(textwrap.dedent(DRIVER))
-    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    environment = {**os.environ, **other_drivers}
     done = subprocess.run(
         [sys.executable, str(script), str(noted)], capture_output=True, text=True, timeout=80, env=environment
     )

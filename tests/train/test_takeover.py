@@ -40,7 +40,7 @@ def killed(folder, code):
 
 
 @pytest.fixture(scope="module")
-def killed_driver(ray_cluster, tmp_path_factory):
+def killed_driver(other_drivers, tmp_path_factory):
     """Kill a driver after three steps of two groups, "going_" and "losing_". Returns the pids of the latter's ranks."""
     folder = tmp_path_factory.mktemp("killed")
     said = killed(

@@ -247,21 +247,23 @@ class Future:
         return [pickle.loads(value_of(one)) for one in outcome]
 
 
+class FakeMethod:
+    def __init__(self, group, name):
+        self._group, self._name = group, name
+
+    def options(self, timeout):
+        return self
+
+    def remote(self, *arguments):
+        return Future(running.do("call", self._group, number_of(pickle.dumps((self._name, arguments)))))
+
+
 class FakeMethods:
     def __init__(self, group):
         self._group = group
 
     def __getattr__(self, name):
-        group = self._group
-
-        class Method:
-            def options(self, timeout):
-                return self
-
-            def remote(self, *arguments):
-                return Future(running.do("call", group, number_of(pickle.dumps((name, arguments)))))
-
-        return Method()
+        return FakeMethod(self._group, name)
 
 
 class Known(Receivers):

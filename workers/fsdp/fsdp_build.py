@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
@@ -21,6 +23,10 @@ from workers.exact import make_exact
 from workers.extras import require
 from workers.hf_files import ModelFilesError
 from workers.lora import LoraSettings
+
+_cached_for: weakref.ref[dist.ProcessGroup] | None = None
+"""The default process group since which DTensor's cache was not cleared. The cache takes meshes of the same ranks for
+equal, but the process groups of a former mesh may have been destroyed."""
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
@@ -30,8 +36,14 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
     Raises:
         ValueError: ``shard_size`` does not divide the number of ranks.
     """
+    global _cached_for
     if shard_size is None or shard_size == world_size:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+        if _cached_for is None or _cached_for() is not mesh.get_group():
+            _clear_sharding_prop_cache()
+            _cached_for = weakref.ref(mesh.get_group())
+        return mesh
+    _clear_sharding_prop_cache()
     if world_size % shard_size:
         raise ValueError(f"fsdp_shard_size={shard_size} does not divide the group's {world_size} ranks")
     ranks = torch.arange(world_size).view(-1, shard_size)

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as SplitAlong
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.algorithms.token_log_probs import (
     candidate_log_probs,
@@ -134,9 +133,6 @@ class FSDPTrainModel(TrainModel):
         # The warning concerns writes to the model's outputs, and there are none.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
-        # DTensor's cache takes meshes of the same ranks for equal, but a former mesh may have process groups that were
-        # destroyed.
-        _clear_sharding_prop_cache()
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
         ranks = options.sequence_parallel_size
         self._sequence: dist.ProcessGroup | None = None

@@ -181,6 +181,7 @@ def gradients_of_a_step(worker, data):
     return found
 
 
+@pytest.mark.full("exact gradients on three and four ranks")
 def test_row_by_row_any_number_of_ranks_trains_alike(fsdp_groups, synchronous):
     """Three ranks share a group's rows, and 3 is no power of two."""
     _, data, _ = synchronous
@@ -194,22 +195,33 @@ def test_row_by_row_any_number_of_ranks_trains_alike(fsdp_groups, synchronous):
         assert metrics == found[1][0] and distance(found[ranks][1], found[1][1]) == 0.0, ranks
 
 
-def test_corrections_on_policy_do_nothing(fsdp_groups, synchronous):
+LEVELS_AND_KINDS = ("token_tis", "seq_mis", "icepop", "geo_rs", "error_rs", "seq_mask_tis")
+"""Each of both is in one of them."""
+ALIKE = pytest.mark.full("corrections that differ in numbers, or in how others are combined")
+CORRECTIONS = [
+    *(pytest.param({"rollout_correction": name}, marks=() if name in LEVELS_AND_KINDS else ALIKE) for name in PRESETS),
+    {"rollout_correction": "geo_rs+token_tis"},
+    {"rollout_correction": "seq_mis", "rollout_correction_normalize": True},
+    {"opsm_delta": 1e-9},
+    {"use_rollout_logprobs": True},
+]
+
+
+@pytest.mark.parametrize(
+    "case", CORRECTIONS, ids=lambda case: "-".join(f"{key}={value}" for key, value in case.items())
+)
+def test_corrections_on_policy_do_nothing(fsdp_groups, synchronous, case):
     """Not even to the last bit: rollout and trainer agree, so each weight is 1."""
     _, data, metrics = synchronous
-    cases = [{"rollout_correction": name} for name in (*PRESETS, "geo_rs+token_tis")]
-    cases.append({"rollout_correction": "seq_mis", "rollout_correction_normalize": True})
-    cases += [{"opsm_delta": 1e-9}, {"use_rollout_logprobs": True}]
-    for case in cases:
-        group = fsdp_groups(2)
-        begin(group, {**ARGS, **case})
-        for step in range(2):
-            found = learn(group, step, data[step])
-            for name in ("loss", "grad_norm", "rollout_log_prob_diff"):
-                assert found[name] == metrics[step][name], (case, name)
-            bounds = {"correction_ratio": 1.0, "correction_ratio_max": 1.0, "correction_weight": 1.0,
-                      "correction_rejected": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0}  # fmt: skip
-            assert {name: found.get(name, value) for name, value in bounds.items()} == bounds, case
+    group = fsdp_groups(2)
+    begin(group, {**ARGS, **case})
+    for step in range(2):
+        found = learn(group, step, data[step])
+        for name in ("loss", "grad_norm", "rollout_log_prob_diff"):
+            assert found[name] == metrics[step][name], name
+        bounds = {"correction_ratio": 1.0, "correction_ratio_max": 1.0, "correction_weight": 1.0,
+                  "correction_rejected": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0}  # fmt: skip
+        assert {name: found.get(name, value) for name, value in bounds.items()} == bounds
 
 
 def test_an_engine_that_is_not_exact_is_refused_before_anything_is_sent(fsdp_groups, train_pool):
