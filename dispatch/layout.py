@@ -15,7 +15,8 @@ from dispatch.errors import DispatchError
 from dispatch.tables import aligned
 
 DATA_AXIS = "dp"
-MEGATRON_AXES = ("dp", "cp", "tp", "pp")
+AXES = ("dp", "cp", "tp", "pp", "sp")
+"""The axes that the MEGATRON modes know. Ranks that differ in sp alone (Ulysses) get the same rows."""
 COLLECTS_LAST = "pp"
 """The mesh axis on which the last rank collects, because the last pipeline stage has the output."""
 
@@ -142,20 +143,22 @@ class Layout:
 
     @cached_property
     def by_dp(self) -> Routing:
-        """Megatron's data parallelism: a rank's shard is its dp rank; tp 0, last pp, cp 0 collects."""
-        dp, cp, tp, pp = self._megatron
+        """Megatron's data parallelism: a rank's shard is its dp rank; tp 0, last pp, cp 0, sp 0 collects."""
+        dp, cp, tp, pp, sp = self._known_axes
         last = self.size("pp") - 1
-        collects = [t == 0 and p == last and c == 0 for c, t, p in zip(cp, tp, pp, strict=True)]
+        collects = [t == s == c == 0 and p == last for c, t, p, s in zip(cp, tp, pp, sp, strict=True)]
         return _route(dp, collects, self.size("dp"), unit="dp_size")
 
     @cached_property
     def by_dp_cp_pp(self) -> Routing:
-        """pp and cp count as data too: dp-major, then cp, then pp; tp 0 of each collects."""
-        dp, cp, tp, pp = self._megatron
+        """pp and cp count as data too: dp-major, then cp, then pp; tp 0, sp 0 of each collects."""
+        dp, cp, tp, pp, sp = self._known_axes
         cp_size, pp_size = self.size("cp"), self.size("pp")
         shard = [(d * cp_size + c) * pp_size + p for d, c, p in zip(dp, cp, pp, strict=True)]
         shards = self.size("dp") * cp_size * pp_size
-        return _route(shard, [t == 0 for t in tp], shards, unit="dp_size * cp_size * pp_size")
+        return _route(
+            shard, [t == s == 0 for t, s in zip(tp, sp, strict=True)], shards, unit="dp_size * cp_size * pp_size"
+        )
 
     def mesh(self, name: str) -> Mesh:
         """A named mesh. Raises a `DispatchError` if no worker registered it."""
@@ -182,10 +185,10 @@ class Layout:
         return {**seen, **self.sizes}
 
     @cached_property
-    def _megatron(self) -> tuple[Sequence[int], ...]:
+    def _known_axes(self) -> tuple[Sequence[int], ...]:
         self.check_known()
         zeros = (0,) * self.world_size
-        return tuple(self.axes.get(axis, zeros) for axis in MEGATRON_AXES)
+        return tuple(self.axes.get(axis, zeros) for axis in AXES)
 
     def __str__(self) -> str:
         """One line per rank: its coordinates, its shards, and ``*`` where it collects for a shard."""

@@ -34,6 +34,10 @@ import devices  # noqa: E402
 import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
 from fork_workers import forked_workers  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("suite", deadline=None)  # property tests say nothing of time, and a busy machine is slow
+settings.load_profile("suite")
 
 LEFT_OUT = pytest.StashKey[Counter]()
 LOCKS = pytest.StashKey[Path]()

@@ -11,7 +11,7 @@ full = False
 
 def examples(few, many):
     """Settings for a property test: ``few`` examples, or ``many`` at full depth."""
-    return settings(max_examples=many if full else few, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(max_examples=many if full else few, suppress_health_check=[HealthCheck.too_slow])
 
 
 def most_ranks():

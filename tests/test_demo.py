@@ -46,6 +46,13 @@ def test_demo_learns(way, tmp_path):
     assert max(differences.values()) < 1e-4
 
 
+@pytest.mark.parametrize("how", ["async_rollout=false", "async_rollout=true", "rollout_top_p=0.9"])
+def test_exact_demo_has_no_difference_in_any_step(tmp_path, how):
+    rewards = run(tmp_path, "exact=true", "num_rollout=20", "max_staleness=0", how)
+    assert rewards[19] > 0.5
+    assert scalars(tmp_path, "rollout_log_prob_diff") == dict.fromkeys(range(20), 0.0)
+
+
 def test_ppo_learns_with_a_critic(tmp_path):
     rewards = run(tmp_path, "advantage_estimator=gae", "actor_num_gpus_per_node=1", "num_rollout=34")
     assert sum(rewards[step] for step in range(29, 34)) / 5 > 0.9

@@ -1,5 +1,7 @@
-"""The tutorials `distill.py` and `score.py`, as a user runs them, and the formulas of the former against loops."""
+"""The tutorials `distill.py`, `score.py`, and `train_grpo.py` on a file, as a user runs them, and the formulas of the
+first against loops."""
 
+import json
 import math
 import re
 import subprocess
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from demo_runs import ROOT, environment
+from demo_runs import ROOT, environment, scalars
 
 from workers import SamplingParams, read_args
 from workers.algorithms.estimators import AdvantageRows
@@ -123,3 +125,59 @@ def test_top_k_loss_pulls_a_student_that_gives_the_candidates_too_much_back(tuto
     assert float(loss) == pytest.approx(0.3 * math.log(0.3 / 0.5) + 0.2 * math.log(0.2 / 0.4) - 0.5 + 0.9)
     assert float(loss) > 0
     torch.testing.assert_close(student.grad, torch.tensor([[[0.2, 0.2]]]))  # p_student - p_teacher, each
+
+
+REWARD = """
+import json, os
+
+def reward(prompt, completion, label, level):
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(json.dumps([prompt, label, level]) + "\\n")
+    return completion.count(label) / 8 + len(set(completion)) / 100
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="sync"),
+        pytest.param(
+            ("async_rollout=true", "max_staleness=1"), id="async", marks=pytest.mark.full("async run on a file")
+        ),
+    ],
+)
+def test_run_on_a_file_continues_with_the_next_row(options, tmp_path):
+    """One argument trains on a file. A run that is started again trains the rows of the one that was not ended."""
+    rows = [{"prompt": f"{number} ", "label": str(number % 10), "level": number} for number in range(30)]
+    rows[7]["prompt"] = rows[11]["prompt"] = "long" * 10
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "data.jsonl").write_text("\n".join([*lines, "{"]))
+    (tmp_path / "its_reward.py").write_text(REWARD)
+
+    def run(name, *more):
+        given = (f"rollout_data={tmp_path}/data.jsonl", "reward_function=its_reward.reward", "num_rollout=6", *options)
+        given += ("on_bad_row=skip", "rollout_max_prompt_len=20", "actor_num_gpus_per_node=1", "rollout_batch_size=4")
+        given += (
+            "n_samples_per_prompt=2",
+            "rollout_max_response_len=4",
+            "save_interval=3",
+            f"out={tmp_path}/curve.png",
+        )
+        given += (f"tensorboard_dir={tmp_path}/{name}/log", *more)
+        seen = tmp_path / f"{name}.jsonl"
+        around = {**environment(), "PYTHONPATH": str(tmp_path), "SEEN": str(seen)}
+        command = [sys.executable, str(TUTORIALS / "train_grpo.py"), *given]
+        done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=110)
+        assert not done.returncode, done.stdout + done.stderr
+        return [json.loads(line) for line in seen.read_text().splitlines()], scalars(tmp_path / name, "data/read")
+
+    whole, counts = run("whole", f"save={tmp_path}/checkpoints")
+    assert all(rows[level] == {"prompt": prompt, "label": label, "level": level} for prompt, label, level in whole)
+    again, counts_again = run("again", f"load={tmp_path}/checkpoints", "ckpt_step=2")
+    levels = [[level for _, _, level in seen] for seen in (whole, again)]
+    if not options:  # an asynchronous run has the rewards of groups that were ready in its checkpoint
+        assert len(levels[0]) == 6 * 4 * 2 and levels[1] == levels[0][3 * 4 * 2 :]
+        assert set(counts_again) == {3, 4, 5} and counts_again == {step: counts[step] for step in (3, 4, 5)}
+        assert not {7, 11} & {*levels[0]} and len({*levels[0][::2]}) == 24
+    assert {*levels[1]} <= {*levels[0]} and len(levels[1]) >= 4 * 2

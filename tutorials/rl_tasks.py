@@ -1,10 +1,14 @@
-"""The tasks of `train_grpo.py`: prompts, a reward that is easy to check by eye, and training arguments."""
+"""The tasks of `train_grpo.py`: prompts, a reward that is easy to check by eye, and training arguments; or data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from byte_tokenizer import byte_tokenizer
+
+from workers import PromptData, reward_of
+from workers.hf_files import read_tokenizer
 
 LUCKY = 7
 SEPARATOR = 10
@@ -87,3 +91,24 @@ TASKS = {
         },
     ),
 }
+
+# Of a run on files. The model is larger than those of the tasks in one way: it has a token for each byte.
+DATA_MODEL = {"vocab_size": 261, "max_position_embeddings": 1024}
+DATA_ARGS = {
+    "reward_function": "exact_match",
+    "num_rollout": 40,
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 8,
+    "rollout_max_response_len": 16,
+    "lr": 3e-3,
+}
+
+
+def open_data(args: Any) -> tuple[PromptData, Callable[..., Any], tuple[list[list[int]], dict[str, list[Any]]] | None]:
+    """Return the prompts of ``rollout_data``, the reward function, and the prompts of ``eval_data`` with their columns.
+    Without an ``hf_checkpoint`` that has a tokenizer, tokens are bytes."""
+    tokenizer = read_tokenizer(args) or byte_tokenizer()
+    held_out = None
+    if args.eval_data is not None:
+        held_out = PromptData.from_args(args, tokenizer, key="eval_data").all()
+    return PromptData.from_args(args, tokenizer), reward_of(args, tokenizer), held_out

@@ -10,6 +10,7 @@
     python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
     python tutorials/train_grpo.py standby=1                           # goes on if you kill -9 a trainer
     python tutorials/train_grpo.py lora_rank=8                         # trains a LoRA adapter, and sends only that
+    python tutorials/train_grpo.py rollout_data=FILE.jsonl             # trains on prompts and labels of a file
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
 hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
@@ -22,7 +23,7 @@ from pathlib import Path
 import ray
 from omegaconf import OmegaConf
 from reward_curve import plot_rewards
-from rl_tasks import TASKS
+from rl_tasks import DATA_ARGS, DATA_MODEL, TASKS, open_data
 from tqdm import tqdm
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, SingleControllerError
@@ -64,19 +65,25 @@ ENGINES = {
 
 
 def arguments(given):
-    """Return the task, the engine, the file for the plot, the number of standbys, and the training arguments, from
-    key=value on the command line."""
+    """Return the task (None for data), the engine, the file for the plot, the number of standbys, and the training
+    arguments, from key=value on the command line."""
     given = {SHORT.get(name, name): value for name, value in OmegaConf.from_cli(given).items()}
-    name, engine, out = given.pop("task", "lucky"), given.pop("engine", "hf"), given.pop("out", None)
+    from_data = "rollout_data" in given
+    name = given.pop("task", "data" if from_data else "lucky")
+    engine, out = given.pop("engine", "hf"), given.pop("out", None)
     standby = given.pop("standby", 0)
     if engine not in ENGINES:
         sys.exit(f"engine={engine}: expected one of {', '.join(ENGINES)}")
-    if name not in TASKS:
-        sys.exit(f"task={name}: expected one of {', '.join(TASKS)}")
+    if from_data != (name == "data") or name not in (*TASKS, "data"):
+        sys.exit(f"task={name}: expected one of {', '.join(TASKS)}, or rollout_data instead")
+    task = None if from_data else TASKS[name]
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
-    model = {**MODEL, "vocab_size": TASKS[name].vocab_size, **given.pop("hf_config", {})}
+    own = {"vocab_size": task.vocab_size} if task else DATA_MODEL
+    model = {**MODEL, **own, **given.pop("hf_config", {})}
     model = {} if "hf_checkpoint" in given else {"hf_config": model}
-    usual = {**model, **DEFAULTS, **TASKS[name].args}
+    usual = {**model, **DEFAULTS, **(task.args if task else DATA_ARGS)}
+    if from_data:  # the end of a message; hf_checkpoint knows its own
+        usual["rollout_stop_token_ids"] = None if "hf_checkpoint" in given else [257]
     if standby:
         usual["peer_snapshot_interval"] = 1
     if given.get("exact") and engine != "hf":
@@ -86,12 +93,19 @@ def arguments(given):
             sys.exit(f"engine={engine}: only the engine hf applies a LoRA adapter; leave out lora_rank")
         if "hf_checkpoint" not in given:
             usual["lora_target_modules"] = LORA_TARGETS
-    return TASKS[name], engine, out, standby, read_args({**usual, **given})
+    return task, engine, out, standby, read_args({**usual, **given})
 
 
 def main():
     task, engine, out, standby, args = arguments(sys.argv[1:])
     began = time.monotonic()
+    data = None
+    if task is None:
+        data, reward, held_out = open_data(args)
+        if args.eval_interval and held_out is None:
+            sys.exit("eval_interval: set eval_data to files with held-out prompts")
+    else:
+        reward, held_out = task.reward, (task.held_out(), {})
     with place(args, standby=standby) as placement, RunLog(args.tensorboard_dir) as log:
         ranks = placement.actor.world_size - standby
         options = {"standby": standby}
@@ -127,7 +141,7 @@ def main():
         manager = RolloutManager(
             rollout,
             SamplingParams.from_args(args),
-            task.reward,
+            reward,
             samples_per_prompt=args.n_samples_per_prompt,
             seed=args.seed if args.rollout_seed is None else args.rollout_seed,
             reward_concurrency=args.reward_concurrency,
@@ -139,13 +153,16 @@ def main():
         actor.set_rollout_manager(manager)
 
         def prompts(rollout_id):
-            return task.prompts(rollout_id, args.rollout_batch_size, args.seed)
+            return data(rollout_id) if data else (task.prompts(rollout_id, args.rollout_batch_size, args.seed), {})
 
+        state = (actor.load_driver_state() or {}) if start else {}
+        if data and start:
+            data.load_state_dict(state.get("data"))
         stream = None
         if args.async_rollout or args.dynamic_sampling:
             stream = RolloutStream.from_args(args, manager, prompts)
             if start:
-                stream.load_state_dict(actor.load_driver_state())
+                stream.load_state_dict(state.get("stream"))
         if args.tensorboard_dir is not None:
             for group in (actor.worker_group, rollout):
                 group.record_ranks(calls=1000)  # for the trace of calls at the end
@@ -164,13 +181,18 @@ def main():
                 if args.offload_train:
                     for group in groups:
                         group.offload()
-                data = stream.take() if stream else manager.generate(prompts(rollout_id), rollout_id=rollout_id)
+                if stream:
+                    batch = stream.take()
+                else:
+                    ids, columns = prompts(rollout_id)
+                    batch = manager.generate(ids, rollout_id=rollout_id, extras=columns)
             scores = manager.reward_metrics()
             if args.eval_interval and rollout_id % args.eval_interval == 0:
                 with log.timed("eval"):
                     scores |= evaluate(
                         manager,
-                        task.held_out(),
+                        held_out[0],
+                        extras=held_out[1],
                         sampling_params=SamplingParams.for_eval(args),
                         samples_per_prompt=args.n_samples_per_eval_prompt,
                         threshold=args.eval_pass_threshold,
@@ -180,21 +202,22 @@ def main():
                     manager.offload()
                     for group in groups:
                         group.onload()
-                learning = [group.async_train(rollout_id, data) for group in groups]  # all at once
+                learning = [group.async_train(rollout_id, batch) for group in groups]  # all at once
                 metrics = [ray.get(refs)[0] for refs in learning]
                 if args.offload_train:
                     manager.onload()
             about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
-            mean_reward = data["rewards"].mean().item()
-            scores |= stream.metrics() if stream else {}
+            mean_reward = batch["rewards"].mean().item()
+            scores |= (stream.metrics() if stream else {}) | (data.metrics() if data else {})
             noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic})
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
             saves = args.save or args.save_hf or args.critic_save_hf
             if saves and (due or rollout_id + 1 == args.num_rollout):
-                state = stream.state_dict() if stream and args.save else None
+                state = {"stream": stream.state_dict()} if stream and args.save else {}
+                state |= {"data": data.state_dict(rollout_id)} if data else {}
                 for group in groups:
-                    group.save_model(rollout_id, driver_state=state if group is actor else None)
+                    group.save_model(rollout_id, driver_state=(state or None) if group is actor else None)
 
         rollout_id = start
         while rollout_id < args.num_rollout:
@@ -225,9 +248,9 @@ def main():
     print(f"\nMean reward by rollout: first {rewards[0]:.3f}, last {rewards[-1]:.3f}")
     parts = ", ".join(f"{part} {sum(log.column(f'seconds/{part}')):.1f} s" for part in ("rollout", "train", "sync"))
     print(f"{len(rewards)} rollouts: {parts}; {time.monotonic() - began:.0f} s in all with starting.")
-    plot_rewards(out, rewards, task.goal)
+    plot_rewards(out, rewards, task and task.goal)
     print(f"The reward curve is in {out}.")
-    if args.num_rollout >= task.args["num_rollout"] and sum(rewards[-5:]) / len(rewards[-5:]) < task.goal:
+    if task and args.num_rollout >= task.args["num_rollout"] and sum(rewards[-5:]) / len(rewards[-5:]) < task.goal:
         sys.exit(f"FAILED: the mean reward of the last five rollouts is below {task.goal}.")
 
 

@@ -15,8 +15,13 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.algorithms.registry import register_advantage as register_advantage
     from workers.algorithms.registry import register_policy_loss as register_policy_loss
     from workers.data.collate import collate as collate
+    from workers.data.prompt_data import PromptData as PromptData
     from workers.data.rollout_data import RolloutDataError as RolloutDataError
     from workers.data.rollout_data import group_numbers as group_numbers
+    from workers.data.row_files import DataError as DataError
+    from workers.data.row_reader import RowReader as RowReader
+    from workers.data.row_reader import open_rows as open_rows
+    from workers.data.sft_data import SFTData as SFTData
     from workers.exact import ExactError as ExactError
     from workers.fsdp.fsdp_model import FSDPTrainModel as FSDPTrainModel
     from workers.fsdp.fsdp_worker import FSDPTrainWorker as FSDPTrainWorker
@@ -42,8 +47,17 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.rollout.engines.rollout_engine import SamplingParams as SamplingParams
     from workers.rollout.engines.vllm_engine import VLLMEngine as VLLMEngine
     from workers.rollout.evaluation import evaluate as evaluate
+    from workers.rollout.rewards.answers import exact_match as exact_match
+    from workers.rollout.rewards.answers import math_match as math_match
+    from workers.rollout.rewards.answers import number_match as number_match
+    from workers.rollout.rewards.answers import soft_overlong as soft_overlong
+    from workers.rollout.rewards.code_process import CodeLimits as CodeLimits
+    from workers.rollout.rewards.code_process import run_python as run_python
+    from workers.rollout.rewards.code_reward import code_tests as code_tests
     from workers.rollout.rewards.reward_calls import Sample as Sample
     from workers.rollout.rewards.reward_runner import RewardRunner as RewardRunner
+    from workers.rollout.rewards.text_reward import reward_of as reward_of
+    from workers.rollout.rewards.text_reward import text_reward as text_reward
     from workers.rollout.rollout_errors import PromptError as PromptError
     from workers.rollout.rollout_errors import RewardError as RewardError
     from workers.rollout.rollout_errors import RolloutError as RolloutError

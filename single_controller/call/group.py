@@ -264,6 +264,7 @@ class WorkerGroup(VerlGroup, Closing):
     pp_size = _axis_size("pp", "pipeline-parallel axis")
     dp_size = _axis_size("dp", "data-parallel axis, without context parallelism")
     cp_size = _axis_size("cp", "context-parallel axis")
+    sp_size = _axis_size("sp", "sequence-parallel axis, whose ranks get the same rows")
     ep_size = _axis_size("ep", "expert-parallel axis, whose ranks are data-parallel ranks too")
     vpp_size = _axis_size("vpp", "virtual pipeline: the stages that each rank holds")
 

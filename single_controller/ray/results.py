@@ -338,8 +338,24 @@ class RayResults:
         text = f"the result of rank {rank} of {self.label}() ({host}) {what_is_lost(error)}"
         return ResultError(text, method=self.label, rank=rank, host=host)
 
+    def _elsewhere(self, k: int) -> Kept | ray.ObjectRef:
+        """What stands for an entry in another process: the error, if the value died with its rank. That process does
+        not know of the death, and would wait for Ray."""
+        entry = self._entries[k]
+        if not isinstance(entry, RankReply):
+            return entry
+        if entry.link.dead is not None and entry.result is not None and entry.result.kept:
+            try:
+                kept = self._kept(k)[1]
+                if kept is not None:
+                    self._refuse_dead(k, kept[0])
+            except ResultError as error:
+                failure = Failure.of(error, entry.rank, entry.host, self.label, None, in_process=False)
+                return RankResult(entry.rank, failure=failure), None
+        return entry.elsewhere()
+
     def __reduce__(self) -> tuple[Any, ...]:
-        entries = [entry.elsewhere() if isinstance(entry, RankReply) else entry for entry in self._entries]
+        entries = [self._elsewhere(k) for k in range(len(self._entries))]
         return RayResults, (self.label, self._ranks, entries, self._count, self._hosts)
 
 

@@ -58,11 +58,13 @@ class Stream:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tls = tls_context(server=server)
+            # The handshake below, not in wrap_socket(), so that it too is limited: a peer that connects and sends
+            # nothing would otherwise hold this thread, and the file descriptor, for ever.
             if tls is not None:
                 self._sock = tls[0].wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
                 self._limit()
                 self._sock.do_handshake()
-        except BaseException:
+        except BaseException:  # nobody else has the socket yet
             self.close()
             raise
 
@@ -99,6 +101,7 @@ class Stream:
         self.close()
 
     def _limit(self) -> None:
+        # Before each system call, because a timeout of a socket begins anew with each, and `end` does not.
         self._sock.settimeout(IDLE_SECONDS if self.end is None else _left(self.end))
 
 
@@ -123,13 +126,15 @@ class StreamListener:
 
     def close(self) -> None:
         """Stop listening. Streams that are open go on."""
-        self._closed = True
+        self._closed = True  # first: the thread that shutdown() wakes reads it
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread in accept()
         self._listener.close()
 
     def _accept(self) -> None:
         while not self._closed:
+            # One thread per stream: a sender whose host is slow must not hold up the others, whose weights or snapshots
+            # arrive at the same time. Senders are the ranks of one group, so there are few.
             try:
                 sock = self._listener.accept()[0]
                 name = f"{self._name}-receive"
@@ -146,9 +151,10 @@ class StreamListener:
                 stream.write(nonce)
                 _, proof = welcome(self.address.key, nonce, stream.read(HELLO_BYTES))
                 stream.write(received_text(proof, 0))
+                # The whole may take minutes. A sender that stops in the middle is found by `IDLE_SECONDS`.
                 stream.end = None
                 self._serve(stream)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # the sender learns of it by the closed connection
             logger.warning("a %s of another rank was not received: %s: %s", self._name, type(error).__name__, error)
 
 

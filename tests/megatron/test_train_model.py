@@ -121,9 +121,17 @@ class Reference:
                 self.values = self.values.index_put((torch.tensor(row), at), logits[:, 0])
                 continue
             of_all = logits.log_softmax(-1)
-            picked = of_all.gather(-1, ids[0, 1:, None])[:, 0]
+            of_sets = of_all
+            if "sampling_mask" in data:
+                kept = iter(data["sampling_mask"].unbind()[row].tolist())
+                hidden = torch.zeros(logits.shape, dtype=torch.bool)
+                for place, count in enumerate(data["sampling_mask_lengths"][row, at].tolist()):
+                    hidden[place] = bool(count)
+                    hidden[place, [next(kept) for _ in range(count)]] = False
+                of_sets = logits.masked_fill(hidden, -torch.inf).log_softmax(-1)
+            picked = of_sets.gather(-1, ids[0, 1:, None])[:, 0]
             self.log_probs = self.log_probs.index_put((torch.tensor(row), at), picked)
-            self.entropy = self.entropy.index_put((torch.tensor(row), at), -(of_all.exp() * of_all).sum(-1))
+            self.entropy = self.entropy.index_put((torch.tensor(row), at), torch.special.entr(of_sets.exp()).sum(-1))
             if self.candidates is not None:
                 others = of_all.gather(-1, data["candidate_ids"][row, at])
                 self.candidates = self.candidates.index_put((torch.tensor(row), at), others)
@@ -273,6 +281,61 @@ def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     four.run(on_ranks.load_hf, folder)
     steps(four, model, on_ranks.candidate_loss, make=make)
     check_weights(four, model)
+
+
+@pytest.mark.parametrize("parallel", [TP2, {**TP2, **PP2}, VPP], ids=["dp2 tp2", "tp2 pp2", "interleaved pipeline"])
+def test_candidates_over_a_sampling_mask(four, saved, parallel):
+    """The tokens' own log-probabilities are over the sets, a teacher's candidates over the whole vocabulary. The step
+    is one whose change of the weights is the gradient: Adam's own moves what has hardly a gradient by rounding."""
+    drawn = torch.Generator().manual_seed(5)
+    data = batch()
+    data["candidate_ids"] = torch.randint(0, SIZES["vocab_size"], (7, TOKENS, 3), generator=drawn)
+    data |= sampling_sets(data, drawn)
+    model, folder = saved(LLAMA, sharp=True)
+    p2p = {"overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False}} if parallel is VPP else {}
+    gradient_descent = {"clip_grad": 0.0, "betas": (0.0, 0.999), "eps": 1e6}
+    four.run(on_ranks.make, LLAMA, parallel, optimizer=gradient_descent, **p2p)
+    four.run(on_ranks.load_hf, folder)
+    expected = Reference(model, data, 0.7)
+    off = (joined(four.run(on_ranks.log_probs, data, 0.7), 7) - expected.log_probs).abs().max().item()
+    whole = {name: value for name, value in data.items() if not name.startswith("sampling_mask")}
+    effect = (Reference(model, whole, 0.7).log_probs - expected.log_probs).abs().max().item()
+    before = whole_weights(four)
+    (report, *_) = four.run(on_ranks.train_step, data, on_ranks.distillation_loss, 9.0, 1e6, 0.7)
+    after = whole_weights(four)
+    total, sums = on_ranks.distillation_loss(expected, Whole(data), 9.0)
+    total.backward()
+    found = {
+        name: ((before[name] - after[name] - one.grad).abs().max() / one.grad.abs().max()).item()
+        for name, one in model.named_parameters()
+    }
+    furthest, of_loss = max(found.values()), abs(report["loss"] - total.item())
+    print(f"{parallel}: log-probabilities {off:.1e} (effect of the mask {effect:.1e}), loss {of_loss:.1e}, gradients "
+          f"{furthest:.1e} of a tensor's largest")  # fmt: skip
+    assert off < 2e-5 < 0.1 < effect
+    assert of_loss < 1e-5 and report["tokens"] == sums["tokens"].item()
+    assert furthest < 1e-4, found
+
+
+def sampling_sets(data, drawn):
+    """A sampling mask with sets of 1 token, so of one tensor-parallel rank alone, of some, and of all."""
+    lengths, kept = torch.zeros(data["input_ids"].shape, dtype=torch.int32), []
+    for row, counts in enumerate(data["loss_mask"].bool()):
+        of_row = []
+        for at in counts.nonzero()[:, 0].tolist():
+            length = (0, 1, 3, 40, SIZES["vocab_size"])[int(torch.randint(0, 5, (), generator=drawn))]
+            if length:
+                others = torch.randperm(SIZES["vocab_size"], generator=drawn).tolist()
+                token = int(data["input_ids"][row, at])
+                others.remove(token)
+                of_row += [token, *others[: length - 1]]
+                lengths[row, at] = length
+        kept.append(torch.tensor(of_row, dtype=torch.int32))
+    assert set(lengths[data["loss_mask"].bool()].tolist()) == {0, 1, 3, 40, SIZES["vocab_size"]}
+    return {
+        "sampling_mask": torch.nested.as_nested_tensor(kept, layout=torch.jagged),
+        "sampling_mask_lengths": lengths,
+    }
 
 
 @pytest.mark.parametrize("rows", [0, 1])

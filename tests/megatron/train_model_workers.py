@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from shard_helpers import read_shards
 from waits import wait_until
 
+from workers.data.rollout_data import jagged_rows
 from workers.device_memory import DeviceMemory
 from workers.hf_export import export_hf
 from workers.megatron.megatron_model import MegatronTrainModel
@@ -34,7 +35,10 @@ def load_hf(worker, folder):
 def own_rows(data):
     """This dp rank's rows: every n-th."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    return {name: value[rank::size] for name, value in data.items()}
+    return {
+        name: jagged_rows(value, range(len(value))[rank::size]) if value.is_nested else value[rank::size]
+        for name, value in data.items()
+    }
 
 
 def gathered(worker, data, found):
@@ -70,6 +74,13 @@ def candidate_loss(outputs, part, normalizer):
     counts = part.others["loss_mask"]
     of_token = -(outputs.candidates * torch.tensor([0.5, 0.3, 0.2])).sum(-1) * part.others["weights"]
     return (of_token * counts).sum() / normalizer, {"tokens": counts.sum()}
+
+
+def distillation_loss(outputs, part, normalizer):
+    """`candidate_loss` and a policy gradient."""
+    total, sums = candidate_loss(outputs, part, normalizer)
+    gain = outputs.log_probs * part.others["advantages"] * part.others["loss_mask"]
+    return total - gain.sum() / normalizer, sums
 
 
 def no_loss(outputs, part, normalizer):

@@ -104,6 +104,14 @@ class TestRouting:
         routing = Layout({"tp": [0, 1, 2]}).by_dp
         assert (routing.shards, routing.shard_of, routing.collecting) == (1, (0, 0, 0), (0,))
 
+    def test_ranks_of_one_sequence_get_the_same_rows_and_the_first_collects(self):
+        layout = Layout({"dp": [0, 0, 1, 1], "sp": [0, 1, 0, 1]}, sizes={"dp": 2, "sp": 2})
+        assert layout.by_dp == Routing(2, (0, 0, 1, 1), (0, 2), "dp_size")
+        layout = layout_of(coordinates({"sp": 3, "cp": 2, "dp": 2}, ("sp", "cp", "dp")))
+        routing = layout.by_dp_cp_pp
+        assert routing.collecting == (0, 3, 6, 9)
+        assert routing.shard_of == tuple(rank // 3 for rank in range(12))
+
     @pytest.mark.parametrize("route", ["by_dp", "by_dp_cp_pp"])
     def test_without_coordinates(self, route):
         with pytest.raises(DispatchError, match="register_layout"):

@@ -106,7 +106,7 @@ class TestHandshake:
         assert found == session
         assert welcomed(key, of_rank, of_driver, session, received_text(proof, 7)) == 7
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.data())
     def test_any_changed_frame_is_refused(self, data):
         key, of_rank, of_driver, session = b"k" * 32, b"r" * 16, b"d" * 16, b"s" * 16
@@ -180,7 +180,7 @@ class TestFrames:
         replies = [call(to_rank, payload) for payload in payloads]
         assert answered(replies) and [reply.payload for reply in replies] == payloads
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.lists(st.binary(max_size=40), max_size=8), st.data())
     def test_frames_arrive_whole_wherever_the_stream_is_split(self, payloads, data):
         stream = b"".join(

@@ -344,7 +344,7 @@ class EngineContract:
         assert [future.result().weight_versions for future in futures] == [[1] * 10] * 8
         assert subject.idle
 
-    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(mix=st.lists(st.sampled_from(["good", "generate", *ANY_SEEDS, *BAD]), min_size=4, max_size=12))
     def test_no_request_fails_another(self, subject, first, mix):
         """Bad requests among good ones: each is refused where it is made, and those that run get their completions."""

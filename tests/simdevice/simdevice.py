@@ -174,6 +174,11 @@ def _install_cuda(torch, device, cuda):
     def init():
         if not device.ids():
             raise RuntimeError("No CUDA GPUs are available")
+        device.init()
+
+    def cudart():
+        init()  # as torch's does
+        return runtime
 
     def properties(given=None):
         return types.SimpleNamespace(
@@ -278,7 +283,7 @@ def _install_cuda(torch, device, cuda):
         "get_device_capability": lambda given=None: (9, 0),
         "get_arch_list": lambda: ["sm_90"],
         "ipc_collect": lambda: None,
-        "cudart": lambda: runtime,
+        "cudart": cudart,
         "is_bf16_supported": lambda including_emulation=True: True,
         "default_generators": _Generators(device),
         "is_current_stream_capturing": lambda: False,

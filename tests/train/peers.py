@@ -378,22 +378,25 @@ def _source(formula: str) -> str:
 
 def table() -> str:
     """The table of docs/formulas.md."""
-    lines = ["| formula | ours | source | peer | its code | comparisons | largest error | differs on purpose |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for (formula, peer), cases in table_rows().items():
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(_name(case["ours"]) for case in cases))
-        code = []
-        for source in dict.fromkeys(case["source"] for case in cases):
-            path, function = source.split(":")
-            known = DATA["peers"][peer]
-            code.append(f"[`{function}`](https://github.com/{known['repository']}/blob/{known['commit']}/{path})")
-        differs = "; ".join(dict.fromkeys(case["differs"] for case in cases if case["differs"]))
-        largest = f"{max(case['error'] for case in cases):.0e}".replace("e-0", "e-")
-        lines.append(
-            f"| {formula} | {names} | {_source(formula)} | {peer} | {', '.join(code)} | {len(cases)} | {largest} | "
-            f"{differs} |"
-        )
+    lines = ["| formula | ours | source | peers |", "|---|---|---|---|"]
+    rows = table_rows()
+    for formula in dict.fromkeys(formula for formula, _ in rows):
+        by_peer = {peer: cases for (other, peer), cases in rows.items() if other == formula}
+        names = dict.fromkeys(f"`{_name(case['ours'])}`" for cases in by_peer.values() for case in cases)
+        theirs = "; ".join(_compared(peer, cases) for peer, cases in by_peer.items())
+        lines.append(f"| {formula} | {', '.join(names)} | {_source(formula)} | {theirs} |")
     return "\n".join(lines)
+
+
+def _compared(peer: str, cases: list[Any]) -> str:
+    """The peer with a link to each of its functions, the largest error, and what differs on purpose."""
+    known, links = DATA["peers"][peer], []
+    for source in dict.fromkeys(case["source"] for case in cases):
+        path, function = source.split(":")
+        links.append(f"[`{function}`](https://github.com/{known['repository']}/blob/{known['commit']}/{path})")
+    largest = f"{max(case['error'] for case in cases):.0e}".replace("e-0", "e-")
+    differs = "; ".join(dict.fromkeys(case["differs"] for case in cases if case["differs"]))
+    return f"{peer} {', '.join(links)} {largest}" + (f" ({differs})" if differs else "")
 
 
 def page(text: str) -> str:

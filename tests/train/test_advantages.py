@@ -5,13 +5,12 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.algorithms.advantages import gae, group_advantages, moments, token_rewards, whiten
 
 
-@settings(deadline=None)  # it says nothing of time, and a busy machine is slow
 @given(st.lists(st.tuples(st.sampled_from([-3, 0, 7, 10**12]), st.floats(-5, 5, width=32)), max_size=20), st.booleans())
 def test_group_advantages_match_a_loop(rows, divide):
     rewards = torch.tensor([reward for _, reward in rows], dtype=torch.float32)
@@ -52,7 +51,6 @@ def naive_gae(rewards, values, mask, gamma, lam):
     return advantages
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 11), st.integers(0, 10**6), st.sampled_from([0.0, 0.9, 1.0]), st.booleans())
 def test_gae_matches_its_definition(rows, tokens, seed, gamma, holes):
     g = torch.Generator().manual_seed(seed)

@@ -5,10 +5,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from dispatch.batch import share_rows
+from workers.data import micro_batches
+from workers.data.balance import SequenceCost, balanced_order
 from workers.data.micro_batches import cut_by_tokens, restore
 
 
@@ -40,7 +43,6 @@ def batches(draw):
     return spans, tokens
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 30), st.integers(0, 5), st.integers(1, 4))
 def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, multiple_of):
     spans, tokens = spans_tokens
@@ -49,6 +51,12 @@ def test_every_token_once_within_the_budget(spans_tokens, max_tokens, at_least, 
     assert len(cut) >= at_least and len(cut) % multiple_of == 0
     real = [part for part in cut if len(part.rows)]
     assert cut[: len(real)] == real  # fillers are last
+    costs = [part.input_ids.numel() for part in real]
+    assert (
+        [part.cost for part in cut]
+        == costs + [0] * (len(cut) - len(real))
+        == sorted(costs, reverse=True) + [0] * (len(cut) - len(real))
+    )
     if len(cut) > len(real):
         assert len(cut) - multiple_of < max(at_least, len(real))  # no more of them than needed
     assert sorted(row for part in real for row in part.rows.tolist()) == list(range(len(spans)))
@@ -119,9 +127,62 @@ def test_rank_without_rows_participates():
     assert restore([], [], (0, 4)).shape == (0, 4)
 
 
-def test_long_row_gets_its_own_micro_batch():
-    cut = cut_by_tokens(batch([(0, 2), (0, 9), (0, 2)], 9), 4)
-    assert [part.rows.tolist() for part in cut] == [[1], [0, 2]]
+@pytest.mark.parametrize("packed", [False, True])
+def test_long_row_gets_its_own_micro_batch_with_one_warning(packed, caplog, monkeypatch):
+    monkeypatch.setattr(micro_batches, "_warned", set())
+    data = batch([(0, 2), (0, 9), (0, 2)], 9)
+    cut = cut_by_tokens(data, 9, packed=packed)
+    assert [part.rows.tolist() for part in cut] == [[1], [0, 2]] and not caplog.records
+    for _ in range(3):
+        cut = cut_by_tokens(data, 4, packed=packed)
+        assert [part.rows.tolist() for part in cut] == [[1], [0, 2]]
+    assert (
+        "a row has 9 tokens, but a micro-batch at most 4 (max_tokens_per_micro_batch" in caplog.text
+        and len(caplog.records) == 1
+    )
+
+
+def test_most_expensive_micro_batch_is_first():
+    """By tokens the two short rows together cost more, by the squares of the lengths the long one does."""
+    data = batch([(0, 3), (0, 3), (0, 5)], 5)
+    for cost, order in ((SequenceCost(), [[0, 1], [2]]), (SequenceCost(0.0, 1.0), [[2], [0, 1]])):
+        for packed in (False, True):
+            cut = cut_by_tokens(data, 6, packed=packed, cost=cost)
+            assert [part.rows.tolist() for part in cut] == order
+            assert [part.cost for part in cut] == [sum(cost(data["attention_mask"][row].sum().item()) for row in rows)
+                                                   for rows in order]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "most", "ranks", "multiple_of"),
+    [
+        ([5] * 8, 10, 2, 1),
+        ([15, 3, 3, 3, 3, 3, 3, 3], 10, 2, 1),  # one row is above the limit
+        ([4] * 32, 8, 2, 2),
+        ([4] * 33, 8, 4, 3),
+        ([1, 2, 3, 4, 5, 7, 9, 10], 10, 2, 1),
+        ([3], 10, 4, 1),  # fewer rows than ranks
+        ([20, 20, 20, 1, 1, 1], 10, 3, 1),
+    ],
+)
+def test_all_ranks_have_as_many_micro_batches(lengths, most, ranks, multiple_of, packed):
+    """The cases of slime's schedule: each row once, none above the limit unless it is alone, equal numbers of
+    micro-batches on all ranks, in multiples of what an interleaved pipeline needs."""
+    order = balanced_order(lengths, ranks)
+    shares = [order[slice(*share.ranges[0])] for share in share_rows(len(order), ranks, "ragged")]
+    batches = [batch([(0, lengths[row]) for row in rows], max(lengths)) for rows in shares]
+    options = {"multiple_of": multiple_of, "packed": packed}
+    wanted = max(len(cut_by_tokens(data, most, **options)) for data in batches)
+    seen = []
+    for rows, data in zip(shares, batches, strict=True):
+        cut = cut_by_tokens(data, most, at_least=wanted, **options)
+        assert len(cut) == wanted and wanted % multiple_of == 0
+        for part in cut:
+            own = [rows[row] for row in part.rows.tolist()]
+            seen += own
+            assert len(own) <= 1 or sum(lengths[row] for row in own) <= most
+    assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_tensordict_is_accepted_and_non_tensors_are_left_out():

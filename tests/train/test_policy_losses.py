@@ -246,7 +246,8 @@ def test_the_table_has_the_keys_that_a_loss_reads(name):
             read.add(key)
             return given[key]
 
-    given = read_args({"policy_loss_type": name, "ppo_epochs": 2, **({"dro_beta": 0.1} if name == "dro" else {})})
+    needed = {"dro": {"ppo_epochs": 2, "dro_beta": 0.1}, "dpo": {}}.get(name, {"ppo_epochs": 2})
+    given = read_args({"policy_loss_type": name, **needed})
     log_probs, old, advantages = torch.tensor([[[-1.0, -2.0]], [[-1.5, -1.0]], [[1.0, -1.0]]])
     data = {"log_probs": log_probs, "old_log_probs": old, "loss_mask": torch.ones(1, 2)}
     others = selected(data, advantages, Args())

@@ -217,6 +217,18 @@ def test_buddy_is_on_another_host_if_possible(seed):
     assert same == max(0, 2 * largest - ranks)
 
 
+@pytest.mark.parametrize("per_host", [1, 2, 4, 8, 24])
+@pytest.mark.parametrize("together", [2, 4, 8])
+def test_buddy_does_not_leave_with_the_rank(per_host, together):
+    """The ranks that share a sequence leave a group together, which then still has their state."""
+    hosts, dp_ranks = ([rank // size for rank in range(24)] for size in (per_host, together))
+    of = buddies(hosts, dp_ranks)
+    assert sorted(of) == list(range(24))
+    assert all(dp_ranks[rank] != dp_ranks[buddy] for rank, buddy in enumerate(of))
+    assert per_host == 24 or all(hosts[rank] != hosts[buddy] for rank, buddy in enumerate(of))
+    assert buddies(hosts, [0] * 24) == buddies(hosts) == buddies(hosts, range(24)), "there is no choice, or no need"
+
+
 def test_replicas_on_one_of_several_hosts_are_no_copy():
     assert not is_covered_by_replicas([0], [0, 0])
     assert is_covered_by_replicas([0, 1], [0, 0])

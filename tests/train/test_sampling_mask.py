@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch.batch import cut, join, shard, share_rows
-from workers.data.balance import balanced_rows
+from workers.data.balance import Balance, balanced_rows
 from workers.data.collate import collate
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, inputs_of, rows_of
@@ -56,7 +56,7 @@ def expected(of_rows):
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(completions)
 def test_collated_rows_have_the_sets_of_their_tokens(of_rows):
     data = made(of_rows)
@@ -70,7 +70,7 @@ def test_collated_rows_have_the_sets_of_their_tokens(of_rows):
         assert data["sampling_mask_lengths"].nbytes == 4 * data["input_ids"].numel()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(completions, st.integers(1, 3), st.randoms())
 def test_sets_follow_their_rows_through_dispatch_and_balance(of_rows, parts, random):
     data, wanted = made(of_rows), expected(of_rows)
@@ -78,7 +78,7 @@ def test_sets_follow_their_rows_through_dispatch_and_balance(of_rows, parts, ran
     assert {group: one for part in shards for group, one in sets_in(part).items()} == wanted
     assert sets_in(join(shards)) == wanted
     assert sets_in(cut(data, 1, len(of_rows))) == {row: one for row, one in wanted.items() if row >= 1}
-    assert sets_in(balanced_rows(data, parts)) == wanted
+    assert sets_in(balanced_rows(data, Balance(parts))) == wanted
     order = random.sample(range(len(of_rows)), len(of_rows))
     for of in (data, dict(data.items())):
         assert list(sets_in(rows_of(of, order)).items()) == [(row, wanted[row]) for row in order]
@@ -87,7 +87,7 @@ def test_sets_follow_their_rows_through_dispatch_and_balance(of_rows, parts, ran
     assert sets_in(data) == wanted  # the caller's rows are as they were
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(completions, st.integers(1, 30), st.integers(0, 4))
 def test_micro_batches_have_the_sets_of_their_rows(of_rows, most, at_least):
     data, wanted = made(of_rows), expected(of_rows)

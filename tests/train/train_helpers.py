@@ -13,6 +13,7 @@ from shard_helpers import assembled, read_shards
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from single_controller import Broadcast
 from workers.lora import BASE_DIGEST
 from workers.train.train_group import RayTrainGroup
 
@@ -67,6 +68,20 @@ def distance(one, other):
     names = one.keys() & other.keys()
     assert (one.keys() | other.keys()) - names <= {"lm_head.weight"}
     return max((one[name].float() - other[name].float()).abs().max().item() for name in names)
+
+
+def assert_seeds_decide(group, draw):
+    """What ``draw(worker)`` returns depends on the worker's seed, and on nothing else."""
+    first, again, other = group.execute_with_func_generator(drawn_after, Broadcast(draw))[0]
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def drawn_after(worker, draw):
+    found = []
+    for seed in (7, 7, 8):
+        worker.seed(seed)
+        found.append(draw(worker))
+    return found
 
 
 def gradients(worker, data, cases, most):

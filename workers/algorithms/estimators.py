@@ -61,6 +61,8 @@ NEEDS = {
     "maxrl": ("rewards", "group_ids"),
     "gdpo": ("rewards", "group_ids"),
     "optimal_token_baseline": ("rewards", "group_ids"),
+    "sft": (),
+    "dpo": ("rewards", "group_ids", "ref_log_probs"),
 }
 """The entries of the rollout data that each estimator needs; with ``kl_coef`` log-probabilities too."""
 

@@ -18,12 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from workers.device import to_device
+
 CHUNK = 2**24
 """Maximum number of logits that are copied at once, as float32; 64 MiB."""
 
 SamplingSets = tuple[torch.Tensor, torch.Tensor]
 """The tokens that could be drawn at each position: their ids (M,), integers, position after position in any order; and
-how many of them each position has, (...) integers. 0 is the whole vocabulary."""
+how many of them each position has, (...) integers. 0 is the whole vocabulary. Lengths on the CPU are best: those on a
+device are read from it, which waits for all work before."""
 
 
 def token_log_probs(
@@ -233,17 +236,17 @@ class _Sets:
 
     Args:
         token_ids: (M,) of the whole vocabulary, on the logits' device.
-        lengths: (rows,).
+        lengths: (rows,), see `SamplingSets`.
         first: the shard's first token.
         real: number of the shard's real tokens, at least 1.
     """
 
     def __init__(self, token_ids: torch.Tensor, lengths: torch.Tensor, first: int, real: int) -> None:
-        self._token_ids, self._lengths, self._first, self._real = token_ids, lengths, first, real
-        step = _rows_at_once(real)
-        ends = F.pad(lengths.cumsum(0), (1, 0))
-        self._bounds = [*ends[::step].tolist(), int(ends[-1])]  # of each chunk; the transfer from a device is one
-        self._step = step
+        self._token_ids, self._first, self._real = token_ids, first, real
+        self._lengths = to_device(lengths, token_ids.device)
+        self._step = _rows_at_once(real)
+        ends = F.pad(lengths.cpu().cumsum(0), (1, 0))
+        self._bounds = [*ends[:: self._step].tolist(), int(ends[-1])]  # of each chunk
 
     def hide(self, x: torch.Tensor, rows: slice) -> None:
         """Set what is outside the sets to -inf.

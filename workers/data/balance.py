@@ -1,84 +1,289 @@
-"""Order rows so that shards with equal numbers of rows have about equal numbers of tokens."""
+"""Order rows so that shards with equal numbers of rows cost about as much to compute, and rows with common prefixes are
+together where that saves more than it unbalances."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from dispatch.batch import share_rows
+from workers.data.packing import common_prefixes, divide
 from workers.data.rollout_data import rows_of
 
 _EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little
+_CLOSE = 1e-3  # as a share of the cost: what is balanced better than this is not worth more time
 
 
-def balanced_order(lengths: Sequence[int], parts: int) -> list[int]:
-    """Order rows so that "ragged" sharding into ``parts`` gives each shard about as many tokens.
+@dataclass(frozen=True)
+class SequenceCost:
+    """What it costs to compute a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit.
 
-    Longest first, each row goes to the shard with the fewest tokens that has room. Then rows of the largest shard are
-    exchanged with others while that helps. The largest shard never has more tokens than in the given order; if nothing
-    better is found, that order is kept. The result is deterministic.
+    Tokens that a sequence shares with another one in a packed micro-batch are computed once. They are the first ones,
+    so the rest of the sequence costs the difference of two such numbers.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def __call__(self, tokens: int, shared: int = 0) -> float:
+        """Return the cost of a sequence, without that of its first ``shared`` tokens."""
+        return (tokens - shared) * (self.linear + self.quadratic * (tokens + shared))
+
+    @classmethod
+    def of_model(cls, config: Any) -> SequenceCost:
+        """Return the FLOPs of a forward pass of a Hugging Face model; backward passes take twice as many.
+
+        A token is multiplied with every weight once, 2 FLOPs each. With hidden size h, intermediate size i (of all
+        experts that a token has), n heads and g key-value heads of d numbers, and V tokens in the vocabulary, that is
+        ``2 (2 h d (n + g) + 3 h i)`` in each layer, whose MLP has a gate, and ``2 h V`` in the output layer. Each pair
+        of a token and one before it takes ``4 n d`` in each layer, for the products with its key and its value; there
+        are ``L**2 / 2`` pairs, or ``w L`` in a layer with a sliding window of w tokens. Layers of other kinds count
+        without pairs. (Kaplan et al. 2020, arXiv 2001.08361, section 2.1; Narayanan et al. 2021, arXiv 2104.04473,
+        section 5.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B. They have all ``L**2`` pairs, or no gate.)
+
+        Args:
+            config: the model's config. Sizes that it does not have count as 0.
+        """
+        text = config.get_text_config()
+
+        def size(*names: str) -> int:
+            return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value), 0)
+
+        hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
+        groups, per_head = size("num_key_value_heads") or heads, size("head_dim") or hidden // max(heads, 1)
+        width = size("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
+        if size("num_local_experts", "num_experts", "n_routed_experts"):
+            shared = size("shared_expert_intermediate_size") or size("n_shared_experts") * width
+            width = (size("num_experts_per_tok") or 1) * width + shared
+        window = size("sliding_window")
+        kinds = getattr(text, "layer_types", None) or [f"{'sliding' if window else 'full'}_attention"] * layers
+        weights = layers * (2 * hidden * per_head * (heads + groups) + 3 * hidden * width) + hidden * size("vocab_size")
+        pair, within = 4 * heads * per_head, window * kinds.count("sliding_attention")
+        return cls(float(2 * weights + pair * within), pair / 2 * kinds.count("full_attention"))
+
+
+TOKENS = SequenceCost()
+"""Every token costs the same."""
+
+
+def sequence_cost(args: Any, config: Any) -> SequenceCost:
+    """Return what a sequence costs: the numbers of ``args.sequence_cost``, or by default those of the model.
+
+    Args:
+        args: the configuration.
+        config: the model's; None if it is not known, then every token costs the same.
+    """
+    if args.sequence_cost is not None:
+        return SequenceCost(*args.sequence_cost)
+    return TOKENS if config is None else SequenceCost.of_model(config)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How rows are balanced over ranks.
+
+    Attributes:
+        parts: number of shards.
+        steps: number of optimizer steps, into which each rank divides its rows; each is balanced by itself.
+        cost: of a row.
+        trees: whether the ranks compute common prefixes once.
+    """
+
+    parts: int
+    steps: int = 1
+    cost: SequenceCost = TOKENS
+    trees: bool = False
+
+    @classmethod
+    def of(cls, args: Any, parts: int, config: Any) -> Balance:
+        """Return what a configuration asks for.
+
+        Args:
+            args: the configuration.
+            parts: number of shards.
+            config: see `sequence_cost`.
+        """
+        steps = 1 if args.shuffle_minibatches else args.num_steps_per_rollout
+        trees = args.train_backend == "fsdp" and args.sequence_packing is not False and not args.exact
+        return cls(parts, steps, sequence_cost(args, config), trees)
+
+
+def balanced_rows(data: Any, how: Balance) -> Any:
+    """Return rollout data in the order of `balanced_order`, counting the real tokens of each row."""
+    real = data["attention_mask"].bool().cpu()
+    prefixes = None
+    if how.trees:
+        ids = data["input_ids"].cpu()
+        prefixes = common_prefixes([row[mask] for row, mask in zip(ids, real, strict=True)])
+    lengths = real.sum(1).tolist()
+    return rows_of(data, balanced_order(lengths, how.parts, how.cost, steps=how.steps, prefixes=prefixes))
+
+
+def balanced_order(
+    lengths: Sequence[int],
+    parts: int,
+    cost: SequenceCost = TOKENS,
+    *,
+    steps: int = 1,
+    prefixes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> list[int]:
+    """Order rows so that "ragged" sharding into ``parts`` gives each shard about as much to compute.
+
+    The most expensive first, each row goes to the cheapest shard that has room. Then rows of the most expensive shard
+    are exchanged with rows of the cheapest one while that helps. With common prefixes, this is tried with whole trees
+    of rows too, with halves and with quarters of what a shard has room for. The best result is returned: the most
+    expensive shard never costs more than in the given order, which is kept if nothing is better, or than with rows one
+    by one. The result is deterministic.
 
     Args:
         lengths: number of tokens of each row.
         parts: number of shards.
+        cost: of a row.
+        steps: number of parts into which each shard is divided by "ragged" sharding again, and each of which must be
+            balanced. The first parts of all shards have the first rows, and so on, so that what is in a step does not
+            depend on the number of shards if both divide the number of rows.
+        prefixes: what `common_prefixes` returns for the rows; None if the ranks do not share prefixes.
 
     Returns:
-        A permutation of the rows. Rows of one shard keep their order.
+        A permutation of the rows. Rows of one shard and step keep their order.
 
     Raises:
-        ValueError: ``parts`` is less than 1.
+        ValueError: ``parts`` or ``steps`` is less than 1.
     """
-    if parts < 1:
-        raise ValueError(f"balanced_order: parts={parts!r}; expected at least 1")
-    lengths = [int(length) for length in lengths]
-    shares = share_rows(len(lengths), parts, "ragged")
-    as_they_are = [list(range(*share.ranges[0])) for share in shares]
-    spread = _exchange(lengths, _fill(lengths, [share.rows for share in shares]))
-    if _fullest(lengths, as_they_are) <= _fullest(lengths, spread):
-        spread = as_they_are
-    return [row for part in spread for row in sorted(part)]
+    for name, value in (("parts", parts), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"balanced_order: {name}={value!r}; expected at least 1")
+    order, shared = prefixes or (range(len(lengths)), [0] * len(lengths))
+    sizes = [share_rows(share.rows, steps, "ragged") for share in share_rows(len(lengths), parts, "ragged")]
+    made: list[list[int]] = [[] for _ in range(parts)]
+    begin = 0
+    for of_step in zip(*sizes, strict=True):
+        room = [share.rows for share in of_step]
+        end = begin + sum(room)
+        if begin == end:
+            continue
+        places = [at for at, row in enumerate(order) if begin <= row < end]
+        rows = _Rows(
+            [order[at] for at in places],
+            [int(lengths[order[at]]) for at in places],
+            [0, *(min(shared[before + 1 : at + 1]) for before, at in pairwise(places))],
+            cost,
+        )
+        for part, chosen in zip(made, rows.balanced(room), strict=True):
+            part += sorted(chosen)
+        begin = end
+    return [row for part in made for row in part]
 
 
-def balanced_rows(data: Any, parts: int) -> Any:
-    """Return rollout data in the order of `balanced_order`, counting the real tokens of each row."""
-    return rows_of(data, balanced_order(data["attention_mask"].bool().sum(1).tolist(), parts))
+Unit = tuple[float, range]
+"""What rows that stay together cost, and their positions among the rows."""
 
 
-def _fullest(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
-    return max(sum(lengths[row] for row in part) for part in parts)
+class _Rows:
+    """Rows that are divided among shards, those with common prefixes next to each other.
+
+    Args:
+        numbers: of the rows, in the caller's order.
+        lengths: number of tokens of each.
+        shared: how many first tokens each shares with the one before it.
+        cost: of a row.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], lengths: Sequence[int], shared: Sequence[int], cost: SequenceCost
+    ) -> None:
+        self.numbers, self.shared = numbers, shared
+        self._prefix = [cost(common) for common in shared]
+        self._alone = [cost(length) for length in lengths]
+        self._cost = cost
+        # Of all rows up to a position, if they are computed together.
+        self._ends = [0.0, *accumulate(map(operator.sub, self._alone, self._prefix))]
+
+    def balanced(self, room: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of the rows of each shard, as many as it has room for."""
+        given = iter(sorted(range(len(self.numbers)), key=self.numbers.__getitem__))
+        best = [sorted(islice(given, size)) for size in room]
+        lowest, least = max(map(self._together, best)), (1 + _CLOSE) * self._ends[-1] / len(room)
+        most, ones, none = max(room), [1] * len(self.shared), [0] * len(self.shared)
+        for size in (most, most // 2, most // 4, 1) if any(self.shared) else (1,):
+            if lowest <= least:
+                break
+            units = [
+                (self._ends[unit.stop] - self._ends[unit.start] + self._prefix[unit.start], unit)
+                for unit in divide(self.shared, ones, none, size)
+            ]
+            found = [sorted(at for _, unit in part for at in unit) for part in _exchange(self._fill(units, room))]
+            highest = max(map(self._together, found))
+            if highest < lowest:
+                lowest, best = highest, found
+        return [[self.numbers[at] for at in part] for part in best]
+
+    def _together(self, part: Sequence[int]) -> float:
+        """Return what positions in ascending order cost together."""
+        total = sum(self._alone[at] for at in part)
+        for before, at in pairwise(part):
+            if self._prefix[at]:
+                common = min(self.shared[before + 1 : at + 1]) if before + 1 < at else self.shared[at]
+                total -= self._cost(common)
+        return total
+
+    def _fill(self, units: Sequence[Unit], room: Sequence[int]) -> list[list[Unit]]:
+        """Assign units to shards. One that fits nowhere is divided into rows."""
+        parts: list[list[Unit]] = [[] for _ in room]
+        left, open_parts = list(room), [(0.0, k) for k, size in enumerate(room) if size]
+        # Of equal costs, the caller's order decides.
+        waiting = [(-of, self.numbers[unit.start], unit) for of, unit in units]
+        heapq.heapify(waiting)
+        while waiting:
+            of, _, unit = heapq.heappop(waiting)
+            too_full = []
+            while open_parts and left[open_parts[0][1]] < len(unit):
+                too_full.append(heapq.heappop(open_parts))
+            if open_parts:
+                held, k = heapq.heappop(open_parts)
+                parts[k].append((-of, unit))
+                left[k] -= len(unit)
+                if left[k]:
+                    too_full.append((held - of, k))
+            else:
+                for at in unit:
+                    heapq.heappush(waiting, (-self._alone[at], self.numbers[at], range(at, at + 1)))
+            for part in too_full:
+                heapq.heappush(open_parts, part)
+        return parts
 
 
-def _fill(lengths: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    parts: list[list[int]] = [[] for _ in room]
-    open_parts = [(0, k) for k, size in enumerate(room) if size]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        tokens, k = heapq.heappop(open_parts)
-        parts[k].append(row)
-        if len(parts[k]) < room[k]:
-            heapq.heappush(open_parts, (tokens + lengths[row], k))
-    return parts
-
-
-def _exchange(lengths: Sequence[int], parts: list[list[int]]) -> list[list[int]]:
-    """Exchange rows between the largest and the smallest part while that reduces their difference."""
-    tokens = [sum(lengths[row] for row in part) for part in parts]
+def _exchange(parts: list[list[Unit]]) -> list[list[Unit]]:
+    """Exchange units of equally many rows between the most expensive and the cheapest part while that reduces their
+    difference."""
+    costs = [sum(of for of, _ in part) for part in parts]
     for _ in range(_EXCHANGES * len(parts)):
-        high = max(range(len(parts)), key=lambda k: (tokens[k], -k))
-        low = min(range(len(parts)), key=lambda k: (tokens[k], k))
-        gap = tokens[high] - tokens[low]
-        theirs = sorted((lengths[row], row) for row in parts[low])
-        best = (gap, -1, -1)
-        for row in parts[high]:
-            at = bisect.bisect_left(theirs, (lengths[row] - gap / 2, -1))
-            for length, other in theirs[max(0, at - 1) : at + 1]:
-                best = min(best, (abs(gap - 2 * (lengths[row] - length)), row, other))
-        left, row, other = best
-        if left == gap:
+        high = max(range(len(parts)), key=lambda k: (costs[k], -k))
+        low = min(range(len(parts)), key=lambda k: (costs[k], k))
+        gap = costs[high] - costs[low]
+        if gap <= _CLOSE * costs[high]:
             break
-        parts[high][parts[high].index(row)] = other
-        parts[low][parts[low].index(other)] = row
-        tokens[high] -= lengths[row] - lengths[other]
-        tokens[low] += lengths[row] - lengths[other]
+        theirs: dict[int, list[tuple[float, int]]] = {}
+        for number, (of, unit) in enumerate(parts[low]):
+            theirs.setdefault(len(unit), []).append((of, number))
+        for alike in theirs.values():
+            alike.sort()
+        best = (gap, -1, -1)
+        for number, (of, unit) in enumerate(parts[high]):
+            alike = theirs.get(len(unit), [])
+            at = bisect.bisect_left(alike, (of - gap / 2, -1))
+            for its, other in alike[max(0, at - 1) : at + 1]:
+                best = min(best, (abs(gap - 2 * (of - its)), number, other))
+        left, mine, other = best
+        if left >= gap:
+            break
+        change = parts[high][mine][0] - parts[low][other][0]
+        parts[high][mine], parts[low][other] = parts[low][other], parts[high][mine]
+        costs[high] -= change
+        costs[low] += change
     return parts

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from workers.data.balance import TOKENS, SequenceCost
 from workers.data.packing import PackedRows, common_prefixes, fill, pack_rows
 from workers.data.rollout_data import CANDIDATES, SAMPLING_MASK, jagged_rows
 from workers.device import to_device
+
+logger = logging.getLogger(__name__)
+
+_warned: set[int] = set()
+"""The maximum numbers of tokens for which this process has warned of longer rows."""
 
 _FILLER_TOKENS = 2  # an input and a target, so that a model that shifts by one has a token left
 
@@ -29,6 +36,7 @@ class MicroBatch:
             becomes (b, ...). Of a jagged tensor, they have the rows' values, one row after the other.
         starts: (b,) int64, column of each row's first token in the batch.
         packed: the rows as one sequence; None if they are not packed.
+        cost: of computing it; padding counts, and common prefixes of packed rows count once.
     """
 
     rows: torch.Tensor
@@ -37,6 +45,7 @@ class MicroBatch:
     others: Mapping[str, torch.Tensor]
     starts: torch.Tensor
     packed: PackedRows | None = None
+    cost: float = 0.0
 
     @property
     def attention_mask(self) -> torch.Tensor:
@@ -72,18 +81,28 @@ class MicroBatch:
         return not len(self.rows)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on a device; ``rows`` and ``starts`` stay on the CPU. The device is not waited for."""
+        """Return a copy on a device, which is not waited for. ``rows``, ``starts``, the packed rows' ``owners`` and the
+        lengths of sampling masks stay where they are."""
         return dataclasses.replace(
             self,
             input_ids=to_device(self.input_ids, device),
             lengths=to_device(self.lengths, device),
-            others={name: to_device(value, device) for name, value in self.others.items()},
+            others={
+                name: value if name == SAMPLING_MASK[1] else to_device(value, device)
+                for name, value in self.others.items()
+            },
             packed=None if self.packed is None else self.packed.to(device),
         )
 
 
 def cut_by_tokens(
-    data: Mapping[str, torch.Tensor], max_tokens: int, *, at_least: int = 0, multiple_of: int = 1, packed: bool = False
+    data: Mapping[str, torch.Tensor],
+    max_tokens: int,
+    *,
+    at_least: int = 0,
+    multiple_of: int = 1,
+    packed: bool = False,
+    cost: SequenceCost = TOKENS,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of at most ``max_tokens`` tokens.
 
@@ -94,9 +113,10 @@ def cut_by_tokens(
     Not packed, padding on the right counts. Rows are sorted by length, longest first, and each micro-batch takes as
     many as fit: the number of rows times the longest length is at most ``max_tokens``.
 
-    A row that is longer than ``max_tokens`` gets a micro-batch of its own. If more micro-batches are
-    requested than the batch needs (all ranks run the model together, and another rank may have more), fillers are
-    appended: one row of two tokens, all zeros. The result is deterministic.
+    A row that is longer than ``max_tokens`` gets a micro-batch of its own, and a warning is logged once. The most
+    expensive micro-batch is first, so that those that several ranks compute together cost about as much. If more
+    micro-batches are requested than the batch needs (all ranks run the model together, and another rank may have
+    more), fillers are appended: one row of two tokens, all zeros. The result is deterministic.
 
     Args:
         data: ``input_ids`` and ``attention_mask``, both (B, T), and other entries with B rows. A (B, T) tensor, or one
@@ -106,6 +126,7 @@ def cut_by_tokens(
         at_least: minimum number of micro-batches.
         multiple_of: the number of micro-batches is a multiple of this.
         packed: whether to pack the rows of each micro-batch into one sequence.
+        cost: of a row.
 
     Returns:
         The micro-batches. Every row is in exactly one. The list is empty if there are no rows and ``at_least`` is 0.
@@ -118,19 +139,37 @@ def cut_by_tokens(
             raise ValueError(f"cut_by_tokens: {name}={value!r}; expected at least {low}")
     real = data["attention_mask"].bool()
     lengths, starts = _spans(real)
-    tensors = {
-        name: data[name]
-        for name in data.keys()  # noqa: SIM118  (a TensorDict has no `in`, and iterates over its rows)
-        if name != "attention_mask" and isinstance(data[name], torch.Tensor)
-    }
+    if len(lengths) and max_tokens not in _warned and (longest := int(lengths.max())) > max_tokens:
+        _warned.add(max_tokens)
+        logger.warning(
+            "a row has %d tokens, but a micro-batch at most %d (max_tokens_per_micro_batch for each rank that shares "
+            "it); such rows are computed alone, in the memory that all their tokens need",
+            longest,
+            max_tokens,
+        )
+    tensors = _tensors(data)
     if packed:
-        cut = _packed(tensors, lengths, starts, real.shape, max_tokens)
+        cut = _packed(tensors, lengths, starts, real.shape, max_tokens, cost)
     else:
         together = _rows_together(lengths.tolist(), max_tokens)
         cut = [_take(tensors, rows, lengths, starts, real.shape) for rows in together]
+        cut = [dataclasses.replace(part, cost=len(part.rows) * cost(part.input_ids.shape[1])) for part in cut]
+    cut.sort(key=lambda part: -part.cost)
     wanted = max(len(cut), at_least)
     wanted += -wanted % multiple_of
-    return cut + [_filler(tensors, real.shape, packed) for _ in range(wanted - len(cut))]
+    return cut + fillers(data, wanted - len(cut), packed=packed)
+
+
+def fillers(data: Mapping[str, torch.Tensor], count: int, *, packed: bool = False) -> list[MicroBatch]:
+    """Return so many fillers, as `cut_by_tokens` appends them to the micro-batches of this batch.
+
+    Args:
+        data: the batch.
+        count: how many; none if it is not positive.
+        packed: whether the other micro-batches are.
+    """
+    tensors, shape = _tensors(data), data["attention_mask"].shape
+    return [_filler(tensors, shape, packed) for _ in range(count)]
 
 
 def restore(
@@ -186,6 +225,15 @@ def sum_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str
     return names, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 
+def _tensors(data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a micro-batch gets its shares of."""
+    return {
+        name: data[name]
+        for name in data.keys()  # noqa: SIM118  (a TensorDict has no `in`, and iterates over its rows)
+        if name != "attention_mask" and isinstance(data[name], torch.Tensor)
+    }
+
+
 def _spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of real tokens of each row and the column of its first, both (B,) on the CPU."""
     real = real.cpu()
@@ -222,6 +270,7 @@ def _packed(
     starts: torch.Tensor,
     shape: torch.Size,
     max_tokens: int,
+    cost: SequenceCost,
 ) -> list[MicroBatch]:
     ids = tensors["input_ids"].cpu().long()[..., None]
     if (candidates := tensors.get("candidate_ids")) is not None:
@@ -236,9 +285,9 @@ def _packed(
     for unit in fill(order, lengths.tolist(), shared, max_tokens):
         part = _take(tensors, torch.tensor([order[at] for at in unit]), lengths, starts, shape)
         # What two rows share is the least that any two neighbours between them do.
-        common = [min(shared[before + 1 : at + 1]) for before, at in pairwise(unit)]
-        packed = pack_rows(part.input_ids.cpu(), part.lengths.tolist(), [0, *common])
-        made.append(dataclasses.replace(part, packed=packed))
+        common = [0, *(min(shared[before + 1 : at + 1]) for before, at in pairwise(unit))]
+        packed = pack_rows(part.input_ids.cpu(), part.lengths.tolist(), common)
+        made.append(dataclasses.replace(part, packed=packed, cost=sum(map(cost, part.lengths.tolist(), common))))
     return made
 
 

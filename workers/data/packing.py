@@ -6,13 +6,15 @@ before it, and what attention and the positions make of it is exactly what they 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from workers.device import to_device
 
@@ -56,9 +58,41 @@ class PackedRows:
     segments: tuple[Segment, ...]
 
     def to(self, device: torch.device) -> PackedRows:
-        """Return a copy on a device, which is not waited for."""
+        """Return a copy on a device, which is not waited for. ``owners`` stay on the CPU: they index what is there."""
         moved: dict[str, Any] = {name: to_device(of, device) for name, of in vars(self).items() if torch.is_tensor(of)}
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **moved | {"owners": self.owners})
+
+    def slice_of(self, rank: int, ranks: int) -> PackedRows:
+        """Return what one of several ranks computes of the sequence: its share of the tokens, and the outputs for the
+        tokens that those predict. The rows must be on the CPU.
+
+        Args:
+            rank: number of the rank.
+            ranks: number of ranks. The sequence is padded to a multiple of it.
+
+        Returns:
+            The rows with n = N / ranks tokens of N: ``input_ids`` and ``position_ids`` of the slice; ``predictors`` in
+            the slice, and ``owners``, of the M tokens that it predicts, repeated at the end up to the most of any rank;
+            ``places`` in the ranks' outputs one after the other; and the ``segments`` of the whole sequence.
+        """
+        count = self.input_ids.shape[1]
+        each = -(-count // ranks)
+        padding = each * ranks - count
+        tokens = self.position_ids[0].nonzero()[:, 0]  # nothing predicts the first of a row
+        of_ranks = [tokens[self.predictors[tokens] // each == other] for other in range(ranks)]
+        most = max(1, *map(len, of_ranks))
+        places = torch.full((count + 1,), ranks * most)
+        for other, its in enumerate(of_ranks):
+            places[its] = other * most + torch.arange(len(its))
+        own, part = of_ranks[rank], slice(rank * each, (rank + 1) * each)
+        return PackedRows(
+            F.pad(self.input_ids, (0, padding))[:, part],
+            F.pad(self.position_ids, (0, padding))[:, part],
+            F.pad(self.predictors[own] - part.start, (0, most - len(own))),
+            F.pad(self.owners[own], (0, most - len(own))),
+            places[self.places],
+            (*self.segments, Segment(count, count + padding)) if padding else self.segments,
+        )
 
     def of_rows(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """Return what is at each place of the rows.
@@ -135,18 +169,49 @@ def common_prefixes(rows: Sequence[torch.Tensor], most: Sequence[int] | None = N
         least = min(len(first), len(second))
         if most is not None:
             least = min(least, most[order[at - 1]], most[order[at]])
-        differ = (first[:least] != second[:least]).view(least, -1).any(1).nonzero()
+        differ = (first[:least] != second[:least]).nonzero()
         common = int(differ[0, 0]) if len(differ) else least
         shared[at] = common if common >= MIN_SHARED else 0
     return order, shared
+
+
+def divide(shared: Sequence[int], alone: Sequence[int], saved: Sequence[int], most: int) -> list[range]:
+    """Divide rows into units of neighbours that share a prefix, of a size of at most ``most``. Where a unit would be
+    larger, it is divided between rows that share least, and as late as the first part fits.
+
+    Args:
+        shared: as `common_prefixes` returns it.
+        alone: size of each row.
+        saved: by how much a row is smaller next to the one before it, if they share a prefix.
+        most: the largest size. A row that is larger is a unit of its own.
+
+    Returns:
+        Positions among the rows, in their order.
+    """
+    ends = [0, *accumulate(size - less for size, less in zip(alone, saved, strict=True))]  # of rows next to each other
+    starts = [at for at, common in enumerate(shared) if not common]
+    left = [range(*of) for of in pairwise([*starts, len(shared)])][::-1]
+    made = []
+    while left:
+        run = left.pop()
+        more = most - saved[run.start] + ends[run.start]  # the first row is not next to the one before it
+        if len(run) == 1 or ends[run.stop] <= more:
+            made.append(run)
+            continue
+        least = min(shared[run.start + 1 : run.stop])
+        last = bisect.bisect_right(ends, more, run.start + 1, run.stop) - 1
+        fits = next((at for at in range(last, run.start, -1) if shared[at] == least), 0)
+        at = fits or shared.index(least, run.start + 1)
+        left += [range(at, run.stop), range(run.start, at)]
+    return made
 
 
 def fill(order: Sequence[int], lengths: Sequence[int], shared: Sequence[int], most: int) -> list[list[int]]:
     """Divide rows into micro-batches of at most ``most`` tokens, those with a common prefix together. A longer row gets
     one of its own.
 
-    Rows that share tokens are kept together; where they are more than fits, they are divided. The largest of these
-    units is placed first, each where the least room is left (best-fit decreasing).
+    Rows that share tokens are kept together; where they are more than fits, they are divided where they share least.
+    The largest of these units is placed first, each where the least room is left (best-fit decreasing).
 
     Args:
         order: of the rows; see `common_prefixes`.
@@ -157,12 +222,11 @@ def fill(order: Sequence[int], lengths: Sequence[int], shared: Sequence[int], mo
     Returns:
         Positions in ``order``, ascending in each micro-batch.
     """
-    units: list[tuple[int, list[int]]] = []
-    for at, row in enumerate(order):
-        if shared[at] and units[-1][0] + lengths[row] - shared[at] <= most:
-            units[-1] = units[-1][0] + lengths[row] - shared[at], [*units[-1][1], at]
-        else:
-            units.append((lengths[row], [at]))
+    alone = [lengths[row] for row in order]
+    units = [
+        (sum(alone[unit.start : unit.stop]) - sum(shared[unit.start + 1 : unit.stop]), unit)
+        for unit in divide(shared, alone, shared, most)
+    ]
     made: list[tuple[int, list[int]]] = []
     for tokens, unit in sorted(units, key=lambda unit: -unit[0]):
         room = [(most - held - tokens, k) for k, (held, _) in enumerate(made) if held + tokens <= most]
@@ -170,5 +234,5 @@ def fill(order: Sequence[int], lengths: Sequence[int], shared: Sequence[int], mo
             _, k = min(room)
             made[k] = made[k][0] + tokens, [*made[k][1], *unit]
         else:
-            made.append((tokens, unit))
+            made.append((tokens, [*unit]))
     return [sorted(unit) for _, unit in made]

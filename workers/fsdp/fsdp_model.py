@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as SplitAlong
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,13 +27,16 @@ from workers.algorithms.token_log_probs import (
     next_token_log_probs,
     token_log_probs,
 )
-from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, sum_reports
+from workers.data.packing import PackedRows, pack_rows
 from workers.data.rollout_data import inputs_of
-from workers.distributed import all_or_none
+from workers.device import to_device
+from workers.distributed import all_or_none, new_rows
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
+from workers.fsdp.sequence_parallel import check_sliceable, gather_slices
 from workers.hf_files import ModelFilesError, compute_output_in_float32
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
@@ -45,11 +51,14 @@ class FSDPOptions:
 
     Attributes:
         param_dtype: dtype of the computation, float32 or bfloat16.
-        reduce_dtype: dtype in which gradients are reduced.
+        reduce_dtype: dtype in which gradients are reduced. In float64, each rank adds those of all micro-batches and
+            reduces once, see `FSDPTrainModel.train_step`. That takes 8 bytes per parameter of the whole model.
         shard_size: number of ranks that share one replica of the model; None for all.
+        sequence_parallel_size: number of consecutive ranks that share the sequence of a micro-batch, see
+            `workers.fsdp.sequence_parallel`. They get the same rows.
         cpu_offload: whether to keep parameters and optimizer state in host memory.
         gradient_checkpointing: whether to recompute activations in the backward pass.
-        max_tokens_per_micro_batch: maximum number of tokens per forward pass, see `cut_by_tokens`.
+        max_tokens_per_micro_batch: maximum number of tokens per forward pass and rank, see `cut_by_tokens`.
         sequence_packing: whether to pack rows, see `workers.data.packing`; None for models that can be packed.
         betas, eps, weight_decay: of AdamW.
         clip_grad: maximum norm of the whole gradient; 0 disables clipping.
@@ -60,12 +69,13 @@ class FSDPOptions:
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
 
     Raises:
-        ValueError: ``param_dtype`` is float16.
+        ValueError: ``param_dtype`` is float16, or ``reduce_dtype`` is float64 and torch older than 2.13.
     """
 
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     shard_size: int | None = None
+    sequence_parallel_size: int = 1
     cpu_offload: bool = False
     gradient_checkpointing: bool = False
     max_tokens_per_micro_batch: int = 8192
@@ -85,10 +95,15 @@ class FSDPOptions:
             raise ValueError(
                 "param_dtype='fp16' needs loss scaling, which the FSDP backend does not support; use 'bf16'"
             )
+        if self.reduce_dtype is torch.float64 and not hasattr(FSDPModule, "reset_iter_state"):
+            raise ValueError(
+                f"fsdp_reduce_dtype='fp64' needs torch 2.13 or newer, but this is {torch.__version__}; use 'fp32'"
+            )
 
 
 class FSDPTrainModel(TrainModel):
-    """A Hugging Face model, sharded by FSDP2. Every rank is a data-parallel rank.
+    """A Hugging Face model, sharded by FSDP2. Every rank, or group of ranks that share a sequence, is a data-parallel
+    rank.
 
     torch.distributed must be initialized, with a backend for the CPU too: see `workers.device.every_backend`.
 
@@ -119,6 +134,11 @@ class FSDPTrainModel(TrainModel):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.hf_config, self.role, self.options, self.device = hf_config, role, options, device
         mesh = mesh_of(device, dist.get_world_size(), options.shard_size)
+        ranks = options.sequence_parallel_size
+        self._sequence: dist.ProcessGroup | None = None
+        if ranks > 1:
+            check_sliceable(hf_config, ranks)
+            self._sequence = new_rows(torch.arange(dist.get_world_size()).view(-1, ranks).tolist())
         trust = options.trust_remote_code
         seed = None if empty else options.seed
         if options.exact:
@@ -151,8 +171,15 @@ class FSDPTrainModel(TrainModel):
             foreach=True,
         )
         self._checkpoints = FSDPCheckpoints(self.module, self._optimizer)
+        self._in_float64 = options.reduce_dtype is torch.float64
+        if self._in_float64:
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)  # the sum: to scale float32 by 3 and back would round
         # Whether the model can be packed is found out when it has its weights.
-        self._packed = False if options.exact or options.sequence_packing is False else None
+        self._packed = False if options.exact or (options.sequence_packing is False and ranks == 1) else None
+        if ranks > 1 and not empty:
+            self._is_packed()
 
     # --- running ----------------------------------------------------------------------------------------
 
@@ -181,21 +208,28 @@ class FSDPTrainModel(TrainModel):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> StepReport:
+        """As in `TrainModel`. With ``reduce_dtype`` float64, gradients are added in it over micro-batches and ranks,
+        and rounded to float32 once. Its 29 more bits make such a sum exact in any order, or nearly so; but a
+        micro-batch's own gradient depends on the rows in it, unless it has one row."""
         self.module.train()
-        self._optimizer.zero_grad(set_to_none=True)  # a failed step leaves gradients
+        self._drop_gradients()
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
-        counts = {"computed": sum(part.computed for part in parts), "real": sum(part.real for part in parts)}
+        ranks = self.options.sequence_parallel_size
+        counts = {"computed": sum(part.computed for part in parts) * ranks, "real": sum(part.real for part in parts)}
         reports.append(
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
         )
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         with self._running():
-            for part in parts:
+            for k, part in enumerate(parts, 1):
                 here = part.to(self.device)
+                if self._in_float64:
+                    self.module.set_requires_gradient_sync(k == len(parts))
                 total, reported = loss(self._outputs(here, temperature, entropy), here)
-                # FSDP averages gradients over the ranks, but the loss of a step is the sum over the ranks.
-                (total * dist.get_world_size()).backward()
+                # FSDP averages gradients over the ranks, but the loss of a step is the sum over the dp ranks. Ranks of
+                # one sequence compute the same loss, and each has the gradient by its own outputs.
+                (total if self._in_float64 else total * dist.get_world_size()).backward()
                 if self.options.cpu_offload and len(parts) > 1:
                     self._take_gradients(sums)
                 # Numbers stay on the device until the step's end: reading one waits for all work before it.
@@ -211,7 +245,19 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
-        return StepReport(numbers, norm)
+        return StepReport(numbers, norm, sum(part.cost for part in parts))
+
+    def _drop_gradients(self) -> None:
+        """Drop what a failed step left. FSDP keeps gradients that were not reduced yet, although torch 2.13's
+        `reset_iter_state` says otherwise, and would add them to those of the next step."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for state in (module._get_fsdp_state() for module in self.module.modules() if isinstance(module, FSDPModule)):
+            # One group, or none, before torch 2.13.
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for parameter in chain.from_iterable(group.fsdp_params for group in groups if group is not None):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
     def _take_gradients(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Move gradients in host memory from the parameters to ``sums``. To a gradient that a parameter has, FSDP adds
@@ -236,14 +282,18 @@ class FSDPTrainModel(TrainModel):
         of_tokens: Any
         of_others: Any
         if rows is not None:
-            logits = run_packed(self.module, rows, self.role, rows.predictors)
+            logits = run_packed(self.module, rows, self.role, rows.predictors, self._sequence)
             if self.role == "critic":
-                return TokenOutputs(values=rows.of_rows(logits[:, 0].float()))
-            tokens = rows.input_ids[0]
+                return TokenOutputs(values=self._of_rows(rows, logits[:, 0].float()))
+            tokens = part.input_ids.flatten()[rows.owners]
             if mask is not None:
-                mask = mask[0], mask[1].flatten()[rows.owners]
+                drawn, lengths = mask[0], mask[1].flatten()
+                if self._sequence is not None:  # without those of other ranks' tokens
+                    own = torch.zeros_like(lengths, dtype=torch.bool).index_fill_(0, rows.owners, True)
+                    drawn = drawn[own.repeat_interleave(lengths)]
+                mask = drawn, lengths[rows.owners]
             of_tokens, of_others = token_log_probs, candidate_log_probs
-            ids = None if ids is None else ids.flatten(0, 1)[rows.owners]
+            ids = None if ids is None else ids.flatten(0, 1)[to_device(rows.owners, ids.device)]
         else:
             # Padding is on the right, so the model's own causal mask hides it from real tokens.
             padded = {"input_ids": part.input_ids, "position_ids": part.position_ids}
@@ -262,8 +312,14 @@ class FSDPTrainModel(TrainModel):
             of_all = log_probs if mask is None else of_tokens(logits, tokens, temperature=temperature)[0]
             outputs.append(of_others(logits, tokens, of_all, ids, temperature))
         if rows is not None:
-            outputs = [None if of is None else rows.of_rows(of) for of in outputs]
+            outputs = [None if of is None else self._of_rows(rows, of) for of in outputs]
         return TokenOutputs(outputs[0], outputs[1], candidates=outputs[2] if ids is not None else None)
+
+    def _of_rows(self, rows: PackedRows, of_tokens: torch.Tensor) -> torch.Tensor:
+        """Return (b, s, ...) from the outputs for the tokens of packed rows, which ranks may have parts of."""
+        if self._sequence is not None:
+            of_tokens = gather_slices(of_tokens, self._sequence)
+        return rows.of_rows(of_tokens)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -278,19 +334,29 @@ class FSDPTrainModel(TrainModel):
 
     def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""
-        most, packed = self.options.max_tokens_per_micro_batch, self._is_packed()
-        parts = cut_by_tokens(data, most, packed=packed)
+        ranks = self.options.sequence_parallel_size
+        most = self.options.max_tokens_per_micro_batch * ranks
+        packed = self._is_packed() and self.options.sequence_packing is not False
+        parts = cut_by_tokens(data, most, packed=packed, cost=self.sequence_cost)
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
-        wanted = max(int(count), 1)
-        return parts if len(parts) == wanted else cut_by_tokens(data, most, at_least=wanted, packed=packed)
+        parts += fillers(data, max(int(count), 1) - len(parts), packed=packed)
+        return parts if self._sequence is None else [self._slice_of(part, self._sequence) for part in parts]
+
+    def _slice_of(self, part: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
+        """Return a micro-batch with this rank's slice of its rows as one sequence, with padding if they are padded."""
+        rows, width = part.input_ids.shape
+        whole = part.packed or pack_rows(part.input_ids.cpu(), [width] * rows, [0] * rows)
+        return dataclasses.replace(part, packed=whole.slice_of(group.rank(), group.size()))
 
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
         if self._packed is None:
             training = self.module.training
             with self._running():
-                why = why_not_packed(self.module.eval(), self.role, self.device, self.options.param_dtype)
+                why = why_not_packed(
+                    self.module.eval(), self.role, self.device, self.options.param_dtype, self._sequence
+                )
             self.module.train(training)
             wrong: list[str | None] = [None] * dist.get_world_size()
             dist.all_gather_object(wrong, why)
@@ -299,16 +365,23 @@ class FSDPTrainModel(TrainModel):
             if first is not None:
                 if why is None:
                     use_packed_attention(self.module, on=False)
-                named = f"sequence packing is not possible with {self.hf_config.model_type!r}: {first}"
-                if self.options.sequence_packing:
+                sliced = self._sequence is not None
+                what = "sequence parallelism" if sliced else "sequence packing"
+                named = f"{what} is not possible with {self.hf_config.model_type!r}: {first}"
+                if self.options.sequence_packing or sliced:
                     raise ModelFilesError(named)
                 logger.info("rows are padded, because %s", named)
         return self._packed
 
     def _clip(self) -> float:
         parameters = list(self.module.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._in_float64:  # so that it is the same however they are sharded
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        else:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        whole = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
         if self.options.clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, whole)
         return float(whole)
@@ -316,6 +389,7 @@ class FSDPTrainModel(TrainModel):
     def _summed(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         names, sums = sum_reports(reports)
         dist.all_reduce(sums)
+        sums /= self.options.sequence_parallel_size  # ranks of one sequence report the same
         return dict(zip(names, sums.tolist(), strict=True))
 
     # --- weights ----------------------------------------------------------------------------------------

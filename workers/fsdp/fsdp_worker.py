@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from workers.device import dtype_of, every_backend, take_device
-from workers.distributed import initialize_distributed
+from workers.distributed import initialize_distributed, new_rows
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
+from workers.fsdp.sequence_parallel import check_sliceable
+from workers.hf_files import known_config
 from workers.lora import LoraSettings
+from workers.seeds import mixed_seed
 from workers.train.args import TrainArgsError
 from workers.train.policy_worker import PolicyTrainWorker
 
 
 class FSDPTrainWorker(PolicyTrainWorker):
-    """One rank of FSDP2 training. Every rank is a data-parallel rank. The model is sharded over all of them, or over
-    groups of ``args.fsdp_shard_size`` ranks with one replica each (HSDP)."""
+    """One rank of FSDP2 training. ``args.sequence_parallel_size`` consecutive ranks are a data-parallel rank. The model
+    is sharded over all ranks, or over groups of ``args.fsdp_shard_size`` ranks with one replica each (HSDP)."""
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
         super().check_args(args, ranks, with_ref)
         if ranks % (args.fsdp_shard_size or ranks):
             raise TrainArgsError(f"fsdp_shard_size={args.fsdp_shard_size} does not divide the group's {ranks} ranks")
+        size = args.sequence_parallel_size
+        if ranks % size:
+            raise TrainArgsError(f"sequence_parallel_size={size} does not divide the group's {ranks} ranks")
+        if not args.debug_rollout_only and size > 1 and (config := known_config(args)) is not None:
+            try:
+                check_sliceable(config, size)
+            except ValueError as error:
+                raise TrainArgsError(str(error)) from None
 
     def begin(self) -> None:
         self.device = take_device(self.local_rank, self.device_ids)
         initialize_distributed(self, every_backend(), self.args.distributed_timeout_minutes)
-        self.register_layout({"dp": self.world_size}, dp=self.rank)
+        size = self.args.sequence_parallel_size
+        self._dp_group = dist.group.WORLD
+        if size > 1:
+            self._dp_group = new_rows(torch.arange(self.world_size).view(-1, size).t().tolist())
+        self.register_layout({"dp": self.world_size // size, "sp": size}, dp=self.rank // size, sp=self.rank % size)
+
+    def seed(self, number: int) -> None:
+        """As in `ModelWorker`. Ranks of one sequence drop out differently, because they have different tokens."""
+        place = self.rank % self.args.sequence_parallel_size
+        super().seed(mixed_seed(number, place) if place else number)
 
     def make_model(self, hf_config: Any, *, empty: bool = False) -> FSDPTrainModel:
         args = self.args
         options = FSDPOptions(
             param_dtype=dtype_of(args.param_dtype),
-            reduce_dtype=dtype_of(args.fsdp_reduce_dtype),
+            reduce_dtype=torch.float64 if args.fsdp_reduce_dtype == "fp64" else dtype_of(args.fsdp_reduce_dtype),
             shard_size=args.fsdp_shard_size,
+            sequence_parallel_size=args.sequence_parallel_size,
             cpu_offload=args.fsdp_cpu_offload,
             gradient_checkpointing=args.gradient_checkpointing,
             max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
@@ -67,17 +90,20 @@ class FSDPTrainWorker(PolicyTrainWorker):
 
     @property
     def dp_replica(self) -> tuple[int, int]:
-        # Without HSDP each rank can leave alone.
-        size = (self.args.fsdp_shard_size if "args" in vars(self) else None) or 1
+        # Without HSDP and sequence parallelism each rank can leave alone.
+        size = 1
+        if "args" in vars(self):
+            size = math.lcm(self.args.fsdp_shard_size or 1, self.args.sequence_parallel_size)
         return self.rank // size, self.world_size // size
 
     @property
     def dp_group(self) -> Any:
-        return dist.group.WORLD
+        return self._dp_group
 
     def get_parallel_config(self) -> dict[str, int]:
         return {
             **super().get_parallel_config(),
+            "sp_size": self.args.sequence_parallel_size,
             "shard_size": self.shards,
             "replicas": self.world_size // self.shards,
         }

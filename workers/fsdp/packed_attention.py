@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from workers.data.packing import PackedRows, pack_rows
 from workers.extras import require
+from workers.fsdp.sequence_parallel import repeat_groups, reslice
 
 PACKED = "packed"
 """Name of the attention among transformers' implementations."""
@@ -25,15 +27,18 @@ class SeenTokens:
 
     Args:
         rows: the packed rows, on the model's device.
+        group: the ranks that have slices of them, see `workers.fsdp.sequence_parallel`; None if this rank has all.
 
     Attributes:
+        group: these ranks.
         sizes: number of tokens of each segment.
         seen: numbers of the segments that each one sees, itself last.
         alike: (tokens of a segment, tokens that its last one sees) -> numbers of such segments, which one call of the
             kernel computes.
     """
 
-    def __init__(self, rows: PackedRows) -> None:
+    def __init__(self, rows: PackedRows, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self.sizes = [segment.end - segment.begin for segment in rows.segments]
         self.seen = [(*segment.before, number) for number, segment in enumerate(rows.segments)]
         self.alike: dict[tuple[int, int], list[int]] = {}
@@ -72,7 +77,7 @@ def packed_attention(
 
     Args:
         module: the attention layer.
-        query: (1, heads, N, D).
+        query: (1, heads, N, D); N tokens are this rank's slice, if ranks share the sequence.
         key: (1, groups, N, D); heads of one group share keys.
         value: (1, groups, N, D).
         attention_mask: None.
@@ -93,6 +98,9 @@ def packed_attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(f"packed rows have no attention with {name}")
+    if (group := seen_tokens.group) is not None:  # from its tokens for all heads to all tokens for its heads
+        key, value = (repeat_groups(of, group.size()) for of in (key, value))
+        query, key, value = (reslice(of, group) for of in (query, key, value))
     query_parts, key_parts, value_parts = (of.split(seen_tokens.sizes, dim=2) for of in (query, key, value))
     made: dict[int, torch.Tensor] = {}
     for (count, length), numbers in seen_tokens.alike.items():
@@ -115,7 +123,8 @@ def packed_attention(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         made.update(zip(numbers, parts.transpose(1, 2).split(1), strict=True))
-    return torch.cat([made[number] for number in range(len(made))], dim=1), None
+    result = torch.cat([made[number] for number in range(len(made))], dim=1)
+    return result if group is None else reslice(result, group), None
 
 
 def use_packed_attention(model: Any, *, on: bool = True) -> None:
@@ -125,28 +134,33 @@ def use_packed_attention(model: Any, *, on: bool = True) -> None:
     model.set_attn_implementation(PACKED if on else "sdpa")
 
 
-def run_packed(model: Any, rows: PackedRows, role: str, index: torch.Tensor) -> torch.Tensor:
+def run_packed(
+    model: Any, rows: PackedRows, role: str, index: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Return a model's logits of some tokens, (M, V), or values, (M, 1).
 
     Args:
         model: after `use_packed_attention`.
-        rows: the tokens.
+        rows: the tokens, or this rank's slice of them.
         role: "critic" for a model whose logits are values.
         index: (M,) int64, the tokens that are wanted, in any order. Only for them, logits are computed.
+        group: the ranks that have slices; all of them call this.
     """
     options = {} if role == "critic" else {"logits_to_keep": index}
     logits: torch.Tensor = model(
         input_ids=rows.input_ids,
         position_ids=rows.position_ids,
         use_cache=False,
-        seen_tokens=SeenTokens(rows),
+        seen_tokens=SeenTokens(rows, group),
         **options,
     ).logits
     return logits[0, index] if role == "critic" else logits[0]
 
 
 @torch.no_grad()
-def why_not_packed(model: Any, role: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_packed(
+    model: Any, role: str, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> str | None:
     """Compare the logits of packed rows with those of single ones. If the model is sharded, all its ranks call this.
 
     Args:
@@ -154,6 +168,7 @@ def why_not_packed(model: Any, role: str, device: torch.device, dtype: torch.dty
         role: "critic" for a model whose logits are values.
         device: of the computation.
         dtype: of the computation.
+        group: ranks that are to share the sequence, each with a slice.
 
     Returns:
         Why the model cannot be packed; None if it can. It then computes packed rows, otherwise single ones.
@@ -170,10 +185,15 @@ def why_not_packed(model: Any, role: str, device: torch.device, dtype: torch.dty
     lengths, common = [longest, longest - 3, longest - 5], longest - min(_EXTRA, longest // 2)
     ids = torch.arange(3 * longest).view(3, longest) * 7 % text.vocab_size
     ids[1:, :common] = ids[0, :common]
-    rows = pack_rows(ids, lengths, [0, common, common]).to(device)
+    rows = pack_rows(ids, lengths, [0, common, common])
     # Only of the last tokens, before which a window ends and rows divide: logits are large.
     ends = [slice(max(length - 2 * _EXTRA, 1), length) for length in lengths]
     index = torch.cat([of[end] for of, end in zip(rows.places, ends, strict=True)])
+    own = torch.ones_like(index, dtype=torch.bool)
+    if group is not None:
+        rows = rows.slice_of(group.rank(), group.size())
+        each = rows.input_ids.shape[1]
+        own, index = index // each == group.rank(), index % each
     try:
         single = []
         for row, end in zip(ids.to(device), ends, strict=True):
@@ -183,8 +203,8 @@ def why_not_packed(model: Any, role: str, device: torch.device, dtype: torch.dty
             single.append(made[end] if role == "critic" else made)
         expected = torch.cat(single).float()
         use_packed_attention(model)
-        found = run_packed(model, rows, role, index)
-        deviation = float((found.float() - expected).abs().max() / expected.std())
+        found = run_packed(model, rows.to(device), role, index.to(device), group)
+        deviation = float(((found.float() - expected).abs().amax(-1) * own.to(device)).max() / expected.std())
         if deviation < (1e-3 if dtype is torch.float32 else 0.2):
             return None
         why = f"its logits of packed rows differ from those of single ones by {deviation:.1g} standard deviations"

@@ -163,7 +163,7 @@ class MegatronTrainModel(TrainModel):
 
         reports = self._run_pipeline(micro_batches, finish, forward_only=False)
         grad_norm = finite_step(self._optimizer)
-        return StepReport(self._sum_over_ranks(reports), grad_norm)
+        return StepReport(self._sum_over_ranks(reports), grad_norm, sum(batch.cost for batch in micro_batches))
 
     @torch.no_grad()
     def _evaluate(
@@ -190,7 +190,7 @@ class MegatronTrainModel(TrainModel):
                 f"input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is {vocab_size}"
             )
         multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
-        return cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of)
+        return cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
 
     def _run_pipeline(
         self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool

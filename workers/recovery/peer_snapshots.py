@@ -92,7 +92,7 @@ class PeerSnapshots:
 
     # --- life -------------------------------------------------------------------------------------------
 
-    def join(self, rank: int, generation: int, host: int, shard: Shard) -> None:
+    def join(self, rank: int, generation: int, host: int, shard: Shard, dp_rank: int) -> None:
         """Exchange addresses, and send to the buddy what it lacks. All ranks call it.
 
         Args:
@@ -100,17 +100,18 @@ class PeerSnapshots:
             generation: of the group.
             host: a number of this rank's host.
             shard: of this rank.
+            dp_rank: data-parallel rank of this rank.
         """
         self._give_up_sending()
         with self._lock:
             self._generation = generation
             held = {owner: set(blocks) for owner, blocks in self._held.items()}
-        said = gathered((self._server.address, host, held, shard))
-        hosts = [other for _, other, _, _ in said]
+        said = gathered((self._server.address, host, held, shard, dp_rank))
+        hosts = [other for _, other, *_ in said]
         self._rank, self._ranks, self._shard = rank, len(said), shard
-        buddy_of = buddies(hosts)
+        buddy_of = buddies(hosts, [of for *_, of in said])
         self._wards = tuple(owner for owner, buddy in enumerate(buddy_of) if buddy == rank != owner)
-        replicas = [other for other, (*_, of) in enumerate(said) if of == shard]
+        replicas = [other for other, (*_, of, _) in enumerate(said) if of == shard]
         covered = is_covered_by_replicas(replicas, hosts)
         self._replicas = tuple(replicas) if covered else (rank,)
         self._buddy = said[buddy_of[rank]][0] if buddy_of[rank] != rank else None

@@ -90,16 +90,22 @@ def _has(held: Versions, owner: int, number: int, ranks: int) -> bool:
     return taken is not None and taken.ranks == ranks
 
 
-def buddies(hosts: Sequence[int]) -> list[int]:
+def buddies(hosts: Sequence[int], dp_ranks: Sequence[int] | None = None) -> list[int]:
     """Return the rank that keeps the copies of each rank's snapshots. Each rank keeps those of one other rank. It is on
-    another host for all ranks, unless one host has more than half of them.
+    another host for all ranks, unless one host has more than half of them. If that leaves a choice, it is of another
+    data-parallel rank: when a group shrinks, the ranks of one leave together.
 
     Args:
         hosts: by rank, a number of its host.
+        dp_ranks: by rank, its data-parallel rank; None if each rank is one.
     """
     order = sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank))
     largest = max(map(list(hosts).count, set(hosts)))
-    shift = 1 if largest == len(hosts) else largest
+    least = 1 if largest == len(hosts) else largest
+    of = range(len(hosts)) if dp_ranks is None else dp_ranks
+    shifted = ((shift, [*order[shift:], *order[:shift]]) for shift in range(least, len(order) - least + 1))
+    apart = (shift for shift, to in shifted if all(of[one] != of[other] for one, other in zip(order, to, strict=True)))
+    shift = next(apart, least)
     by_rank = [0] * len(hosts)
     for place, rank in enumerate(order):
         by_rank[rank] = order[(place + shift) % len(order)]

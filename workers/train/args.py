@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_type_hints
 
@@ -86,7 +86,17 @@ class TrainArgs:
     fsdp_shard_size: int | None = _key(
         None, "fsdp: ranks that shard one copy of the model; fewer than all ranks means HSDP", least=1
     )
-    fsdp_reduce_dtype: str = _key("fp32", "fsdp: dtype of the gradient reduction", choices=("fp32", "bf16", "fp16"))
+    sequence_parallel_size: int = _key(
+        1,
+        "fsdp: consecutive ranks that share the sequence of each micro-batch (Ulysses); it divides the number of ranks "
+        "and of attention heads",
+        least=1,
+    )
+    fsdp_reduce_dtype: str = _key(
+        "fp32",
+        "fsdp: dtype of the gradient reduction; fp64 adds micro-batches up in it too, and reduces once per step",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+    )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
     # adapter
@@ -153,8 +163,9 @@ class TrainArgs:
     overlong_penalty_factor: float = _key(1.0, "reward that a completion of the maximum length loses", least=0)
     policy_loss_type: str = _key(
         "ppo_clip",
-        "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; or a name that "
-        "you have registered, or the dotted path of a function",
+        "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; sft (supervised "
+        "fine-tuning) or dpo, which have no other advantage_estimator; or a name that you have registered, or the "
+        "dotted path of a function",
     )
     eps_clip: float | None = _key(
         None,
@@ -190,6 +201,9 @@ class TrainArgs:
     ppo_kl_coef: float | None = _key(
         None, "kl_cov: weight of the absolute log-ratio at these tokens; by default 1", least=0
     )
+    dpo_beta: float | None = _key(
+        None, "dpo: how strongly the policy is held near the reference; by default 0.1", above=0
+    )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
     kl_loss_type: str = _key(
@@ -223,7 +237,7 @@ class TrainArgs:
     loss_aggregation: str | None = _key(
         None,
         "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
-        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence",
+        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence; dpo: constant",
         choices=("token", "sequence", "constant"),
     )
     loss_constant_length: int | None = _key(
@@ -279,7 +293,8 @@ class TrainArgs:
     # batches
     max_tokens_per_micro_batch: int = _key(
         8192,
-        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded",
+        "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded. "
+        "Per rank: with sequence_parallel_size, a micro-batch has as many for each rank that shares it",
         least=1,
     )
     sequence_packing: bool | None = _key(
@@ -287,7 +302,16 @@ class TrainArgs:
         "fsdp: compute the rows of a micro-batch without padding, and their common prefixes once; by default with "
         "models that can, true makes it an error if the model cannot, false turns it off",
     )
-    balance_data: bool = _key(False, "assign rows so that all dp ranks have about as many tokens")
+    balance_data: bool = _key(
+        False,
+        "assign rows so that each optimizer step costs about as much on all dp ranks; rows with a common prefix stay "
+        "together where that saves more than it unbalances",
+    )
+    sequence_cost: list[float] | None = _key(
+        None,
+        "a and b of the cost a L + b L^2 of a row of L tokens, in any unit, for balance_data, the order of "
+        "micro-batches and the metric cost_spread; by default the FLOPs of the model, see docs/training.md",
+    )
     rollout_data_postprocess_path: str | None = _key(
         None,
         "dotted path of a function (args, rollout data) -> rollout data, called on each rank's rows before training; "
@@ -384,6 +408,37 @@ class TrainArgs:
     critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
     rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
 
+    # data
+    rollout_data: list[str] | None = _key(
+        None,
+        "files with prompts (JSON Lines or Parquet), patterns of them, or hf:NAME for a dataset; see docs/data.md, and "
+        "PromptData.from_args, which reads this and the following keys for the driver's script",
+    )
+    rollout_data_weights: list[float] | None = _key(
+        None, "share of each of rollout_data in the run, in any unit; by default each row comes once per epoch"
+    )
+    rollout_shuffle: bool = _key(True, "give each epoch an order of its own, from seed")
+    input_key: str = _key(
+        "prompt", "column with the prompt: a text, a list of messages with role and content, or a list of token ids"
+    )
+    label_key: str | None = _key(
+        None,
+        "column that the reward function gets as `label`; by default all columns keep their names. sft: column of the "
+        "completion, by default `completion`",
+    )
+    apply_chat_template: bool = _key(False, "a text is the message of a user; messages always use the chat template")
+    apply_chat_template_kwargs: dict[str, Any] = _key({}, "further variables of the chat template")
+    rollout_max_prompt_len: int | None = _key(
+        None,
+        "leave out rows with longer prompts (sft: longer rows), in tokens; the metric data/too_long counts them",
+        least=1,
+    )
+    on_bad_row: str = _key(
+        "error",
+        "a row that cannot be used is an error, or is left out and counted (data/bad)",
+        choices=("error", "skip"),
+    )
+
     # rollout
     num_rollout: int = _key(1, "number of rollouts; the learning rate decays over them", least=1)
     rollout_batch_size: int = _key(8, "prompts per rollout, for the driver's script", least=1)
@@ -397,6 +452,11 @@ class TrainArgs:
     rollout_stop_token_ids: list[int] | None = _key(
         None,
         "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
+    )
+    reward_function: str | None = _key(
+        None,
+        "exact_match, number_match, math_match or code_tests (see docs/data.md), or the dotted path of a function of "
+        "texts, for the driver's script",
     )
     reward_concurrency: int | None = _key(
         128,
@@ -422,6 +482,7 @@ class TrainArgs:
     eval_interval: int | None = _key(
         None, "rollouts between evaluations, for the driver's script; by default there are none", least=1
     )
+    eval_data: list[str] | None = _key(None, "files with held-out prompts, read as rollout_data is, each row once")
     n_samples_per_eval_prompt: int = _key(1, "completions per prompt of an evaluation", least=1)
     eval_temperature: float | None = _key(
         None, "temperature in an evaluation; 0 takes the most likely tokens; by default temperature", least=0
@@ -498,8 +559,14 @@ def read_args(given: Any = None) -> TrainArgs:
     for name, value in values.items():
         wanted = hints[name]
         is_number = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, str) and wanted in (list[str], list[str] | None):
+            value = [value]
+        if wanted == list[float] | None and isinstance(value, Sequence):
+            value = [float(one) if type(one) is int else one for one in value]
         if wanted == dict[str, float] and isinstance(value, Mapping):
             value = {key: float(one) if type(one) is int else one for key, one in value.items()}
+        if wanted == list[float] | None and isinstance(value, Sequence) and not isinstance(value, str):
+            value = [float(one) if type(one) is int else one for one in value]
         try:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:

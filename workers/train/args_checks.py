@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, path_of, policy_loss_keys
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, SUPERVISED, path_of, policy_loss_keys
 from workers.data.rollout_data import LARGEST_SET
 from workers.lora import LoraSettings
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
+
+READY_REWARDS = {
+    "exact_match": "workers.rollout.rewards.answers.exact_match",
+    "number_match": "workers.rollout.rewards.answers.number_match",
+    "math_match": "workers.rollout.rewards.answers.math_match",
+    "code_tests": "workers.rollout.rewards.code_reward.code_tests",
+}
+"""The names that ``reward_function`` may have, besides paths."""
 
 _UPDATE_AT_MOST = 0.8
 """The longest time for a weight update, as a share of the timeout of the collectives."""
@@ -102,6 +110,7 @@ def check_together(args: Any) -> None:
             "args.update_weights_delta needs rollout workers that keep the weights before: leave out "
             "update_weights_double_buffer=False"
         )
+    _check_data(args)
     for name in ("save_hf", "critic_save_hf"):
         try:
             str(args[name] or "").format(rollout_id=0)
@@ -117,6 +126,21 @@ def check_together(args: Any) -> None:
             "args.sequence_packing=True does not go with exact=True: its attention needs rows of their own"
             if args.exact
             else "args.sequence_packing=True needs train_backend='fsdp': megatron packs with Transformer Engine only"
+        )
+    cost = args.sequence_cost
+    if cost is not None and not (len(cost) == 2 and all(0 <= one < math.inf for one in cost) and any(cost)):
+        raise TrainArgsError(
+            f"args.sequence_cost={list(cost)}: expected two numbers, a and b of the cost a L + b L^2 of a row of L "
+            "tokens, at least 0 and not both 0"
+        )
+    if args.sequence_parallel_size > 1 and (args.exact or args.train_backend != "fsdp"):
+        raise TrainArgsError(
+            f"args.sequence_parallel_size={args.sequence_parallel_size} "
+            + (
+                "does not go with exact=True: its attention needs rows of their own"
+                if args.exact
+                else "needs train_backend='fsdp': megatron's own context parallelism needs Transformer Engine"
+            )
         )
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
@@ -175,6 +199,30 @@ def _check_lora(args: Any) -> None:
         raise TrainArgsError(f"args.lora_target_modules={list(args.lora_target_modules)}: {error}") from None
 
 
+def _check_data(args: Any) -> None:
+    weights, data = args.rollout_data_weights, args.rollout_data
+    for name in ("rollout_data", "eval_data"):
+        if args[name] is not None and not len(args[name]):
+            raise TrainArgsError(f"args.{name} is an empty list; name a file, or leave it out")
+    if args.reward_function is not None and args.reward_function not in READY_REWARDS:
+        if "." not in args.reward_function:
+            raise TrainArgsError(
+                f"args.reward_function={args.reward_function!r}: expected {', '.join(READY_REWARDS)}, or the dotted "
+                "path of a function"
+            )
+        function_at(args.reward_function, "reward_function")
+    if weights is None:
+        return
+    if data is None:
+        raise TrainArgsError(f"args.rollout_data_weights={list(weights)} needs rollout_data")
+    if not any(set("*?[") & set(one) for one in data) and len(weights) != len(data):
+        raise TrainArgsError(
+            f"args.rollout_data_weights={list(weights)}: rollout_data has {len(data)} entries, and each needs a weight"
+        )
+    if wrong := [one for one in weights if not (math.isfinite(one) and one > 0)]:
+        raise TrainArgsError(f"args.rollout_data_weights={list(weights)}: {wrong[0]!r} is not a number above 0")
+
+
 def _check_exact(args: Any) -> None:
     if not args.exact:
         return
@@ -210,6 +258,7 @@ def check_algorithm(args: Any) -> None:
         if not path.startswith("workers.algorithms."):
             function_at(path, key)
             args[key] = path
+    _complete_supervised(args)
     _check_estimator(args)
     _complete_policy_loss(args)
     if args.kl_target is not None and not args.kl_coef:
@@ -246,6 +295,49 @@ def check_algorithm(args: Any) -> None:
         correction_of(args)
     except ValueError as error:
         raise TrainArgsError(f"args.rollout_correction={args.rollout_correction!r}: {error}") from None
+
+
+def _complete_supervised(args: Any) -> None:
+    """Set the advantage estimator of `SUPERVISED` losses, and refuse what would make them others."""
+    loss, estimator = args.policy_loss_type, args.advantage_estimator
+    if loss not in SUPERVISED:
+        if estimator in SUPERVISED:
+            raise TrainArgsError(
+                f"args.advantage_estimator={estimator!r} comes with policy_loss_type={estimator!r}; set that instead"
+            )
+        return
+    if estimator not in (loss, "grpo"):  # the default
+        raise TrainArgsError(
+            f"args.advantage_estimator={estimator!r} has no effect with policy_loss_type={loss!r}; leave it out"
+        )
+    args.advantage_estimator = loss
+    for key, without in (
+        ("kl_coef", 0),
+        ("kl_target", None),
+        ("overlong_buffer_len", 0),
+        ("rollout_correction", None),
+        ("opsm_delta", None),
+        ("use_rollout_logprobs", False),
+        ("keep_old_actor", False),
+        ("temperature", 1),
+    ):
+        if args[key] != without:
+            raise TrainArgsError(
+                f"args.{key}={args[key]!r} does not go with policy_loss_type={loss!r}, whose data no policy has "
+                "sampled; leave it out"
+            )
+    if loss == "dpo":
+        if args.num_steps_per_rollout * args.ppo_epochs > 1:
+            raise TrainArgsError(
+                f"args.num_steps_per_rollout={args.num_steps_per_rollout} and ppo_epochs={args.ppo_epochs}: with "
+                "policy_loss_type='dpo', each call of async_train takes one optimizer step; call it for each batch"
+            )
+        if args.loss_aggregation not in (None, "constant") or args.loss_constant_length not in (None, 1):
+            raise TrainArgsError(
+                f"args.loss_aggregation={args.loss_aggregation!r}, loss_constant_length={args.loss_constant_length}: "
+                "policy_loss_type='dpo' is the mean over pairs of sums over tokens; leave both out"
+            )
+        args.loss_aggregation, args.loss_constant_length = "constant", 1
 
 
 def _check_estimator(args: Any) -> None:
@@ -356,15 +448,24 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "gae_lambda_value, which replaces it for the critic",
             stacklevel=3,
         )
+    if args.rollout_data is None and args.eval_data is None and (idle := [key for key in _DATA if key in given]):
+        verb = "has" if len(idle) == 1 else "have"
+        warnings.warn(f"args: {', '.join(idle)} {verb} no effect without rollout_data or eval_data", stacklevel=3)
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
             warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
 
 
+_DATA = (
+    "input_key", "label_key", "apply_chat_template", "apply_chat_template_kwargs", "rollout_max_prompt_len",
+    "on_bad_row",
+)  # fmt: skip
+"""Keys of ``rollout_data`` and ``eval_data``."""
+
 _HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
 _GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
-_UNNORMALIZED = (*_GROUP_BASELINES, "remax", "optimal_token_baseline")
+_UNNORMALIZED = (*_GROUP_BASELINES, *SUPERVISED, "remax", "optimal_token_baseline")
 _UNDISCOUNTED = (*_UNNORMALIZED, "gdpo", "reinforce_plus_plus_baseline")
 _WITHOUT_CRITIC = (*_UNDISCOUNTED, "reinforce_plus_plus")
 _DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")
@@ -386,6 +487,7 @@ _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     )),
     ("kl_target", lambda value: value is None, ("kl_horizon",)),
     ("overlong_buffer_len", lambda value: not value, ("overlong_penalty_factor",)),
+    ("rollout_data", lambda value: value is None, ("rollout_shuffle",)),
     ("update_weights_transport", lambda value: value != "disk", ("update_weights_disk_dir",)),
     ("update_weights_delta", lambda value: not value, ("update_weights_full_every",)),
 )  # fmt: skip

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from single_controller import Broadcast, WorkerFuture
-from workers.data.balance import balanced_rows
+from workers.data.balance import Balance, balanced_rows
+from workers.hf_files import known_config
 from workers.recovery.train_recovery import TrainGroup
 from workers.train.train_worker import Referred
 from workers.weight_sync import call_manager, receiver_groups
@@ -146,11 +147,12 @@ class SharedRollout(Generic[G]):
         """
         if self._given is given and self._rollout_id == rollout_id:
             return
-        parts = None
-        if self.groups[0].args.balance_data:
+        how, args = None, self.groups[0].args
+        if args.balance_data:
             # Both groups shard the same rows, so the order must suit the dp sizes of both.
             parts = math.lcm(*(group.ready_workers("async_train").dp_size for group in self.groups))
-        self.data, self._futures = ordered(given, parts), {}
+            how = Balance.of(args, parts, known_config(args))
+        self.data, self._futures = ordered(given, how), {}
         self._rollout_id, self._given = rollout_id, given
 
     def computed(self) -> dict[str, Any]:
@@ -192,21 +194,20 @@ class SharedRollout(Generic[G]):
         return list(future.refs) if isinstance(self.data, list) else future
 
 
-def ordered(given: Any, parts: int | None) -> Any:
+def ordered(given: Any, how: Balance | None) -> Any:
     """Return rollout data as the ranks take it.
 
     Args:
         given: what `RayTrainGroup.async_train` was given. Rows behind a reference are ordered by each rank that fetches
             them.
-        parts: put the rows into an order in which this many equal shards have about as many tokens each; None keeps the
-            order.
+        how: to order the rows; None keeps the order.
     """
     if isinstance(given, (list, tuple)):
         return list(given)
     if isinstance(given, concurrent.futures.Future):
         given = given.result()
     if type(given).__name__ == "ObjectRef":
-        return Broadcast(Referred(given, parts))
-    if parts is None:
+        return Broadcast(Referred(given, how))
+    if how is None:
         return given
-    return balanced_rows(given.result() if hasattr(given, "result") else given, parts)
+    return balanced_rows(given.result() if hasattr(given, "result") else given, how)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from single_controller.ray.results import fetch
+from workers.data.balance import sequence_cost
 from workers.device import empty_cache, free_device_memory, has_accelerator, use_device
 from workers.device_memory import DeviceMemory
 from workers.distributed import end_process_groups, gathered, process_groups, rank_by_rank
@@ -188,7 +189,7 @@ class ModelWorker(TrainWorker):
             logger.warning("peer_snapshot_interval has no effect on a single rank: no other rank could keep snapshots")
         elif self.args.peer_snapshot_interval:
             self._peers = self._new_peers()
-            self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
+            self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
             if with_ref:
                 self._peers.set_reference(self.backup.snapshot("ref"))
             self._snapshot(-1 if position is None else position.rollout_id)
@@ -200,6 +201,9 @@ class ModelWorker(TrainWorker):
             self.tokenizer = read_tokenizer(self.args)
         self.vocab_size = vocab_size_of(self.args, hf_config, self.tokenizer)
         self.model = make_model(hf_config)
+        self.model.sequence_cost = cost = sequence_cost(self.args, hf_config)
+        if not self.rank:
+            logger.info("%s: a sequence of L tokens costs %.3g L + %.3g L^2", self.role, cost.linear, cost.quadratic)
         self.memory = DeviceMemory(self.model.tensors, self.model.scratch)
         self.backup = WeightBackup(self.model.weights, after=self.model.weights_changed)
         self.checkpoints = RolloutCheckpoints(
@@ -284,7 +288,7 @@ class ModelWorker(TrainWorker):
         if self._keeps_versions and current and version > self.weight_version:
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = version
-        self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards))
+        self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
         self.clear_memory()
         return recovery.rollout_id + 1
 

@@ -1,8 +1,10 @@
-"""PolicyTrainWorker: policy-gradient training (GRPO, PPO) of a `TrainModel`, on any backend."""
+"""PolicyTrainWorker: policy-gradient training (GRPO, PPO) and supervised fine-tuning of a `TrainModel`, on any
+backend."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, v
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens, row_means
 from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
+from workers.algorithms.supervised import pairs
 from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
@@ -60,6 +63,8 @@ class PolicyTrainWorker(ModelWorker):
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
                 check_groups(rows["group_ids"], args.advantage_estimator)
+            if args.advantage_estimator == "dpo":
+                pairs(rows["group_ids"], rows["rewards"])
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -173,7 +178,12 @@ class PolicyTrainWorker(ModelWorker):
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
                 reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
-        return _mean(reports, lr)
+        return {**_mean(reports, lr), **self._spread([report.cost for report in reports])}
+
+    def _spread(self, costs: Sequence[float]) -> dict[str, float]:
+        """Return the metric of how evenly the cost of each step is spread over the dp ranks, from this rank's costs."""
+        steps = [of for of in zip(*self._over_dp(list(costs)), strict=True) if any(of)]
+        return {"cost_spread": statistics.fmean(max(of) / statistics.fmean(of) for of in steps)} if steps else {}
 
     def _order(self, rows: int, epoch: int) -> torch.Tensor | None:
         """Return the order of this rank's rows in an epoch, (rows,) int64; None to keep it. It depends on nothing but
@@ -322,7 +332,12 @@ class PolicyTrainWorker(ModelWorker):
             data["old_log_probs"] = data["rollout_log_probs"]
         elif args.keep_old_actor:
             self._by_version(data)
-        elif args.num_steps_per_rollout * args.ppo_epochs > 1 or args.kl_coef or args.rollout_correction:
+        elif args.advantage_estimator != "sft" and (
+            args.num_steps_per_rollout * args.ppo_epochs > 1
+            or args.kl_coef
+            or args.rollout_correction
+            or args.advantage_estimator == "dpo"
+        ):
             self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
         return "old_log_probs" in data
 
@@ -463,6 +478,8 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
     Raises:
         RolloutDataError: one is missing.
     """
+    if args.advantage_estimator == "dpo" and "advantages" in names:
+        raise RolloutDataError("rollout data has 'advantages', which policy_loss_type='dpo' computes; leave them out")
     if role == "critic" or "advantages" not in names:
         needed = list(NEEDS.get(args.advantage_estimator, ()))
         if args.kl_coef and needed:  # an estimator of the user's may take its penalty from elsewhere

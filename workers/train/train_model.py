@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from workers.data.balance import TOKENS, SequenceCost
 from workers.data.micro_batches import MicroBatch
 from workers.weight_sync.weight_plan import Shard
 
@@ -40,16 +41,18 @@ micro-batches and all data-parallel ranks, so the function must do any normaliza
 
 @dataclass(frozen=True)
 class StepReport:
-    """Result of an optimizer step, the same on every rank.
+    """Result of an optimizer step, the same on every rank, except for the cost.
 
     Attributes:
         sums: what the loss function reported, and the loss itself as ``loss``, summed over micro-batches and dp ranks;
             with FSDP also ``computed_ratio``, how many tokens the model computed per token of the rows.
         grad_norm: of the whole model, before clipping. If it is not finite, the step was skipped.
+        cost: of this rank's micro-batches, by `TrainModel.sequence_cost`; 0 if it is not known.
     """
 
     sums: dict[str, float]
     grad_norm: float
+    cost: float = 0.0
 
 
 class TrainModel(ABC):
@@ -65,6 +68,9 @@ class TrainModel(ABC):
 
     hf_config: Any
     """The Hugging Face config."""
+
+    sequence_cost: SequenceCost = TOKENS
+    """What a row costs, by which micro-batches are ordered. `ModelWorker` sets it."""
 
     exact_digest: str | None = None
     """What `exact_decoding.probe` returned, in exact mode."""

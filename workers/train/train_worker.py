@@ -15,7 +15,7 @@ from dispatch.layout import Layout, Routing
 from dispatch.modes import Cut, DispatchMode, Join, ListMode, Mode, has_axes
 from single_controller import Dispatch, Worker, register
 from single_controller.ray.results import fetch
-from workers.data.balance import balanced_rows
+from workers.data.balance import Balance, balanced_rows
 from workers.data.rollout_data import rows_of
 from workers.recovery.snapshot_choice import Recovery, Versions
 
@@ -40,11 +40,11 @@ class Referred:
 
     Attributes:
         ref: the reference.
-        parts: order the rows so that this many equal shards have about as many tokens each; None keeps the order.
+        balance: how to order the rows; None keeps the order.
     """
 
     ref: Any
-    parts: int | None = None
+    balance: Balance | None = None
 
 
 def own_rows(given: Any, dp_rank: int, dp_size: int = 1) -> Any:
@@ -60,8 +60,8 @@ def own_rows(given: Any, dp_rank: int, dp_size: int = 1) -> Any:
     if not isinstance(given, Referred):
         return given
     whole = fetch(given.ref)
-    if given.parts is not None:
-        whole = balanced_rows(whole, given.parts)
+    if given.balance is not None:
+        whole = balanced_rows(whole, given.balance)
     share = share_rows(len(whole["input_ids"]), dp_size, "ragged")[dp_rank]
     return rows_of(whole, slice(*share.ranges[0]))
 

@@ -1,6 +1,6 @@
 """What senders and receivers of weights agree on: the steps of an update, messages, time and errors.
 
-An update has these steps. docs/internals/weight-sync.md has them as a state machine, with what happens at a failure.
+An update has these steps. docs/internals/weight-sync.md has the states of a receiver, and what happens at a failure.
 
 1. *Begin.* Train rank 0 calls ``begin_weights`` on all receivers, which answer with what they hold. The train ranks
    tell rank 0 what they have. Rank 0 makes the plan (`workers.weight_sync.weight_plan`), or finds that the last one

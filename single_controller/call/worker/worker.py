@@ -248,8 +248,8 @@ class Worker(VerlWorker):
 
         Args:
             sizes: axis -> number of coordinates. Optional; with it, a missing rank is noticed.
-            axes: axis -> coordinate, from 0: dp, tp, pp, cp, and any other name for your own use. An axis that is not
-                given has size 1.
+            axes: axis -> coordinate, from 0: dp, tp, pp, cp, sp, and any other name for your own use. An axis that is
+                not given has size 1.
 
         Raises:
             ValueError: no axis is given, or a coordinate is not an integer >= 0 and below its size.

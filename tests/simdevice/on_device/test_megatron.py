@@ -3,7 +3,7 @@
 import pytest
 import torch
 from reference import ReferenceGRPO, small_llama
-from train_helpers import rollout, saved
+from train_helpers import assert_seeds_decide, rollout, saved
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from workers.fsdp.fsdp_worker import FSDPTrainWorker
@@ -71,16 +71,11 @@ def test_random_numbers_of_the_tensor_parallel_region_depend_on_the_seed(args):
     """Dropout there draws from a generator of megatron's, whose state is in device memory."""
     with worker() as group:
         group.init(args, "actor")
-        first, again, other = group.execute_with_func_generator(drawn)[0]
-    assert torch.equal(first, again) and not torch.equal(first, other)
+        assert_seeds_decide(group, drawn)
 
 
 def drawn(worker):
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    found = []
-    for seed in (7, 7, 8):
-        worker.seed(seed)
-        with get_cuda_rng_tracker().fork():
-            found.append(torch.rand(4, device="cuda").cpu())
-    return found
+    with get_cuda_rng_tracker().fork():
+        return torch.rand(4, device=worker.device).cpu()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from reference import small_llama
-from train_helpers import rollout, saved
+from torch.nn.functional import dropout
+from train_helpers import assert_seeds_decide, rollout, saved
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from workers.device import every_backend
@@ -97,22 +98,21 @@ def test_critic_is_that_of_the_cpu(args, data):
 def test_dropout_on_the_device_depends_on_the_seed(args):
     with worker() as group:
         group.init(args, "actor")
-        first, again, other = group.execute_with_func_generator(drawn)[0]
-    assert torch.equal(first, again) and not torch.equal(first, other)
+        assert_seeds_decide(group, lambda worker: dropout(torch.ones(64, device=worker.device)).cpu())
 
 
-def drawn(worker):
-    found = []
-    for seed in (7, 7, 8):
-        worker.seed(seed)
-        found.append(torch.nn.functional.dropout(torch.ones(64, device=worker.device)).cpu())
-    return found
-
-
-@pytest.mark.parametrize("extra", [{}, {"fsdp_cpu_offload": True}, {"lora_rank": 4}, {"exact": True}], ids=str)
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"fsdp_cpu_offload": True}, {"lora_rank": 4}, {"exact": True}, {"fsdp_reduce_dtype": "fp64"},
+     {"rollout_top_k": 9}, {"rollout_top_k": 9, "exact": True}],
+    ids=str,
+)  # fmt: skip
 def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data, extra):
     """In a step and in a pass without gradients: the loop over micro-batches reads nothing and copies nothing that it
     waits for."""
+    if "rollout_top_k" in extra:
+        data = rollout(small_llama(), left=lambda log_probs: log_probs.topk(9).indices.tolist())
+        assert data["sampling_mask_lengths"].max() == 9
     found = []
     for most in (10_000, 50, 16):
         with worker() as group:

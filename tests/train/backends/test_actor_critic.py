@@ -70,13 +70,14 @@ def mean(numbers):
 
 
 def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_folder, data):
+    """Two ranks have a part of the rows each, or of the sequence."""
     counts = data["loss_mask"] != 0
     rewards = torch.zeros(counts.shape)
     for row in range(len(data)):
         rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
     losses, weights = [], []
-    for ranks in (1, 2):
-        actor, critic = pair_of(ranks, {"hf_checkpoint": llama_folder, **PPO})
+    for ranks, share in ((1, 1), (2, 1), (2, 2)):
+        actor, critic = pair_of(ranks, {"hf_checkpoint": llama_folder, **PPO, "sequence_parallel_size": share})
         values = critic.worker_group.compute_values(data)
         advantages, returns = estimates(rewards, values, counts, 0.98, 0.9)
         of_critic, of_actor = learn(critic, 0, data), learn(actor, 0, data)
@@ -87,8 +88,9 @@ def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_fol
         again = [learn(group, 1, data)["loss"] for group in (actor, critic)]
         losses.append([of_actor["loss"], of_critic["loss"], *again])
         weights.append([whole_weights(actor), whole_weights(critic)])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    assert all(distance(one, two) < 1e-4 for one, two in zip(*weights, strict=True))
+    for k in (1, 2):
+        assert losses[k] == pytest.approx(losses[0], abs=1e-4)
+        assert all(distance(one, other) < 1e-4 for one, other in zip(weights[0], weights[k], strict=True))
     assert losses[0][1] != losses[0][3], "the values of an earlier rollout were used again"
 
 

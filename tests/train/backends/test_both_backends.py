@@ -43,7 +43,9 @@ class Way:
         """What the group's get_parallel_config() returns."""
         if self.backend == "fsdp":
             shard = self.sizes.get("fsdp_shard_size", self.ranks)
-            return {"dp_size": self.ranks, "shard_size": shard, "replicas": self.ranks // shard}
+            sp = self.sizes.get("sequence_parallel_size", 1)
+            replicas = self.ranks // shard
+            return {"dp_size": self.ranks // sp, "sp_size": sp, "shard_size": shard, "replicas": replicas}
         tp = self.sizes.get("tensor_model_parallel_size", 1)
         pp = self.sizes.get("pipeline_model_parallel_size", 1)
         return {"dp_size": self.ranks // tp // pp, "tp_size": tp, "pp_size": pp, "cp_size": 1}
@@ -53,10 +55,11 @@ TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 FSDP1, FSDP2, FSDP4 = (Way("fsdp", ranks) for ranks in (1, 2, 4))
 HSDP = Way("fsdp", 4, {"fsdp_shard_size": 2})
+SP2_DP2 = Way("fsdp", 4, {"sequence_parallel_size": 2})
 TP2, PP2, DP2, DP4 = Way("megatron", 2, TP), Way("megatron", 2, PP), Way("megatron", 2), Way("megatron", 4)
 TP2_DP2, TP2_PP2 = Way("megatron", 4, TP), Way("megatron", 4, TP | PP)
 NAMES = {"FSDP1": FSDP1, "FSDP2": FSDP2, "FSDP4": FSDP4, "HSDP": HSDP, "TP2": TP2, "PP2": PP2, "DP2": DP2, "DP4": DP4,
-         "TP2_DP2": TP2_DP2, "TP2_PP2": TP2_PP2}  # fmt: skip
+         "TP2_DP2": TP2_DP2, "TP2_PP2": TP2_PP2, "SP2_DP2": SP2_DP2}  # fmt: skip
 
 
 def called(value):
@@ -98,6 +101,8 @@ def arguments(way, folder, **args):
         (FSDP2, {"balance_data": True, "gradient_checkpointing": True}),
         pytest.param(FSDP4, {"balance_data": True}, marks=four_of_fsdp),
         pytest.param(HSDP, {"loss_aggregation": "sequence"}, marks=four_of_fsdp),
+        pytest.param(HSDP, {"fsdp_reduce_dtype": "fp64", "fsdp_cpu_offload": True}, marks=four_of_fsdp),
+        pytest.param(SP2_DP2, {"balance_data": True}, marks=four_of_fsdp),
         (TP2, {}),
         (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
         (TP2_PP2, {"loss_aggregation": "sequence"}),

@@ -10,7 +10,7 @@ import torch
 from rollout_helpers import LLAMA, Toy
 from train_helpers import begin, distance, learn, whole_weights
 
-from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller import Broadcast, RayClassWithInitArgs, RayWorkerGroup
 from workers import HFEngine, RolloutManager, RolloutStream, SampleBuffer, SamplingParams
 from workers.algorithms.corrections import PRESETS
 from workers.weight_sync.sync_protocol import WeightSyncError
@@ -141,6 +141,58 @@ def test_a_replayed_step_is_equal(fsdp_groups, synchronous, tmp_path):
         found = learn(group, ROLLOUTS - 1, data[ROLLOUTS - 1])
         assert timeless(found, "staleness") == timeless(metrics[ROLLOUTS - 1], "staleness")
         assert distance(whole_weights(group), weights) == 0.0
+
+
+ROW_BY_ROW = {"max_tokens_per_micro_batch": 1, "fsdp_reduce_dtype": "fp64"}
+
+
+def test_gradients_and_the_number_of_ranks(fsdp_groups, synchronous):
+    """In the order of the split by default: the last bits differ, but those of one split are always the same."""
+    _, data, _ = synchronous
+
+    def of(ranks, **args):
+        group = fsdp_groups(ranks)
+        begin(group, {**ARGS, **args})
+        return group.worker_group.execute_with_func_generator(gradients_of_a_step, Broadcast(data[0]))[0]
+
+    def furthest(one, other):
+        return max(float((one[name] - of_one).abs().max() / of_one.abs().max()) for name, of_one in other.items())
+
+    one, alone = of(1), of(1, **ROW_BY_ROW)
+    assert furthest(alone, one) < 1e-6
+    for ranks in (2, 4):
+        found = of(ranks)
+        assert 0 < furthest(found, one) < 1e-6 and furthest(of(ranks), found) == 0.0
+    assert furthest(of(4, **ROW_BY_ROW), alone) == 0.0
+    for name in ROW_BY_ROW:  # each of the two is needed
+        assert furthest(of(4, **{**ROW_BY_ROW, name: ARGS.get(name, "fp32")}), alone) > 0.0
+
+
+def gradients_of_a_step(worker, data):
+    found = {}
+
+    def spy(*_):
+        for name, parameter in worker.model.module.named_parameters():
+            found[name] = parameter.grad.full_tensor().clone()
+
+    hook = worker.model._optimizer.register_step_pre_hook(spy)
+    worker.train(0, data[worker.rank :: worker.world_size])
+    hook.remove()
+    return found
+
+
+@pytest.mark.full("exact gradients on three and four ranks")
+def test_row_by_row_any_number_of_ranks_trains_alike(fsdp_groups, synchronous):
+    """Three ranks share a group's rows, and 3 is no power of two."""
+    _, data, _ = synchronous
+    found = {}
+    for ranks in (1, 2, 3, 4):
+        group = fsdp_groups(ranks)
+        begin(group, {**ARGS, **ROW_BY_ROW, "clip_grad": 0.01})
+        metrics = [timeless(learn(group, step, data[step])) for step in range(3)]
+        assert min(one["grad_norm"] for one in metrics) > 0.01
+        found[ranks] = metrics, whole_weights(group)
+        assert metrics == found[1][0] and distance(found[ranks][1], found[1][1]) == 0.0, ranks
 
 
 LEVELS_AND_KINDS = ("token_tis", "seq_mis", "icepop", "geo_rs", "error_rs", "seq_mask_tis")

@@ -335,6 +335,33 @@ def test_interrupted_pass_restores_the_weights(fsdp_groups, llama_folder, data):
     torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("fails", ["register_forward_hook", "register_full_backward_pre_hook"])
+def test_step_that_failed_midway_leaves_no_gradient(fsdp_groups, llama_folder, data, dtype, fails):
+    group = fsdp_groups(2)
+    options = {"hf_checkpoint": llama_folder, "max_tokens_per_micro_batch": 32, "fsdp_reduce_dtype": dtype}
+    begin(group, options)
+    expected, weights = learn(group, 0, data), whole_weights(group)
+
+    def break_off(worker):
+        def full(*_):
+            worker.passes += 1
+            if worker.passes == 3:
+                raise torch.OutOfMemoryError("no memory left")
+
+        worker.passes = 0
+        worker.hook = getattr(worker.model.module.model.layers[0].self_attn.o_proj, fails)(full)
+
+    begin(group, options)
+    group.worker_group.compute_log_prob(data)  # finds out whether the model can be packed
+    group.worker_group.execute_with_func_generator(break_off)
+    with pytest.raises(WorkerError, match="no memory left"):
+        group.worker_group.train(0, data)
+    group.worker_group.execute_with_func_generator(lambda worker: worker.hook.remove())
+    assert {**learn(group, 0, data), "seconds": 0} == {**expected, "seconds": 0}
+    assert distance(whole_weights(group), weights) == 0.0
+
+
 def test_folder_with_missing_weights_is_rejected(fsdp_groups, llama_folder, tmp_path):
     model = small_llama()
     state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}

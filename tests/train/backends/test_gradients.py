@@ -8,11 +8,12 @@ import test_estimators
 import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled
-from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, TP2, TP2_DP2, TP2_PP2, arguments, called
+from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, SP2_DP2, TP2, TP2_DP2, TP2_PP2, arguments, called
 from train_helpers import begin, distance, gradients, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from single_controller import Broadcast, WorkerError
+from workers.train.args import read_args
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -139,6 +140,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
                 (FSDP1, 16),
                 (FSDP2, 1000),
                 (FSDP4, 40),
+                (SP2_DP2, 20),
                 (TP2, 1000),
                 (PP2, 1000),
                 (DP2, 40),
@@ -314,3 +316,64 @@ def test_estimators_on_ranks_match_plain_loops(fsdp_groups, megatron_groups, lla
             found.append(whole_weights(group))
         assert distance(*found) < 1e-5, name
         assert distance(found[0], before) > 1e-3, name
+
+
+SUPERVISED = {
+    "sft": {"policy_loss_type": "sft"},
+    "sft, mean of rows": {"policy_loss_type": "sft", "loss_aggregation": "sequence"},
+    "dpo": {"policy_loss_type": "dpo", "dpo_beta": 0.3},
+}
+
+
+@pytest.mark.parametrize(("way", "most"), [(FSDP2, 40), (PP2, 1000)], ids=called)
+def test_supervised_losses_match_plain_loops(fsdp_groups, megatron_groups, llama_folder, off_policy, way, most):
+    """The two rows of each pair are on different dp ranks, and in different micro-batches."""
+    count = len(off_policy) // 2 * 2
+    rows = off_policy[:count].exclude("rewards", "group_ids", "old_log_probs", "rollout_log_probs")
+    model = small_llama().double()
+    plain = ReferenceGRPO(model)
+
+    def losses(name):
+        log_probs = []
+        for row in range(count):
+            tokens = plain._tokens(model, rows, row)
+            log_probs.append([tokens[t][0] for t in tokens if rows["loss_mask"][row, t]])
+        if name == "dpo":
+            ref = torch.where(rows["loss_mask"] != 0, rows["ref_log_probs"], 0.0).double().sum(1)
+            above = [sum(of) - ref[row] for row, of in enumerate(log_probs)]
+            # The first rows are the chosen ones of odd pairs, the second ones those of even pairs.
+            margins = [0.3 * (above[k] - above[k + count // 2]) * (1 if k % 2 else -1) for k in range(count // 2)]
+            return sum(-torch.nn.functional.logsigmoid(margin) for margin in margins) / len(margins), margins
+        if name == "sft":
+            every = [one for of in log_probs for one in of]
+            return -sum(every) / len(every), None
+        means = [sum(of) / len(of) for of in log_probs if of]
+        return -sum(means) / len(means), None
+
+    pairs = torch.arange(count) % (count // 2)
+    preferred = (torch.arange(count) < count // 2) == (pairs % 2 == 1)
+    given = rows.clone().set("group_ids", pairs).set("rewards", preferred.float())
+    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    begin(group, arguments(way, llama_folder, **EXPOSED))
+    cases = {
+        name: {
+            key: value
+            for key, value in read_args(case).items()
+            if key in {*case, "advantage_estimator", "loss_aggregation", "loss_constant_length"}
+        }
+        for name, case in SUPERVISED.items()
+    }
+    parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(given), Broadcast(cases), most)
+    for name in SUPERVISED:
+        model.zero_grad()
+        loss, margins = losses(name)
+        loss.backward()
+        wanted = {key: value.grad for key, value in model.named_parameters()}
+        metrics = parts[0][name][0]
+        assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-4), name
+        assert distance(assembled([part[name][1] for part in parts]), wanted) < 1e-5, name
+        assert max(value.abs().max() for value in wanted.values()) > 1e-2
+        if margins is not None:
+            means = [sum(m.item() for m in margins), sum(m.item() > 0 for m in margins)]
+            found = [metrics["dpo_margin"] * len(margins), metrics["dpo_accuracy"] * len(margins)]
+            assert found == pytest.approx(means, rel=1e-3) and 0 < means[1] < len(margins)

@@ -19,6 +19,7 @@ WAYS = {
     "fsdp2": (2, 1, {**FSDP}),
     "fsdp2-lora": (2, 1, {**FSDP, "lora_rank": 4}),
     "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
+    "sp2-dp2": (4, 1, {**FSDP, "sequence_parallel_size": 2}),
     "tp2": (2, 1, {**MEGATRON, **TP2}),
     "dp2-distributed": (2, 1, {**MEGATRON, "use_distributed_optimizer": True}),
     "dp2-distributed-bf16": (2, 1, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),

@@ -17,6 +17,7 @@ WAYS = {
     "fsdp2": (2, 1, FSDP),
     "fsdp4": (4, 3, FSDP),
     "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
+    "sp2-dp2": (4, 2, {**FSDP, "sequence_parallel_size": 2}),
     "dp2": (2, 1, MEGATRON),
     "tp2-dp2": (4, 2, {**MEGATRON, "tensor_model_parallel_size": 2}),
     "pp2-dp2": (4, 2, {**MEGATRON, "pipeline_model_parallel_size": 2}),

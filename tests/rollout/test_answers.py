@@ -1,0 +1,257 @@
+"""exact_match, number_match, math_match and soft_overlong: what is right, what is not, and what ends a comparison."""
+
+import functools
+import inspect
+import random
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+from waits import wait_until
+
+from workers.algorithms.advantages import overlong_penalty
+from workers.rollout.rewards.answers import exact_match, math_match, number_match, soft_overlong
+
+needs_math = functools.partial(pytest.importorskip, "math_verify", reason="the extra `math` is not installed")
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "completion, label, right",
+    [
+        ("Paris", "Paris", True),
+        ("  Paris\n", "Paris", True),
+        ("New \n York", "New York", True),
+        ("paris", "Paris", False),
+        ("Paris.", "Paris", False),
+        ("", "Paris", False),
+        ("4", 4, True),
+        ("4.0", 4, False),
+        ("b", ["a", "b"], True),
+        ("a b", ["a", "b"], False),
+        ("", [], False),
+    ],
+)
+def test_exact_match(completion, label, right):
+    assert exact_match(completion, label) == float(right)
+
+
+def test_exact_match_without_case():
+    assert exact_match("STRASSE", "straße", ignore_case=True) == 1.0
+    assert exact_match("STRASSE", "straße") == 0.0
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("7", 7),
+        ("The answer is 7.", 7),
+        ("It is 7, not 8? No: 7", 7),
+        ("1,234", 1234),
+        ("1,234,567.5", 1234567.5),
+        ("1{,}234", 1234),
+        (r"1\,234", 1234),
+        ("-3", -3),
+        ("\u22123", -3),
+        ("+3", 3),
+        ("x=-3", -3),
+        ("10-3", 3),
+        ("10 - 3", 3),
+        ("- 3 apples", 3),  # an item of a list
+        (".5", Fraction(1, 2)),
+        ("-0.5", Fraction(-1, 2)),
+        ("0.1", Fraction(1, 10)),
+        ("1e3", 1000),
+        ("2.5E-2", Fraction(1, 40)),
+        ("3/4", Fraction(3, 4)),
+        ("-3 / 4", Fraction(-3, 4)),
+        ("1 1/2", Fraction(3, 2)),
+        ("-4 4/9", Fraction(-40, 9)),
+        ("0 4/9", Fraction(4, 9)),
+        ("11 7/6", Fraction(7, 6)),  # no mixed number
+        ("11\n5/6", Fraction(5, 6)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"\dfrac{ 3 }{ 4 }", Fraction(3, 4)),
+        (r"-\frac{3}{4}", Fraction(-3, 4)),
+        (r"\frac{-3}{4}", Fraction(-3, 4)),
+        (r"-\frac{-3}{4}", Fraction(3, 4)),
+        (r"\frac{1.5}{3}", Fraction(1, 2)),
+        ("$5", 5),
+        ("-$1,234.50", Fraction(-2469, 2)),
+        (r"\$12", 12),
+        ("033", 33),
+        ("-0", 0),
+        ("5 apples", 5),
+        ("12 and 3,4", 4),  # two numbers, since 3,4 has no group of three digits
+        ("5/6/2024", 2024),
+        (r"so 12 + 1 is \boxed{13}, as 9 said", 13),
+        (r"\boxed{1} or \boxed{\frac{1}{2}}", Fraction(1, 2)),
+        (r"\fbox{x}\boxed {x = {7}}", 7),
+        ("5 + 5 = 10\n#### 11", 11),
+        ("#### 11\n#### 12 apples", 12),
+        ("1" * 300, int("1" * 300)),
+    ],
+)
+def test_number_in_a_text(text, value):
+    assert number_match(text, value if isinstance(value, int) else str(value)) == 1.0
+    assert number_match(text, str(Fraction(value) + 1)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "none",
+        "v2",
+        "x_2",
+        "1/0",
+        r"\frac{1}{0}",
+        r"\boxed{}",
+        r"3 \boxed{12",
+        r"3 \boxed{none}",
+        "3 ####",
+        "1e999999999",
+        "1" * 301,
+        "½",
+    ],
+)
+def test_text_without_a_number_is_wrong(text):
+    assert number_match(text, 0) == number_match(text, 3) == number_match(text, 2) == 0.0
+
+
+@pytest.mark.parametrize("text, right", [("50%", [50, 0.5]), (r"12.5\%", [12.5, 0.125]), ("1/2 %", [0.5, 0.005])])
+def test_percentage_is_both(text, right):
+    assert all(number_match(text, one) for one in right) and not number_match(text, 5)
+    assert all(number_match(str(one), text) for one in right)
+
+
+def test_labels_of_all_kinds():
+    assert number_match("so 72", "He sold 48+24 = 72 clips.\n#### 72") == 1.0
+    assert number_match("0.30000000000000004", 0.1 + 0.2) == 1.0
+    assert number_match("0.3", 0.1 + 0.2) == 0.0
+    assert number_match("3", [2, 3]) == 1.0 and number_match("4", [2, 3]) == 0.0
+    for label in ("none", None, float("nan"), float("inf"), True, "", [3, "x"]):
+        with pytest.raises(ValueError, match="has no number"):
+            number_match("4", label)
+
+
+def test_tolerance_against_its_definition():
+    draw = random.Random(0)
+    for _ in range(300):
+        y = Fraction(draw.randint(-50, 50), draw.choice([1, 10, 100]))
+        x = y + Fraction(draw.randint(-300, 300), 10_000)
+        tolerance = draw.choice([0, 0.125, 2**-7, 2**-10])
+        right = abs(x - y) <= Fraction(tolerance) * max(1, abs(y))
+        assert number_match(f"it is {float(x)!r}", float(y), tolerance=tolerance) == right
+
+
+def test_long_texts_take_no_time():
+    for text in (
+        "1" * 200_000,
+        "1 " * 100_000,
+        "1," * 100_000,
+        "1/" * 100_000,
+        r"\boxed{" * 30_000,
+        "-" * 200_000,
+        "$" * 99_999,
+    ):
+        began = time.monotonic()
+        number_match(text, 5)
+        assert time.monotonic() - began < 5
+
+
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "completion, label, right",
+    [
+        (r"so \boxed{(x-1)(x+1)}", "x^2-1", True),
+        (r"so \boxed{(x-1)(x+2)}", "x^2-1", False),
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"the answer is $\frac{2}{4}$", r"\frac{1}{2}", True),
+        (r"$\frac{2}{4}$", r"$\boxed{\frac{1}{2}}$", True),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", True),
+        (r"\boxed{[1, 2)}", "[1,2)", True),
+        (r"\boxed{(1, 2)}", "[1,2)", False),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
+        ("42", 42, True),
+        (r"\boxed{3}", ["4", "3"], True),
+        ("I do not know", "4", False),
+        ("", "4", False),
+        (r"\boxed{", "4", False),
+        (r"\boxed{\frac{1}{0}}", "4", False),
+        (r"\boxed{4", "4", False),
+        ("\ud800 $4$", "4", True),
+    ],
+)
+def test_math_match(completion, label, right):
+    needs_math()
+    assert math_match(completion, label, timeout=20) == float(right)
+
+
+def test_comparison_that_does_not_end_is_ended_and_the_next_one_works():
+    """In any thread: math-verify's own limits need the main one."""
+    needs_math()
+    found = []
+
+    def compare():
+        began = time.monotonic()
+        found.append(math_match(r"\boxed{9^{9^{9^{9}}}}", "1", timeout=1.0))
+        found.append(time.monotonic() - began)
+        found.append(math_match(r"\boxed{1}", "1", timeout=20))
+
+    threads = [threading.Thread(target=compare) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), 60)
+    assert found.count(1.0) == 2 and found.count(0.0) == 2 and max(found) < 30
+
+
+def test_process_that_has_died_is_replaced():
+    needs_math()
+    from workers.rollout.rewards import math_process
+
+    assert math_match("4", 4, timeout=20) == 1.0
+    math_process._PROCESS._process.kill()
+    math_process._PROCESS._process.wait()
+    assert math_match("4", 4, timeout=20) == 1.0
+
+
+def test_math_verify_that_is_not_installed_is_named(monkeypatch, tmp_path):
+    from workers.rollout.rewards import math_process
+
+    (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(name='math_verify')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(math_process, "_PROCESS", math_process._MathProcess())
+    with pytest.raises(ImportError, match=r"'math_verify' is not installed: pip install 'single-controller\[math\]'"):
+        math_match("4", 4)
+    math_process._PROCESS._process.kill()
+    math_process._PROCESS._process.wait()
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+def test_soft_overlong_against_the_paper():
+    for length in range(0, 25):
+        if length <= 20 - 8:
+            expected = 0.0
+        elif length <= 20:
+            expected = ((20 - 8) - length) / 8
+        else:
+            expected = -1.0
+        found = soft_overlong([1] * length, max_length=20, buffer=8)
+        assert found == expected == overlong_penalty(torch.tensor([length]), 20, 8).item()
+
+
+def test_options_can_be_set_and_leave_what_the_data_gives():
+    for function in (exact_match, number_match, math_match):
+        assert list(inspect.signature(function).parameters)[:2] == ["completion", "label"]

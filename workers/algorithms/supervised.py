@@ -1,0 +1,98 @@
+"""Supervised fine-tuning and DPO, which need no rollout workers: their data is given.
+
+Both are a policy loss, chosen by ``policy_loss_type``, with the advantages that belong to it. So all that training a
+policy has is theirs too: packing, adapters, recomputation, checkpoints, recovery.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from workers.algorithms.estimators import AdvantageRows
+from workers.algorithms.policy_losses import PolicyTokens
+from workers.data.rollout_data import RolloutDataError
+
+_LARGEST_SHARE = 1 - 1e-6
+"""Bounds the reported loss of a pair at 13.8 nats. Its gradient has no bound."""
+
+
+def sft_advantages(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Return 1 for each row. Give ``advantages`` in the data instead to weight rows or tokens."""
+    return torch.ones(len(rows["input_ids"]))
+
+
+def sft_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Supervised fine-tuning: the cross-entropy of each token, -log p, times its advantage, in nats."""
+    return -tokens.advantages * tokens.log_probs, {}
+
+
+def dpo_advantages(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290).
+
+    With x the sum over a completion's tokens of log(p / p_ref), and c and r the chosen and the rejected one of a pair,
+    the loss is -log s(m) with the margin m = beta (x_c - x_r) and the logistic function s. Its derivatives by the
+    log-probabilities of all tokens of c and r are -beta s(-m) and beta s(-m). So in the first optimizer step, in which
+    ``old_log_probs`` are the policy's own, it is the plain policy gradient with the advantages beta s(-m) and
+    -beta s(-m). They are doubled because the loss is the mean over rows, of which a pair has two.
+
+    Pairs have the same number in ``group_ids``; of the two, the one with the higher reward is the chosen one.
+
+    Returns:
+        (B,), of this rank's rows. The rows of a pair may be on different ranks.
+
+    Raises:
+        RolloutDataError: see `pairs`.
+    """
+    log_ratios = rows["old_log_probs"].double() - rows["ref_log_probs"].double()
+    sums = torch.where(rows["loss_mask"] != 0, log_ratios, 0.0).sum(1)  # other entries may be NaN
+    margins = args.dpo_beta * rows.everywhere(sums)
+    chosen, rejected = pairs(rows.everywhere("group_ids"), rows.everywhere("rewards"))
+    slopes = 2 * args.dpo_beta * torch.sigmoid(margins[rejected] - margins[chosen])
+    advantages = torch.zeros(len(margins), dtype=torch.double)
+    advantages[chosen], advantages[rejected] = slopes, -slopes
+    return rows.own(advantages.float())
+
+
+def dpo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """DPO: see `dpo_advantages`. The loss of a pair stands at the first token of both its rows, so the mean over rows
+    is the mean over pairs. Metrics: ``dpo_accuracy``, the share of pairs whose margin is positive, and ``dpo_margin``,
+    its mean, in nats."""
+    share = (tokens.advantages.abs() / (2 * args.dpo_beta)).clamp(min=1e-30, max=_LARGEST_SHARE)  # s(-m)
+    first = tokens.mask & (tokens.mask.cumsum(1) == 1)
+    margin = torch.log1p(-share) - share.log()
+    # The value is the pair's loss, the gradient is the policy gradient.
+    loss = torch.where(first, F.softplus(-margin), 0.0)
+    loss = loss - tokens.advantages * (tokens.log_probs - tokens.log_probs.detach())
+    return loss, {"dpo_accuracy": first & (margin > 0), "dpo_margin": torch.where(first, margin, 0.0)}
+
+
+def pairs(group_ids: torch.Tensor, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of the chosen completions and those of the rejected ones, (pairs,) int64 each.
+
+    Args:
+        group_ids: (N,), the same number for the two rows of a pair.
+        rewards: (N,).
+
+    Raises:
+        RolloutDataError: a group has another number of rows than two, or equal rewards.
+    """
+    ids, sizes = group_ids.unique(return_counts=True)
+    if bool((sizes != 2).any()):
+        which = int((sizes != 2).nonzero()[0])
+        raise RolloutDataError(
+            f"rollout data: {int(sizes[which])} rows have the group id {int(ids[which])}; policy_loss_type='dpo' needs "
+            "pairs: two rows, of which the chosen one has the higher reward"
+        )
+    rows = group_ids.argsort(stable=True).view(-1, 2)
+    of_pairs = rewards[rows]
+    if bool((of_pairs[:, 0] == of_pairs[:, 1]).any()):
+        row = int(rows[of_pairs[:, 0] == of_pairs[:, 1]][0, 0])
+        raise RolloutDataError(
+            f"rollout data: the two rows of group {int(group_ids[row])} have the same reward, so neither is preferred; "
+            "policy_loss_type='dpo' trains towards the one with the higher reward"
+        )
+    best = of_pairs.argmax(1, keepdim=True)
+    return rows.gather(1, best)[:, 0], rows.gather(1, 1 - best)[:, 0]

@@ -1,0 +1,84 @@
+"""text_reward: makes a reward function of texts one of token ids, as `RolloutManager` calls it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from workers.rollout.rewards.reward_calls import RewardFunction
+from workers.train.args_checks import READY_REWARDS, TrainArgsError, function_at
+
+_OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "info")
+
+
+def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
+    """Return a reward function that decodes, and calls ``function`` by keyword with what its parameters name:
+    ``prompt`` and ``completion``, the texts; ``prompt_ids`` and ``completion_ids``, their tokens; ``info``, see
+    `Completion.info`; and columns of the data, such as ``label``. With ``**columns`` it gets all.
+
+        manager = RolloutManager(group, how, text_reward(number_match, tokenizer))
+
+    The completion is without special tokens, such as the one that ended it; the prompt is with them. A column with the
+    name of an option, such as ``tolerance``, sets it for its row.
+
+    Args:
+        function: plain or ``async def``; it returns what a `RewardFunction` returns. Set options of a ready function
+            with `functools.partial`.
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        TypeError: it is no function, or has no parameter for the completion.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    needed = {one.name for one in parameters if one.name in names and one.default is one.empty}
+    if not takes_all and not names & {"completion", "completion_ids"}:
+        raise TypeError(
+            f"text_reward(): {function!r} has no parameter `completion` or `completion_ids`; it has "
+            f"{', '.join(sorted(names)) or 'none'}"
+        )
+
+    def arguments(prompt: Sequence[int], completion: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
+        values = {**given, "prompt_ids": list(prompt), "completion_ids": list(completion)}
+        if takes_all or "prompt" in names:
+            values["prompt"] = tokenizer.decode(list(prompt))
+        if takes_all or "completion" in names:
+            values["completion"] = tokenizer.decode(list(completion), skip_special_tokens=True)
+        if missing := needed - values.keys():
+            columns = ", ".join(name for name in given if name not in _OWN) or "none"
+            raise ValueError(f"{function!r:.80} needs {', '.join(sorted(missing))}; the data has the columns {columns}")
+        return values if takes_all else {name: value for name, value in values.items() if name in names}
+
+    # Two positional parameters without a name that a column could have. RewardRunner looks for one called `info`.
+    if inspect.iscoroutinefunction(function):
+
+        async def awaited(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
+            return await function(**arguments(prompt, completion, {**columns, "info": info}))
+
+        return awaited
+
+    def plain(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
+        return function(**arguments(prompt, completion, {**columns, "info": info}))
+
+    return plain
+
+
+def reward_of(args: Any, tokenizer: Any) -> RewardFunction:
+    """Return the reward function that a training run's configuration names, as one of token ids.
+
+    Args:
+        args: the configuration, from `read_args`.
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        TrainArgsError: it names none, or one that cannot be imported.
+        TypeError: see `text_reward`.
+    """
+    name = args.reward_function
+    if name is None:
+        raise TrainArgsError(
+            f"args.reward_function is not set; choose {', '.join(READY_REWARDS)} or the dotted path of a function"
+        )
+    return text_reward(function_at(READY_REWARDS.get(name, name), "reward_function"), tokenizer)
