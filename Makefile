@@ -2,6 +2,7 @@
 #
 #   make test ARGS="-k layout"        arguments for pytest
 #   make demo ARGS="task=sort"         arguments for the script
+#   make demo ARGS="loss=sft"          supervised fine-tuning instead of GRPO
 #   make benchmark ARGS="--quick"     arguments for the benchmark
 #   make test JOBS=1                  tests in one process (2 otherwise), each with a Ray of its own
 #   make test PYTHON=python3.12       another Python for the set-up
@@ -46,7 +47,7 @@ setup-vllm: $(VLLM_READY)
 
 # `make demo ARGS="engine=vllm"` makes vLLM's environment on first use.
 demo: $(READY) $(if $(findstring engine=vllm,$(ARGS)),$(VLLM_READY))
-	@$(PY) tutorials/train_grpo.py $(ARGS)
+	@$(PY) tutorials/$(if $(findstring loss=sft,$(ARGS)),train_sft,train_grpo).py $(ARGS)
 
 test: lint
 	@$(PY) -m pytest -n $(JOBS) $(ARGS)

@@ -61,6 +61,7 @@ def mean_loss(group, rows):
 
 def main():
     given = OmegaConf.to_container(OmegaConf.from_cli(sys.argv[1:]))
+    given.pop("loss", None)  # by which `make demo` chooses this script
     own = {key: value for key, value in USUAL.items() if key != "hf_config" or "hf_checkpoint" not in given}
     if "rollout_data" not in given:
         own["rollout_data"] = write_sums(OUT / "train.jsonl", 5000, wrong=0.5)

@@ -186,7 +186,7 @@ class PromptData:
         return None if self._max_prompt_len is not None and len(ids) > self._max_prompt_len else (ids, columns)
 
     def _entry(self, row: Mapping[str, Any], name: str, key: str) -> Any:
-        if row.get(name) is None:
+        if name not in row:
             raise ValueError(f"has no {name!r} ({key}); it has {_names(row)}")
         return row[name]
 
@@ -198,6 +198,8 @@ class PromptData:
         if self._label_key is None:
             return columns
         label = self._entry(row, self._label_key, "label_key")
+        if label is None:
+            raise ValueError(f"has no {self._label_key!r} (label_key): it is null")
         if "label" in columns:
             raise DataError(
                 f"the data has a column 'label', and {self._label_key!r} is to become the reward function's 'label' "

@@ -82,8 +82,8 @@ class SFTData(PromptData):
                 text = self._text(messages[:until], add_generation_prompt=begins) if until else ""
                 if not text.startswith(done):
                     raise ValueError(
-                        f"the chat template writes message {number} of {self._input_key!r} in another way once further "
-                        "messages follow, so its tokens cannot be told from those of the prompt"
+                        f"the chat template writes the messages before message {number} of {self._input_key!r} in "
+                        "another way once it follows, so which tokens are trained cannot be told"
                     )
                 part = self._encoded(text[len(done) :], add_special_tokens=False)
                 ids, mask, done = ids + part, mask + [trained] * len(part), text
