@@ -147,7 +147,7 @@ def reward(prompt, completion, label, level):
         ),
     ],
 )
-def test_run_on_a_file_continues_with_the_next_row(other_drivers, options, tmp_path):
+def test_run_on_a_file_continues_with_the_next_row(options, tmp_path):
     """One argument trains on a file. A run that is started again trains the rows of the one that was not ended."""
     rows = [{"prompt": f"{number} ", "label": str(number % 10), "level": number} for number in range(30)]
     rows[7]["prompt"] = rows[11]["prompt"] = "long" * 10
@@ -166,7 +166,7 @@ def test_run_on_a_file_continues_with_the_next_row(other_drivers, options, tmp_p
         )
         given += (f"tensorboard_dir={tmp_path}/{name}/log", *more)
         seen = tmp_path / f"{name}.jsonl"
-        around = {**environment(), **other_drivers, "PYTHONPATH": str(tmp_path), "SEEN": str(seen)}
+        around = {**environment(), "PYTHONPATH": str(tmp_path), "SEEN": str(seen)}
         command = [sys.executable, str(TUTORIALS / "train_grpo.py"), *given]
         done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=110)
         assert not done.returncode, done.stdout + done.stderr
