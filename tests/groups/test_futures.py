@@ -66,27 +66,6 @@ def test_await(counters):
     assert asyncio.run(main()) == [[100, 101, 102, 103], (0, 1)]
 
 
-@pytest.mark.alone
-@overlapping
-def test_await_costs_little_more_than_a_blocking_wait(counters):
-    """Both calls return futures, so they go the same way. The waits of the two kinds alternate, so a slow machine slows
-    both."""
-
-    async def main():
-        blocking, awaited = [], []
-        for _ in range(20):
-            begin = time.perf_counter()
-            counters.add.remote(0).result()
-            middle = time.perf_counter()
-            await counters.add.remote(0)
-            blocking.append(middle - begin)
-            awaited.append(time.perf_counter() - middle)
-        return statistics.median(blocking), statistics.median(awaited)
-
-    blocking, awaited = asyncio.run(main())
-    assert awaited < 3 * blocking, f"{awaited * 1e3:.1f} ms against {blocking * 1e3:.1f} ms"
-
-
 @pytest.mark.ray_when_full
 def test_await_joins_outside_the_event_loop(make_group):
     group = make_group(SlowToJoin)
@@ -430,16 +409,6 @@ def test_call_that_is_withdrawn_at_once_costs_no_later_call(make_group, counters
         assert isinstance(waiting.exception(), ResultError)
 
 
-@pytest.mark.alone
-@overlapping
-def test_groups_overlap(make_group):
-    slow, other = make_group(Fragile), make_group(Fragile)
-    begin = time.monotonic()
-    futures = [slow.sleep.remote(1), other.sleep.remote(1)]
-    assert [future.result() for future in futures] == [[0, 1, 2, 3]] * 2
-    assert time.monotonic() - begin < 1.9
-
-
 def test_future_under_broadcast_and_inside_lists(counters):
     whole = counters.add.remote(0)
     assert counters.items([1, 2, 3, 4], Broadcast(whole)) == [(r, r + 1, [100, 101, 102, 103]) for r in range(4)]
@@ -535,24 +504,6 @@ def test_chain_does_not_keep_earlier_futures(counters):
         gc.collect()
 
 
-@pytest.mark.alone
-@pytest.mark.transports("ray")
-def test_await_can_be_cancelled_and_does_not_queue(make_group, counters):
-    group = make_group(Fragile)
-
-    async def main():
-        slow = [group.sleep.remote(1.0) for _ in range(2)]
-        begin = time.monotonic()
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(slow[0], 0.2)
-        waiting = [asyncio.ensure_future(_value(future)) for future in slow]
-        assert await counters.add.remote(0) == [100, 101, 102, 103]
-        assert time.monotonic() - begin < 0.9
-        return await asyncio.gather(*waiting)
-
-    assert asyncio.run(main()) == [[0, 1, 2, 3]] * 2
-
-
 async def _value(future):
     return await future
 
@@ -632,6 +583,58 @@ async def longest_pause(work):
     ticking.cancel()
     longest = max(pauses)
     return value, longest / (time.monotonic() - begin) if longest > 0.05 else 0.0
+
+
+# Tests that run alone are together, because each of them would wait for a test of the other process to end.
+
+
+@pytest.mark.alone
+@overlapping
+def test_await_costs_little_more_than_a_blocking_wait(counters):
+    """Both calls return futures, so they go the same way. The waits of the two kinds alternate, so a slow machine slows
+    both."""
+
+    async def main():
+        blocking, awaited = [], []
+        for _ in range(20):
+            begin = time.perf_counter()
+            counters.add.remote(0).result()
+            middle = time.perf_counter()
+            await counters.add.remote(0)
+            blocking.append(middle - begin)
+            awaited.append(time.perf_counter() - middle)
+        return statistics.median(blocking), statistics.median(awaited)
+
+    blocking, awaited = asyncio.run(main())
+    assert awaited < 3 * blocking, f"{awaited * 1e3:.1f} ms against {blocking * 1e3:.1f} ms"
+
+
+@pytest.mark.alone
+@overlapping
+def test_groups_overlap(make_group):
+    slow, other = make_group(Fragile), make_group(Fragile)
+    begin = time.monotonic()
+    futures = [slow.sleep.remote(1), other.sleep.remote(1)]
+    assert [future.result() for future in futures] == [[0, 1, 2, 3]] * 2
+    assert time.monotonic() - begin < 1.9
+
+
+@pytest.mark.alone
+@pytest.mark.transports("ray")
+def test_await_can_be_cancelled_and_does_not_queue(make_group, counters):
+    group = make_group(Fragile)
+
+    async def main():
+        slow = [group.sleep.remote(1.0) for _ in range(2)]
+        begin = time.monotonic()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(slow[0], 0.2)
+        waiting = [asyncio.ensure_future(_value(future)) for future in slow]
+        assert await counters.add.remote(0) == [100, 101, 102, 103]
+        assert time.monotonic() - begin < 0.9
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(main()) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.alone
