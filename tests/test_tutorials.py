@@ -1,16 +1,19 @@
-"""The tutorials `distill.py`, `score.py`, and `train_grpo.py` on a file, as a user runs them, and the formulas of the
-first against loops."""
+"""The tutorials `distill.py`, `score.py`, `train_sft.py`, and `train_grpo.py` on a file, as a user runs them, and the
+formulas of the first against loops."""
 
 import json
 import math
+import random
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from demo_runs import ROOT, environment, scalars
+from waits import wait_until
 
 from workers import SamplingParams, read_args
 from workers.algorithms.estimators import AdvantageRows
@@ -43,6 +46,36 @@ def tutorials():
     finally:
         sys.path.remove(str(TUTORIALS))
     return SimpleNamespace(script=distill, teacher=distill_teacher)
+
+
+@pytest.mark.full("fine-tuning that is killed, and GRPO after it")
+@pytest.mark.timeout(400)
+def test_fine_tuning_goes_on_after_a_kill_and_grpo_after_it(run, other_drivers, tmp_path):
+    """A run that is killed at any moment and started again ends with the same weights, to the last bit."""
+    moment = random.Random()
+
+    def given(name):
+        model = f"save_hf={tmp_path}/{name}/model"
+        return "num_rollout=60", "save_interval=4", f"save={tmp_path}/{name}", f"load={tmp_path}/{name}", model
+
+    run("train_sft.py", *given("whole"))
+    command = [sys.executable, str(TUTORIALS / "train_sft.py"), *given("killed")]
+    with subprocess.Popen(command, env=environment() | other_drivers) as process:
+        some = moment.randrange(1, 12)
+        wait_until(lambda: len(list(tmp_path.glob("killed/rollout_*"))) >= some, 120)
+        time.sleep(moment.random())
+        process.kill()
+    printed = run("train_sft.py", *given("killed"))
+    start = int(re.search(r"begins with step (\d+)", printed)[1])
+    assert 4 * (some - 1) <= start < 60
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert models[0] == models[1]
+    rows = TUTORIALS / "out" / "sft" / "train.jsonl"
+    further = ("label_key=answer", "num_rollout=60", "rollout_batch_size=16", "lr=1e-3")
+    printed = run("train_grpo.py", f"hf_checkpoint={tmp_path}/killed/model", f"rollout_data={rows}", *further)
+    first, last = map(float, re.search(r"first ([\d.]+), last ([\d.]+)", printed).groups())
+    print(f"killed after {some} checkpoints, went on with step {start}; reward of GRPO {first} to {last}")
+    assert last > first + 0.1
 
 
 @pytest.mark.timeout(180)
