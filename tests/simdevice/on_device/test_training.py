@@ -35,6 +35,7 @@ class OnCpu(FSDPTrainWorker):
     def begin(self):
         self.device = torch.device("cpu")
         initialize_distributed(self, every_backend(), self.args.distributed_timeout_minutes)
+        self._dp_group = torch.distributed.group.WORLD
         self.register_layout({"dp": self.world_size}, dp=self.rank)
 
 
