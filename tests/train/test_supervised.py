@@ -57,6 +57,7 @@ def test_pairs_are_found_by_their_number():
         ({"policy_loss_type": "sft", "kl_coef": 0.1}, "args.kl_coef=0.1 does not go with"),
         ({"policy_loss_type": "sft", "dpo_beta": 0.1}, "dpo_beta=0.1 has no effect"),
         ({"policy_loss_type": "dpo", "keep_old_actor": True}, "args.keep_old_actor=True does not go with"),
+        ({"policy_loss_type": "dpo", "overlong_filtering": True}, "args.overlong_filtering=True does not go with"),
         ({"policy_loss_type": "dpo", "ppo_epochs": 2}, "one optimizer step"),
         ({"policy_loss_type": "dpo", "num_steps_per_rollout": 2}, "one optimizer step"),
         ({"policy_loss_type": "dpo", "loss_aggregation": "token"}, "mean over pairs"),
