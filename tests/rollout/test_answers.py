@@ -3,6 +3,7 @@
 import functools
 import inspect
 import random
+import signal
 import threading
 import time
 from fractions import Fraction
@@ -213,6 +214,29 @@ def test_comparison_that_does_not_end_is_ended_and_the_next_one_works():
         thread.start()
     wait_until(lambda: not any(thread.is_alive() for thread in threads), 60)
     assert found.count(1.0) == 2 and found.count(0.0) == 2 and max(found) < 30
+
+
+def test_comparison_that_is_interrupted_leaves_no_answer_to_the_next_one():
+    needs_math()
+    assert math_match("4", 4, timeout=20) == 1.0  # the process runs
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            math_match(r"\boxed{9^{9^{9^{9}}}}", "1", timeout=5.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [math_match(str(number), "1", timeout=20) for number in (1, 2)] == [1.0, 0.0]
+
+
+def test_time_limit_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="timeout=0; expected seconds above 0"):
+        math_match("4", 4, timeout=0)
 
 
 def test_process_that_has_died_is_replaced():

@@ -159,6 +159,19 @@ def test_network_is_not_there():
         assert run_python(program, limits=CodeLimits(isolate=False)).status == 0
 
 
+def test_other_processes_are_not_seen():
+    program = f"""
+import os
+print([name for name in os.listdir("/proc") if name.isdigit() and int(name) > 2])
+print(os.path.exists("/proc/{os.getpid()}/environ") and open("/proc/{os.getpid()}/cmdline").read())
+"""
+    result = run_python(program)
+    if not result.isolated:
+        pytest.skip("the system does not allow namespaces")
+    assert result.output == "[]\nFalse\n"
+    assert str(os.getpid()) in run_python(program, limits=CodeLimits(isolate=False)).output
+
+
 DAEMON = """
 import os, sys, time
 if not os.fork():

@@ -326,6 +326,8 @@ def test_coefficients_of_the_configuration_replace_the_model_s():
     for wrong in ([1], [1, -1], [0, 0], [float("inf"), 1], [1, 2, 3]):
         with pytest.raises(TrainArgsError, match=r"sequence_cost.*two numbers"):
             read_args({"sequence_cost": wrong})
+    with pytest.raises(TrainArgsError, match=r"sequence_cost='12': expected list\[float\]"):
+        read_args({"sequence_cost": "12"})  # not 1 and 2
 
 
 @pytest.mark.parametrize(

@@ -464,7 +464,9 @@ def test_arguments_without_data_are_reported():
 def test_evaluation_has_each_row_once_and_in_order(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": None}, {"prompt": "x" * 30}])
     args = {"eval_data": path, "on_bad_row": "skip", "rollout_max_prompt_len": 20, "input_key": "prompt"}
-    prompts, extras = PromptData.from_args(args, byte_tokenizer(), key="eval_data").all()
+    data = PromptData.from_args(args, byte_tokenizer(), key="eval_data")
+    prompts, extras = data.all()
+    assert data.all() == (prompts, extras)  # at each evaluation
     assert [bytes(ids).decode() for ids in prompts] == [row["prompt"] for row in ROWS]
     assert extras == {name: [row[name] for row in ROWS] for name in ("label", "level")}
     with pytest.raises(DataError, match="none of the last 32 rows can be used"):

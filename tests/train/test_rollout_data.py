@@ -62,6 +62,7 @@ def test_driver_knows_the_vocabulary_of_a_config(tmp_path):
     [
         ({}, "actor", "rewards", "no 'group_ids', which advantage_estimator='grpo' needs"),
         ({}, "actor", "group_ids", "no 'rewards', which .* or the advantages themselves"),
+        ({"policy_loss_type": "dpo"}, "actor", "group_ids", "no 'rewards', which .* needs; add it$"),
         ({}, "actor", "advantages", None),
         ({"advantage_estimator": "reinforce_plus_plus"}, "actor", "rewards", None),
         ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, "actor", "rewards", "no 'ref_log_probs'"),

@@ -34,6 +34,7 @@ def test_rows_of_each_loss():
     [
         ({"rewards": torch.tensor([1.0, 1.0, 0.0, 3.0])}, ("ref_log_probs",), "group 7 have the same reward"),
         ({"group_ids": torch.tensor([7, 7, 7, 3])}, ("ref_log_probs",), "1 rows have the group id 3; .* needs pairs"),
+        ({"loss_mask": torch.tensor([[0, 1, 1]] * 3 + [[0, 0, 0]])}, ("ref_log_probs",), "row of group 3 has no token"),
         ({}, (), "no 'ref_log_probs'.*init\\(with_ref=True\\)"),
         ({"advantages": torch.ones(4)}, ("ref_log_probs",), "computes; leave them out"),
     ],
@@ -57,6 +58,7 @@ def test_pairs_are_found_by_their_number():
         ({"policy_loss_type": "sft", "kl_coef": 0.1}, "args.kl_coef=0.1 does not go with"),
         ({"policy_loss_type": "sft", "dpo_beta": 0.1}, "dpo_beta=0.1 has no effect"),
         ({"policy_loss_type": "dpo", "keep_old_actor": True}, "args.keep_old_actor=True does not go with"),
+        ({"policy_loss_type": "dpo", "overlong_filtering": True}, "args.overlong_filtering=True does not go with"),
         ({"policy_loss_type": "dpo", "ppo_epochs": 2}, "one optimizer step"),
         ({"policy_loss_type": "dpo", "num_steps_per_rollout": 2}, "one optimizer step"),
         ({"policy_loss_type": "dpo", "loss_aggregation": "token"}, "mean over pairs"),

@@ -69,7 +69,7 @@ NEEDS = {
 
 def missing(name: str, estimator: str) -> RolloutDataError:
     """The error for an entry that an estimator needs."""
-    hint = _HINTS.get(name, "add it, or the advantages themselves")
+    hint = _HINTS.get(name, "add it" if estimator == "dpo" else "add it, or the advantages themselves")
     return RolloutDataError(f"rollout data has no {name!r}, which advantage_estimator={estimator!r} needs; {hint}")
 
 

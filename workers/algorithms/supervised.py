@@ -6,6 +6,7 @@ policy has is theirs too: packing, adapters, recomputation, checkpoints, recover
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,6 +68,22 @@ def dpo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, t
     loss = torch.where(first, F.softplus(-margin), 0.0)
     loss = loss - tokens.advantages * (tokens.log_probs - tokens.log_probs.detach())
     return loss, {"dpo_accuracy": first & (margin > 0), "dpo_margin": torch.where(first, margin, 0.0)}
+
+
+def check_pairs(rows: Mapping[str, torch.Tensor]) -> None:
+    """Check the rows of DPO: as `pairs` does, and that each has a counted token. The mean over rows leaves out a row
+    without one, so the loss of its pair would count half.
+
+    Raises:
+        RolloutDataError: they are no pairs.
+    """
+    pairs(rows["group_ids"], rows["rewards"])
+    empty = ~(rows["loss_mask"] != 0).any(1)
+    if bool(empty.any()):
+        raise RolloutDataError(
+            f"rollout data: a row of group {int(rows['group_ids'][empty][0])} has no token that loss_mask counts; "
+            "leave out both rows of the pair, or count a token of each, such as the one that ends a completion"
+        )
 
 
 def pairs(group_ids: torch.Tensor, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

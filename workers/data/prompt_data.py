@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 from dispatch.checks import check_count
@@ -144,7 +145,11 @@ class PromptData:
         """
         if self.rows.order.length != self.rows.order.total:
             raise ValueError("PromptData.all(): open the rows with epochs=1")
-        return self.batch(self.rows.take(self.rows.order.total))
+        rows: list[Any] = []
+        with suppress(IndexError):  # after the last one
+            while True:
+                rows.append(self.rows[len(rows)])
+        return self.batch(rows)
 
     def _position(self, rollout_id: int) -> int:
         rollout, position = self._first

@@ -33,6 +33,9 @@ _BATCH_ROWS = 1024
 HUB = "hf:"
 """Prefix of a dataset's name on the hub."""
 
+_UTF8 = b"\xef\xbb\xbf"
+"""The byte order mark that a file in UTF-8 may begin with."""
+
 _JSONL, _PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 
 _OTHER_CONTENT = (
@@ -174,7 +177,7 @@ def _refuse_other_content(path: str, head: bytes) -> None:
     if not head:
         _refuse(path, "is empty")
     for begin, what in _OTHER_CONTENT:
-        if head.lstrip(b" \t\r\n").startswith(begin):
+        if head.removeprefix(_UTF8).lstrip(b" \t\r\n").startswith(begin):
             _refuse(path, what)
 
 
@@ -197,7 +200,7 @@ class JsonLines:
         weakref.finalize(self, os.close, self._file)
         head = os.pread(self._file, 64, 0)
         _refuse_other_content(path, head)
-        begin = 3 if head.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark of UTF-8
+        begin = len(_UTF8) if head.startswith(_UTF8) else 0
         self._starts, self._empty, self.bytes = _lines(self._file, begin)
         if not len(self):
             _refuse(path, "has no rows, only empty lines")
@@ -228,8 +231,10 @@ class JsonLines:
         except UnicodeDecodeError as error:
             raise ValueError(f"byte {error.start + 1} ({text[error.start]:#04x}) is not UTF-8") from None
         except json.JSONDecodeError as error:
-            cut = "; the file may be truncated" if line == len(self._starts) - 2 and text[-1:] != b"\n" else ""
-            raise ValueError(f"not valid JSON: {error.msg} (character {error.pos + 1}){cut}") from None
+            hint = "; the file may be truncated" if line == len(self._starts) - 2 and text[-1:] != b"\n" else ""
+            if text.strip() == b"{":
+                hint = "; write each object on one line (JSON Lines)"
+            raise ValueError(f"not valid JSON: {error.msg} (character {error.pos + 1}){hint}") from None
         except RecursionError:
             raise ValueError("its JSON is nested too deeply") from None
         if not isinstance(found, dict):

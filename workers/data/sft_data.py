@@ -83,7 +83,8 @@ class SFTData(PromptData):
                 if not text.startswith(done):
                     raise ValueError(
                         f"the chat template writes the messages before message {number} of {self._input_key!r} in "
-                        "another way once it follows, so which tokens are trained cannot be told"
+                        "another way once it follows, so which tokens are trained cannot be told; give one answer per "
+                        "row, the messages before it as the prompt and its text as the completion (label_key)"
                     )
                 part = self._encoded(text[len(done) :], add_special_tokens=False)
                 ids, mask, done = ids + part, mask + [trained] * len(part), text

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 
 from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
@@ -40,15 +40,22 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
     if shard_size is None or shard_size == world_size:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
         if _cached_for is None or _cached_for() is not mesh.get_group():
-            _clear_sharding_prop_cache()
+            _clear_cache()
             _cached_for = weakref.ref(mesh.get_group())
         return mesh
-    _clear_sharding_prop_cache()
+    _clear_cache()
     if world_size % shard_size:
         raise ValueError(f"fsdp_shard_size={shard_size} does not divide the group's {world_size} ranks")
     ranks = torch.arange(world_size).view(-1, shard_size)
     groups = [new_rows(rows.tolist()) for rows in (ranks.t(), ranks)]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _clear_cache() -> None:
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # torch before 2.9
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
 
 
 def build(

@@ -561,8 +561,6 @@ def read_args(given: Any = None) -> TrainArgs:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(value, str) and wanted in (list[str], list[str] | None):
             value = [value]
-        if wanted == list[float] | None and isinstance(value, Sequence):
-            value = [float(one) if type(one) is int else one for one in value]
         if wanted == dict[str, float] and isinstance(value, Mapping):
             value = {key: float(one) if type(one) is int else one for key, one in value.items()}
         if wanted == list[float] | None and isinstance(value, Sequence) and not isinstance(value, str):

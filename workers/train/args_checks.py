@@ -315,6 +315,7 @@ def _complete_supervised(args: Any) -> None:
         ("kl_coef", 0),
         ("kl_target", None),
         ("overlong_buffer_len", 0),
+        ("overlong_filtering", False),
         ("rollout_correction", None),
         ("opsm_delta", None),
         ("use_rollout_logprobs", False),

@@ -32,7 +32,7 @@ from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, v
 from workers.algorithms.policy_losses import SELECTIONS, StepTokens, row_means
 from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
-from workers.algorithms.supervised import pairs
+from workers.algorithms.supervised import check_pairs
 from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
@@ -64,7 +64,7 @@ class PolicyTrainWorker(ModelWorker):
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
                 check_groups(rows["group_ids"], args.advantage_estimator)
             if args.advantage_estimator == "dpo":
-                pairs(rows["group_ids"], rows["rewards"])
+                check_pairs(rows)
 
     # --- training ---------------------------------------------------------------------------------------
 

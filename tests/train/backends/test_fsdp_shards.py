@@ -4,8 +4,10 @@ Four ranks are the processes of the Megatron group: FSDP needs nothing but torch
 """
 
 import copy
+import functools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from train_helpers import begin, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, Qwen2Config
+
+from workers.fsdp.fsdp_build import _clear_cache
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -141,3 +145,13 @@ def test_shards_of_tensors_on_a_mesh_of_two_dims(megatron_groups, llama_folder):
     shards, errors = zip(*group.worker_group.execute_with_func_generator(of), strict=True)
     assert_same(assembled(shards), {str(number): whole.double() for number in range(len(placements))})
     assert all("'sums' has the placements (Partial(sum), Shard(dim=0))" in error for error in errors)
+
+
+def test_cache_is_cleared_with_torch_that_has_no_function_for_it(monkeypatch):
+    """torch 2.6 to 2.8: its caches have no method for it either."""
+    cache = SimpleNamespace(cache=functools.lru_cache(lambda schema: schema))
+    cache.cache(None)
+    monkeypatch.setattr(DTensor._op_dispatcher.sharding_propagator, "propagate_op_sharding", cache)
+    monkeypatch.delattr(torch.distributed.tensor.debug, "_clear_sharding_prop_cache")
+    _clear_cache()
+    assert cache.cache.cache_info().currsize == 0

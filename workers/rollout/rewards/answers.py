@@ -85,6 +85,7 @@ def math_match(completion: str, label: Any, *, timeout: float = 5.0) -> float:
         timeout: seconds that a comparison may take.
 
     Raises:
+        ValueError: ``timeout`` is not above 0.
         ImportError: ``single-controller[math]`` is not installed.
     """
     return float(any(equal_mathematics(completion, str(one), timeout) for one in _labels(label)))

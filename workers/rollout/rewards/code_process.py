@@ -26,7 +26,8 @@ _START_SECONDS = 10.0
 """How much longer than its own limit the launcher may take."""
 
 _PDEATHSIG, _SUBREAPER = 1, 36  # prctl
-_NEWUSER, _NEWPID, _NEWNET, _NEWIPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000  # unshare
+_NEWUSER, _NEWPID, _NEWNET, _NEWIPC, _NEWNS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000  # unshare
+_REC, _PRIVATE = 0x4000, 0x40000  # mount
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class CodeResult(NamedTuple):
         status: its exit status; minus the signal that ended it; None if it exceeded `CodeLimits.seconds`.
         output: its standard output.
         errors: the last 4,000 characters of its standard error.
-        isolated: whether it had no network and could reach no other processes.
+        isolated: whether it had no network, and could see and signal no other processes.
         back: content of the file that was asked for; empty if the program has not written it.
     """
 
@@ -78,7 +79,7 @@ def run_python(
     environment variables. When this returns, all its processes have ended, and the folder is deleted.
 
     Where the system allows namespaces (as root, or with unprivileged user namespaces), the program has no network, and
-    can reach no other processes.
+    can see and signal no other processes. Sockets that are files it can still connect to.
 
     Args:
         program: the source.
@@ -130,9 +131,9 @@ def _text(path: Path, most: int) -> str:
 
 def _launch(folder: str, limits: CodeLimits) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    alone = _NEWPID | _NEWNET | _NEWIPC
-    isolated = limits.isolate and hasattr(libc, "unshare")
-    isolated = isolated and any(libc.unshare(flags) == 0 for flags in (alone, alone | _NEWUSER))
+    alone = _NEWPID | _NEWNET | _NEWIPC | _NEWNS
+    separate = limits.isolate and hasattr(libc, "unshare")
+    separate = separate and any(libc.unshare(flags) == 0 for flags in (alone, alone | _NEWUSER))
     inside, outside = os.pipe()
     pid = os.fork()
     if not pid:
@@ -140,15 +141,18 @@ def _launch(folder: str, limits: CodeLimits) -> None:
         if hasattr(libc, "prctl"):
             libc.prctl(_PDEATHSIG, signal.SIGKILL)
             libc.prctl(_SUBREAPER, 1)
-        _supervise(folder, limits, outside, isolated)
+        # Otherwise /proc would show all processes, with their environment and, to root, their memory.
+        hidden = separate and not libc.mount(b"none", b"/", None, _REC | _PRIVATE, None)
+        hidden = hidden and not libc.mount(b"proc", b"/proc", b"proc", 0, None)
+        _supervise(folder, limits, outside, separate, hidden)
     os.close(outside)
     with os.fdopen(inside) as pipe:
         said = pipe.read()
     os.waitpid(pid, 0)
-    sys.stdout.write(json.dumps({"status": json.loads(said), "isolated": isolated}))
+    sys.stdout.write(said)
 
 
-def _supervise(folder: str, limits: CodeLimits, report: int, isolated: bool) -> None:
+def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hidden: bool) -> None:
     """Run the program, and end all processes that it leaves. In a namespace of processes this is process 1, whose end
     ends all others; without one it is the new parent of those whose parents have ended."""
     end = time.monotonic() + limits.seconds
@@ -163,9 +167,9 @@ def _supervise(folder: str, limits: CodeLimits, report: int, isolated: bool) -> 
             status = os.waitstatus_to_exitcode(how)
             break
         time.sleep(0.005)
-    if not isolated:
+    if not separate:
         _kill_children()
-    os.write(report, json.dumps(status).encode())
+    os.write(report, json.dumps({"status": status, "isolated": hidden}).encode())
     os._exit(0)
 
 

@@ -44,6 +44,10 @@ class _MathProcess:
                 line = process.stdout.readline()
             except BrokenPipeError:
                 line = ""
+            except BaseException:  # such as Ctrl-C; its answer would be read as that of the next question
+                process.kill()
+                process.wait()
+                raise
             if not line:
                 process.kill()
                 process.wait()
@@ -57,6 +61,8 @@ _PROCESS = _MathProcess()
 
 def equal_mathematics(completion: str, label: str, timeout: float) -> bool:
     """See `workers.rollout.rewards.answers.math_match`."""
+    if not timeout > 0:  # a timer of 0 seconds would be none
+        raise ValueError(f"math_match: timeout={timeout!r}; expected seconds above 0")
     answer = _PROCESS.ask({"completion": completion, "label": label, "timeout": timeout})
     if "missing" in answer:
         raise ImportError(f"{answer['missing']!r} is not installed: pip install 'single-controller[math]'")
