@@ -1,7 +1,6 @@
 """The gradient of every loss, estimator and correction is that of one process, however rows are divided: over dp,
 tensor and pipeline parallel ranks and micro-batches, padded or packed, with common prefixes computed once or not."""
 
-import dataclasses
 import warnings
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -38,7 +37,7 @@ from workers.data import packing
 from workers.data.balance import Balance, SequenceCost, balanced_rows
 from workers.data.micro_batches import cut_by_tokens
 from workers.data.rollout_data import rows_of
-from workers.train.args import TrainArgs, read_args
+from workers.train.args import read_args
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,11 +63,7 @@ class Layout:
 PADDED = (Layout(64), Layout(ALL, balanced=True))
 PACKED = (Layout(40, balanced=True), Layout(64, trees=False), Layout(ALL), Layout(25, balanced=True))
 
-SEQUENCE_PARALLEL = [
-    Way("fsdp", ranks, {"sequence_parallel_size": size})
-    for ranks, size in ((2, 2), (4, 2), (4, 4))
-    if "sequence_parallel_size" in {key.name for key in dataclasses.fields(TrainArgs)}
-]
+SEQUENCE_PARALLEL = [Way("fsdp", ranks, {"sequence_parallel_size": size}) for ranks, size in ((2, 2), (4, 2), (4, 4))]
 
 GROUPS = [
     *((way, False, PADDED) for way in (FSDP2, FSDP4, HSDP, *SEQUENCE_PARALLEL, TP2, PP2, DP2, DP4, TP2_DP2, TP2_PP2)),

@@ -33,7 +33,7 @@ def rows():
     ids[4] = ids[3].roll(1)  # the same completion twice
     mask[4], counts[4] = mask[3].roll(1), counts[3].roll(1)
     sets = [
-        torch.cat([torch.tensor([ids[row, at], 32 + row, 50])[: counts[row, at]] for at in counts[row].nonzero()[:, 0]])
+        torch.cat([((ids[row, at] + torch.tensor([0, 9, 20])) % 32)[: counts[row, at]] for at in counts[row].nonzero()])
         for row in range(9)
     ]
     ends = torch.tensor([0, *map(len, sets)]).cumsum(0)
@@ -42,7 +42,7 @@ def rows():
             "input_ids": ids,
             "attention_mask": mask,
             "weights": torch.randn(9, WIDTH, generator=g),
-            "candidate_ids": torch.stack([7 * ids, 3 * ids + 1], dim=-1) % 64,
+            "candidate_ids": torch.stack([7 * ids, 3 * ids + 1], dim=-1) % 32,
             "sampling_mask": build(torch.cat(sets), ends, 0),
             "sampling_mask_lengths": counts,
         },
