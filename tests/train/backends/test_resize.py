@@ -46,7 +46,7 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(
 
     def check(step):
         found = learn(group, step, rollouts[step])
-        for name in expected[step].keys() - {"seconds"}:
+        for name in expected[step].keys() - {"seconds", "cost_spread"}:  # the spread is that over these ranks
             # The sums over rows are taken in another order with fewer ranks.
             assert found[name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), (step, name)
 
