@@ -285,15 +285,17 @@ class FSDPTrainModel(TrainModel):
             logits = run_packed(self.module, rows, self.role, rows.predictors, self._sequence)
             if self.role == "critic":
                 return TokenOutputs(values=self._of_rows(rows, logits[:, 0].float()))
-            tokens = part.input_ids.flatten()[rows.owners]
+            owners = to_device(rows.owners, self.device)  # torch would wait for the copy of an index on the CPU
+            tokens = part.input_ids.flatten()[owners]
             if mask is not None:
                 drawn, lengths = mask[0], mask[1].flatten()
                 if self._sequence is not None:  # without those of other ranks' tokens
                     own = torch.zeros_like(lengths, dtype=torch.bool).index_fill_(0, rows.owners, True)
-                    drawn = drawn[own.repeat_interleave(lengths)]
+                    at = own.repeat_interleave(lengths).nonzero()[:, 0]
+                    drawn = drawn[to_device(at, self.device)]
                 mask = drawn, lengths[rows.owners]
             of_tokens, of_others = token_log_probs, candidate_log_probs
-            ids = None if ids is None else ids.flatten(0, 1)[to_device(rows.owners, ids.device)]
+            ids = None if ids is None else ids.flatten(0, 1)[owners]
         else:
             # Padding is on the right, so the model's own causal mask hides it from real tokens.
             padded = {"input_ids": part.input_ids, "position_ids": part.position_ids}
