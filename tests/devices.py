@@ -3,8 +3,16 @@ the number that the machine has. Otherwise they run on the CPU."""
 
 import os
 
+import pytest
+
 SIMULATED = os.environ.get("SIMDEVICE") == "1"
 DEVICES = int(os.environ.get("SIMDEVICE_DEVICES", "16")) if SIMULATED else int(os.environ.get("TEST_GPUS", "0"))
 """The devices that the tests' Ray has."""
 
 ON_DEVICE = DEVICES > 0
+
+
+def need(count):
+    """Skip the test on a machine that has devices, but fewer."""
+    if 0 < DEVICES < count:
+        pytest.skip(f"needs {count} devices, and this machine has {DEVICES}")

@@ -692,6 +692,27 @@ const std::set<std::string> WAITS = {
     "aten::unique_dim", "aten::equal",         "aten::bincount", "aten::repeat_interleave.Tensor",
     "aten::is_nonzero"};
 
+// Before it writes, CUDA looks for the true places of masks, and copies indices and a number from pageable memory: the
+// host waits. (To read, torch itself does so in the operators that it calls first.)
+void count_waits_of_index_put(at::ArrayRef<c10::IValue> args) {
+  const auto &self = args[0].toTensor(), &value = args[2].toTensor();
+  const bool number = value.numel() == 1 && !args[3].toBool();
+  bool masks = true;
+  int copied = 0, searched = 0;
+  for (std::optional<at::Tensor> t : args[1].toOptionalTensorList()) {
+    if (!t || !t->defined()) continue;
+    const bool mask = t->scalar_type() == at::kBool || t->scalar_type() == at::kByte;
+    const bool here = t->device() == self.device();
+    masks = masks && mask;
+    searched += mask && here;
+    copied += !here;
+  }
+  if (number && masks) return;  // it is masked_fill_
+  copied += value.dim() == 0 && value.device() != self.device();
+  if (searched) counts["host read: index_put by a mask"] += searched;
+  if (copied) counts["copy:h2d sync"] += copied;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto n = schema.arguments().size();
@@ -729,6 +750,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     counts["kernels"]++;
     const bool told = name == "aten::repeat_interleave.Tensor" && !args[1].isNone();  // its output's size
     if (WAITS.count(name) && !told) counts["host read: " + name]++;
+    if (name == "aten::_index_put_impl_") count_waits_of_index_put(args);
+  }
+  std::optional<at::ScalarType> counted;  // CUDA counts integers, the CPU does not
+  if (name == "aten::histc" && c10::isIntegralType(args[0].toTensor().scalar_type(), false)) {
+    counted = args[0].toTensor().scalar_type();
+    (*stack)[stack->size() - n] = args[0].toTensor().to(at::kDouble);
   }
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   bool given = false;
@@ -757,6 +784,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     cpu.set_state(saved);
   } else
     at::native::cpu_fallback(op, stack, false);
+  if (counted) stack->back() = stack->back().toTensor().to(*counted);
 }
 
 // ---- nccl: gloo, which works on copies. What a collective writes is in device memory when it is waited for, and garbage
@@ -1100,6 +1128,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return c;
   });
   m.def("faults", [] { return faults; });
+  m.def("opened", [] {  // regions of other processes
+    Hold hold(lock);
+    return std::count_if(regions.begin(), regions.end(), [](const Region& r) {
+      auto p = pools.find(r.device);
+      return p == pools.end() || p->second.region != &r;
+    });
+  });
   m.def("pin", [](size_t p, size_t n) {
     Hold hold(lock);
     if (pinned.count((char*)p)) return 712;

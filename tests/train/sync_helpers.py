@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import sync_workers
 import torch
-from devices import ON_DEVICE
+from devices import ON_DEVICE, need
 from sync_workers import MODELS, SHAPES, cut, half, token
 
 from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -19,6 +19,7 @@ SMALL = 4000
 
 @contextlib.contextmanager
 def pool_of_two():
+    need(2)
     with RayResourcePool([2], use_gpu=ON_DEVICE, max_colocate_count=8) as pool:
         yield pool
 

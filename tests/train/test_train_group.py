@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 import ray
-from devices import ON_DEVICE
+from devices import ON_DEVICE, need
 from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Minimal, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
@@ -43,6 +43,7 @@ def group_of(args=None, ranks=2, pg=None, share=0.1, **options):
 
 @pytest.fixture(scope="module")
 def slots(ray_cluster):
+    need(3)
     with RayResourcePool([3], use_gpu=ON_DEVICE) as pool:
         yield pool
 

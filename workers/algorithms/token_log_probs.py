@@ -258,7 +258,8 @@ class _Sets:
         row, column = self._places(rows)
         # One more column, for the tokens of other ranks' shards.
         outside = torch.ones(len(x), self._real + 1, dtype=torch.bool, device=x.device)
-        outside[row, column] = False
+        # In an assignment, torch would copy False to the device and wait.
+        outside.view(-1).index_fill_(0, row * outside.shape[1] + column, False)
         outside[self._lengths[rows] == 0] = False
         x.masked_fill_(outside[:, :-1], float("-inf"))
 

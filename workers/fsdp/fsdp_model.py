@@ -285,13 +285,14 @@ class FSDPTrainModel(TrainModel):
             logits = run_packed(self.module, rows, self.role, rows.predictors, self._sequence)
             if self.role == "critic":
                 return TokenOutputs(values=self._of_rows(rows, logits[:, 0].float()))
-            owners = to_device(rows.owners, self.device)
+            owners = to_device(rows.owners, self.device)  # torch would wait for the copy of an index on the CPU
             tokens = part.input_ids.flatten()[owners]
             if mask is not None:
                 drawn, lengths = mask[0], mask[1].flatten()
                 if self._sequence is not None:  # without those of other ranks' tokens
                     own = torch.zeros_like(lengths, dtype=torch.bool).index_fill_(0, rows.owners, True)
-                    drawn = drawn[to_device(own.repeat_interleave(lengths).nonzero()[:, 0], self.device)]
+                    at = own.repeat_interleave(lengths).nonzero()[:, 0]
+                    drawn = drawn[to_device(at, self.device)]
                 mask = drawn, lengths[rows.owners]
             of_tokens, of_others = token_log_probs, candidate_log_probs
             ids = None if ids is None else ids.flatten(0, 1)[owners]

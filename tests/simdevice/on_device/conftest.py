@@ -10,4 +10,4 @@ collect_ignore_glob = [] if devices.SIMULATED else ["test_device.py"] if devices
 if devices.ON_DEVICE and not devices.SIMULATED:
     import torch
 
-    torch._simdevice = SimpleNamespace(faults=list, counts=lambda reset: {})
+    torch._simdevice = SimpleNamespace(faults=list, counts=lambda reset: {}, opened=int)

@@ -91,6 +91,25 @@ def test_host_reads_and_copies_are_counted():
     assert counts["host read: item()"] == 1 and counts["host read: aten::nonzero"] == 1 and counts["copy:d2h sync"] == 1
 
 
+def test_indexing_that_waits_is_counted():
+    """As in torch's `TensorAdvancedIndexing`: masks are searched, indices and numbers in host memory are copied."""
+    x, on_cpu = torch.zeros(4, device="cuda"), torch.tensor([0, 2])
+    index, mask = on_cpu.to("cuda"), x == 0
+    for waits, call in (
+        ({}, lambda: x[index]),
+        ({}, lambda: x.masked_fill_(mask, 1.0)),
+        ({}, lambda: x.__setitem__(mask, 1.0)),
+        ({}, lambda: x.index_put_((index,), x[index])),
+        ({"copy:h2d sync": 1}, lambda: x[on_cpu]),
+        ({"copy:h2d sync": 1}, lambda: x.__setitem__(index, 1.0)),
+        ({"host read: aten::nonzero": 1}, lambda: x[mask]),
+        ({"host read: index_put by a mask": 1}, lambda: x.__setitem__(mask, torch.ones(4, device="cuda"))),
+    ):
+        device.counts(True)
+        call()
+        assert {name: n for name, n in device.counts(True).items() if name != "kernels"} == waits
+
+
 def test_random_numbers_belong_to_the_device():
     torch.manual_seed(0)
     state = torch.cuda.get_rng_state()

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from devices import need
 from reference import small_llama
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
@@ -24,7 +25,7 @@ ROUND = 40_000
 def no_faults():
     before = simulated.faults()
     yield
-    for number in (0, 1):
+    for number in range(torch.cuda.device_count()):
         torch.cuda.synchronize(number)
     torch.cuda.set_device(0)
     assert simulated.faults() == before
@@ -37,6 +38,7 @@ def test_weights_arrive_bit_for_bit(transport, delta, tmp_path):
         pytest.skip("files have whole tensors")
     made = RayClassWithInitArgs(RolloutWorker, HFEngine, small_llama().config)
     workers = 2 if transport in ("store", "disk") else 1  # on a device each
+    need(1 if transport == "device" else 2)
     with LocalWorkerGroup(workers, made, threads=True, collectives=False) as rollout:
         if transport == "device":  # memory cannot be opened in the process that made it
             rollout.execute_with_func_generator(lambda worker: send_versions(transport, None, delta, neighbour=worker))
@@ -48,6 +50,7 @@ def test_weights_arrive_bit_for_bit(transport, delta, tmp_path):
 
 def test_every_thread_of_a_worker_uses_its_device():
     """torch keeps the current device per thread, and each begins with the first one."""
+    need(2)
     made = RayClassWithInitArgs(RolloutWorker, HFEngine, small_llama().config)
     with LocalWorkerGroup(2, made, threads=True, collectives=False) as rollout:
         assert rollout.execute_with_func_generator(device_of_a_thread) == [0, 1]
@@ -121,6 +124,7 @@ def copy_shared(handle, queue, overwritten):
 
 def test_failed_transfer_of_nccl_is_an_error():
     """nccl's work completes on failure as well."""
+    need(2)
     seconds = datetime.timedelta(seconds=30)
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
     invitation = Invitation("key", ("127.0.0.1", server.port), 1, (("one",),), "nccl", 30.0, 30.0)

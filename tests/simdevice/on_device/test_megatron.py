@@ -10,6 +10,7 @@ from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.megatron.megatron_train_worker import MegatronTrainWorker
 
 simulated = torch._simdevice
+BLOCKING = ("host read", "copy:d2h sync", "copy:h2d sync", "copy:h2d staged", "copy:d2h non_blocking", "sync:")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,31 @@ def test_log_probs_and_steps_are_those_of_fsdp(args, data):
     for one, other in zip(metrics, expected, strict=True):
         del other["computed_ratio"]  # Megatron does not pack, and so does not report it
         assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_close(args, data, dtype):
+    with worker() as group:
+        group.init(args | {"param_dtype": dtype}, "actor")
+        found = group.compute_log_prob(data).cpu()
+        metrics = steps(group, data)
+    plain = ReferenceGRPO(small_llama(), lr=3e-3)
+    torch.testing.assert_close(found, plain.log_probs(data), atol=0.1, rtol=0.1)
+    for one in metrics:
+        assert one["grad_norm"] == pytest.approx(plain.step(data)["grad_norm"], rel=0.1)
+
+
+def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data):
+    found = []
+    for most in (10_000, 50, 16):
+        with worker() as group:
+            group.init(args | {"max_tokens_per_micro_batch": most}, "actor")
+            for call in (lambda group=group: group.train(0, data), lambda group=group: group.compute_log_prob(data)):
+                call()  # the first one creates the optimizer's state
+                simulated.counts(True)
+                call()
+                found.append({key: n for key, n in simulated.counts(True).items() if key.startswith(BLOCKING)})
+    assert found[0] == found[2] == found[4] and found[1] == found[3] == found[5]
 
 
 def where(worker):

@@ -1,7 +1,7 @@
 """Train groups of both backends, shared by several files. Each test initializes them as it needs."""
 
 import pytest
-from devices import ON_DEVICE
+from devices import DEVICES, ON_DEVICE, need
 from folder_scope import shared
 from reference import small_llama
 from train_helpers import rollout, saved
@@ -12,8 +12,9 @@ from workers.train.train_group import RayTrainGroup
 
 @pytest.fixture(scope="module")
 def train_pool(ray_cluster):
-    """Four slots that leave the CPUs of the test cluster to other tests."""
-    return shared(__file__, "pool", lambda: RayResourcePool([4], use_gpu=ON_DEVICE, num_cpus=0.1))
+    """Four slots that leave the CPUs of the test cluster to other tests; fewer on a machine with fewer devices."""
+    slots = min(DEVICES, 4) if ON_DEVICE else 4
+    return shared(__file__, "pool", lambda: RayResourcePool([slots], use_gpu=ON_DEVICE, num_cpus=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def megatron_groups(train_pool):
 
 def groups_of(backend, pool, actor_cls=None):
     def of(ranks):
+        need(ranks)
         args = {"train_backend": backend}
         return shared(__file__, (backend, ranks), lambda: RayTrainGroup(args, 1, ranks, pool, 0.1, actor_cls=actor_cls))
 

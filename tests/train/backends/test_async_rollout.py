@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from devices import need
 from ray.exceptions import RayError
 from rollout_helpers import LLAMA, Toy
 from train_helpers import begin, distance, learn, whole_weights
@@ -41,6 +42,7 @@ def reward(prompt_ids, completion_ids):
 @pytest.fixture(scope="module")
 def rollout(train_pool):
     """Each request is generated alone, so that no bit of it depends on what else is generated."""
+    need(4)
     made = RayClassWithInitArgs(Toy, HFEngine, LLAMA, max_batch_size=1)
     with RayWorkerGroup(train_pool[2:4], made, name_prefix="rollout_", collectives=False) as group:
         yield group

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import ray
-from devices import ON_DEVICE
+from devices import ON_DEVICE, need
 from ray.exceptions import RayError
 from train_helpers import actor_class, whole_weights
 
@@ -79,6 +79,7 @@ def train(ranks, args, kills, seconds=None):
         }
     )
     killer, norms, taken, step = Killer(kills), {}, [], 0
+    need(ranks + 2)
     with RayResourcePool([ranks + 2], use_gpu=ON_DEVICE, num_cpus=0.5) as pool:
         actor = RayTrainGroup(args, 1, ranks, pool[: ranks + 1], standby=1, actor_cls=actor_class(args))
         ray.get(actor.async_init())

@@ -5,6 +5,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from devices import need
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled, assert_same, read_shards
 from torch.distributed.checkpoint import FileSystemReader
@@ -44,6 +45,7 @@ class Engines(RolloutWorker):
 
 @pytest.fixture(scope="module")
 def rollout(train_pool, fsdp_groups):
+    need(3)
     made = RayClassWithInitArgs(Engines, HFEngine, RANDOM)
     with RayWorkerGroup(train_pool[2:3], made, name_prefix="lora_rollout_", collectives=False) as group:
         yield group

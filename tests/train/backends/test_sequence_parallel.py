@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import ray
 import torch
+from devices import ON_DEVICE
 from model_types import config_of
 from reference import ReferenceGRPO, small_llama
 from tensordict import TensorDict
@@ -29,6 +30,9 @@ from workers.train.args_checks import TrainArgsError
 pytestmark = pytest.mark.timeout(180)
 
 TEMPERATURE = 0.7
+
+CLOSE = 3e-6 if ON_DEVICE else 1e-6
+"""One process computes on the CPU; a device has another kernel for attention."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def check(four, case):
     ranks = four.execute_with_func_generator(run, Broadcast(case))
     dp = 4 // case.size
     for rank, (outputs, report, gradients, _) in enumerate(ranks):
-        assert (outputs - expected[rank // case.size :: dp]).abs().max() < 1e-6 * expected.abs().max()
+        assert (outputs - expected[rank // case.size :: dp]).abs().max() < CLOSE * expected.abs().max()
         assert report.sums == ranks[0][1].sums and report.grad_norm == ranks[0][1].grad_norm
         assert report.sums["loss"] == pytest.approx(loss, abs=1e-5)
         assert gradients.keys() == of_parameters.keys()

@@ -11,6 +11,7 @@ import time
 import pytest
 import ray
 import torch
+from devices import need
 from reference import ReferenceGRPO
 from rollout_helpers import plain_model
 from tensordict import TensorDict
@@ -99,6 +100,7 @@ def sharp_model(config):
 @pytest.fixture(scope="module")
 def rollout(train_pool):
     """Two rollout workers whose weights differ from every trainer's."""
+    need(4)
     made = RayClassWithInitArgs(Fragile, HFEngine, CONFIGS["untied"], seed=99)
     with RayWorkerGroup(train_pool[2:4], made, name_prefix="rollout_", collectives=False) as group:
         yield group
