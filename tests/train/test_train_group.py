@@ -29,6 +29,7 @@ from single_controller import (
     WorkerError,
     WorkerFuture,
 )
+from single_controller.call.future import ComputedFuture
 from workers.train.args import TrainArgsError, read_args
 from workers.train.train_group import RayTrainGroup
 from workers.train.train_placement import NOSET, place, train_environment
@@ -599,3 +600,15 @@ def test_custom_workers_need_not_compute_values(slots):
         one.connect(two)
         ray.get([*one.async_init(), *two.async_init()])
         assert [m["computed"] for m in ray.get(one.async_train(0, ROWS))] == [[]]
+
+
+def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):
+    rollout = ComputedFuture("generate")
+
+    async def main():
+        with pytest.raises(RuntimeError, match="pass `await rollout` instead"):
+            actor.async_train(3, rollout)
+        rollout.set_result(ROWS)
+        return await actor.async_train(3, await rollout)
+
+    assert len(asyncio.run(main())) == 2

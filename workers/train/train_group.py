@@ -26,7 +26,7 @@ from single_controller import (
     SingleControllerError,
     WorkerFuture,
 )
-from single_controller.call.future import ReferencedFuture, referenced
+from single_controller.call.future import ReferencedFuture, in_event_loop, referenced
 from single_controller.ray.attach import remove_placement_groups
 from workers.data.rollout_data import RolloutDataError
 from workers.recovery.snapshot_choice import Recovery
@@ -510,12 +510,18 @@ class RayTrainGroup:
             TrainArgsError: the configuration does not fit the data; nothing was sent.
             RolloutDataError: rows that are in this process are invalid, or lack an entry that the configuration needs;
                 nothing was sent. For rows behind references or futures, the result raises it.
+            RuntimeError: in an event loop, a future of `RolloutManager.generate_async` that is not done: await it.
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
             return referenced(workers.train.remote(rollout_id, None), _wait_for)
         _check_references("async_train", rollout_data_ref, workers.dp_size)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
+        if isinstance(rollout_data_ref, Future) and not rollout_data_ref.done() and in_event_loop():
+            raise RuntimeError(
+                "async_train(): the rollout is not there yet, and waiting for it would stop the event loop; pass "
+                "`await rollout` instead of the future"
+            )
         rows = rollout_data_ref.result() if isinstance(rollout_data_ref, Future) else rollout_data_ref
         names = rows.keys() if hasattr(rows, "keys") else ()
         future = next((name for name in names if isinstance(rows[name], WorkerFuture)), None)
