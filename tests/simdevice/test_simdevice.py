@@ -20,16 +20,26 @@ pytestmark = [
 ]
 
 
+TWO_RANKS = "tests/simdevice/on_device/test_two_ranks.py"
+ELSEWHERE = (HERE / "files.txt").read_text().split()[1:]
+"""Those of ``make test-device`` that are not in `on_device`."""
+OF_GROUPS = [file for file in ELSEWHERE if file.startswith("tests/train/backends/")]
+
+
 @pytest.mark.timeout(600)
 def test_on_the_simulated_device():
-    run_there("tests/simdevice/on_device")
+    run_there("tests/simdevice/on_device", f"--ignore={TWO_RANKS}")
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.full("tests of device memory, engines and batches, again on the simulated device")
-def test_other_tests_on_the_simulated_device():
-    """Those of ``make test-device`` that are elsewhere."""
-    run_there(*(HERE / "files.txt").read_text().split()[1:])
+@pytest.mark.parametrize(
+    "files",
+    [[TWO_RANKS], OF_GROUPS, [file for file in ELSEWHERE if file not in OF_GROUPS]],
+    ids=["two ranks", "train groups", "others"],
+)
+@pytest.mark.full("train groups, device memory, engines and batches on the simulated device")
+def test_other_tests_on_the_simulated_device(files):
+    run_there(*files)
 
 
 def run_there(*files):

@@ -11,7 +11,7 @@ import time
 import pytest
 import ray
 import torch
-from devices import need
+from devices import ON_DEVICE, need
 from reference import ReferenceGRPO
 from rollout_helpers import plain_model
 from tensordict import TensorDict
@@ -118,6 +118,8 @@ def trainer(fsdp_groups, megatron_groups, folders, tmp_path):
     """A group of two ranks: ``trainer(layout, tie, **args)``."""
 
     def of(layout, tie="untied", **args) -> RayTrainGroup:
+        if ON_DEVICE and args.get("update_weights_transport") == "device":
+            pytest.skip("the rollout workers are on other devices; see tests/simdevice/on_device/test_two_ranks.py")
         group = (fsdp_groups if layout == "fsdp" else megatron_groups)(2)
         group.weight_version = 0
         given = {"hf_checkpoint": folders[tie], "lr": 1e-2, "temperature": HOW.temperature, **LAYOUTS[layout], **args}
