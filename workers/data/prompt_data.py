@@ -144,7 +144,7 @@ class PromptData:
             ValueError: the rows were not opened with ``epochs=1``.
         """
         if self.rows.order.length != self.rows.order.total:
-            raise ValueError("PromptData.all(): open the rows with epochs=1")
+            raise ValueError(f"{type(self).__name__}.all(): open the rows with open_rows(..., epochs=1)")
         rows: list[Any] = []
         with suppress(IndexError):  # after the last one
             while True:

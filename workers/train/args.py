@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from workers.train.args_checks import (
     TrainArgsError,
@@ -43,6 +43,11 @@ def _key(
 @dataclass
 class TrainArgs:
     """The keys of a configuration. ARGUMENTS.md is generated from them."""
+
+    if TYPE_CHECKING:  # of the DictConfig that `read_args` returns, for ``{**args, "lr": 1e-5}``
+
+        def keys(self) -> KeysView[str]: ...
+        def __getitem__(self, name: str, /) -> Any: ...
 
     # model
     hf_checkpoint: str | None = _key(
