@@ -152,7 +152,7 @@ class RowReader:
                 "about": self._about(),
                 "position": self.position,
                 "read": self._read,
-                "left_out": self._left_out[:],
+                "left_out": self._left_out[:],  # a copy: the router's thread goes on while the state is written
                 "counts": dict(self._counts),
             }
 
@@ -187,6 +187,8 @@ class RowReader:
         if position < 0:
             raise IndexError(f"position {position}: expected at least 0")
         useless = 0
+        # In order, because only the rows before it say which row is the n-th that is kept. A thread that asks for an
+        # earlier one in between reads nothing twice: what was counted stays counted.
         while (kept := self._read - len(self._left_out)) <= position:
             self._read_next()
             useless = useless + 1 if self._read - len(self._left_out) == kept else 0
@@ -194,6 +196,8 @@ class RowReader:
                 counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self._counts.items())
                 raise DataError(f"none of the last {useless} rows can be used; since the beginning {counts}")
         number = nth_kept(self._left_out, position)
+        # Usually it was read just now. It is another one after a load, or where the driver repeats a rollout while the
+        # router's thread reads ahead.
         if self._last[0] != number:
             self._last = number, self._prepared(number)
         if self._last[1] is None:
@@ -210,6 +214,7 @@ class RowReader:
             made, why = None, "bad"
             if self._counts["bad"] < _LOGGED:
                 logger.warning("%s. The row is left out; data/bad counts such rows", error)
+        # Nothing above has changed the state, so a row that raises is read again by whoever asks next, and counted once.
         if made is None:
             self._left_out.append(self._read - len(self._left_out))
             self._counts[why] += 1
