@@ -214,7 +214,7 @@ class RowReader:
             made, why = None, "bad"
             if self._counts["bad"] < _LOGGED:
                 logger.warning("%s. The row is left out; data/bad counts such rows", error)
-        # Nothing above has changed the state, so a row that raises is read again by whoever asks next, and counted once.
+        # Nothing above has changed the state, so a row that raises is read again by whoever asks next.
         if made is None:
             self._left_out.append(self._read - len(self._left_out))
             self._counts[why] += 1
