@@ -321,6 +321,27 @@ class RequestEngine(RolloutEngine):
         self._submit("submit", [request])
         return request.future
 
+    def check_submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        number: int | None = None,
+        *,
+        method: str = "submit",
+    ) -> None:
+        """Raise what `submit`, or `generate`, would raise now, for whoever submits later.
+
+        Args:
+            prompt, sampling_params, seed: see `submit`.
+            number: index of the prompt in the call, for the error.
+            method: which one.
+        """
+        with self._changed:
+            held = bool(self._holds - {READING}) if method == "generate" else "update" not in self._holds
+            self._check_ready(method, held if method == "generate" else held and self.weight_version is None)
+        self._request(number, prompt, sampling_params, "", seed)
+
     def _request(
         self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams, request_id: str, seed: int
     ) -> Request:
