@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from workers.rollout.agents.environment import Environment, SessionLimits
 from workers.rollout.agents.session import Session, SessionState
@@ -44,8 +44,8 @@ class AgentEngine(RolloutEngine):
     sum of the turns'), ``turn_rewards``, ``turns``, ``end_reason`` and what the environment has told.
 
     ``max_new_tokens`` of the sampling parameters is of each turn; turn k of a session draws with the seed
-    ``mixed_seed(seed, k)``. Thousands of sessions run at once, in one thread. Weights are those of the inner engine, and
-    may be updated in the middle of a turn.
+    ``mixed_seed(seed, k)``. Thousands of sessions run at once, in one thread. Weights are those of the inner engine,
+    and may be updated in the middle of a turn.
 
     Args:
         engine: a subclass of `RequestEngine`, a function that returns an engine, or an engine.
@@ -54,6 +54,8 @@ class AgentEngine(RolloutEngine):
         renderer: makes tokens of messages and messages of tokens: a `Renderer`, or a function that returns one; None if
             observations are token ids.
         limits: of each session; by default `SessionLimits`.
+        turn_discount: credit each turn with its own reward and those of later turns, each discounted once more per
+            turn: `Completion.token_rewards`. None: the session has one reward.
 
     Raises:
         TypeError: an argument has the wrong type, or the engine has no requests.
@@ -68,15 +70,19 @@ class AgentEngine(RolloutEngine):
         environment: Callable[[], Environment],
         renderer: Renderer | Callable[[], Renderer] | None = None,
         limits: SessionLimits | None = None,
+        turn_discount: float | None = None,
         **kwargs: Any,
     ) -> None:
         if not callable(environment):
             raise TypeError(f"AgentEngine: environment={environment!r:.80}; pass a class or a function that makes one")
         if limits is not None and not isinstance(limits, SessionLimits):
             raise TypeError(f"AgentEngine: limits={limits!r:.80}; expected SessionLimits(...)")
-        if inspect.isfunction(renderer) or inspect.isclass(renderer):
-            renderer = renderer()
-        self.environment, self.renderer, self.limits = environment, renderer, limits or SessionLimits()
+        if turn_discount is not None and not 0 <= turn_discount <= 1:
+            raise ValueError(f"AgentEngine: turn_discount={turn_discount!r}; expected a number from 0 to 1, or None")
+        self.environment, self.limits = environment, limits or SessionLimits()
+        makes = inspect.isfunction(renderer) or inspect.isclass(renderer)
+        self.renderer = cast("Renderer | None", cast("Any", renderer)() if makes else renderer)
+        self.turn_discount = turn_discount
         made = engine if isinstance(engine, RequestEngine) else engine(*args, **kwargs)
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
@@ -105,7 +111,7 @@ class AgentEngine(RolloutEngine):
         if len(seeds) != len(prompts):
             raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            self.engine.check_submit(prompt, sampling_params, seed, number, method="generate")
+            self.engine.check_submit(prompt, sampling_params, seed, number=number)
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
         futures = []
         try:
@@ -133,14 +139,14 @@ class AgentEngine(RolloutEngine):
                 `Environment.state_dict`, and begins again otherwise.
             extras: the row for `Environment.reset`.
         """
-        self.engine.check_submit(prompt, sampling_params, seed)
         state = None
         if partial is not None:
-            state = partial.session
-            if state is None and partial.token_ids:
-                state = SessionState(partial=partial)  # the first turn, of an engine without sessions
-            elif not isinstance(state, SessionState | None):
+            state = getattr(partial, "session", None)
+            if not isinstance(state, SessionState | None):
                 raise ValueError(f"submit(): partial has session={state!r:.80}; expected that of another AgentEngine")
+            if state is None:
+                state = SessionState(partial=partial)  # the first turn, of an engine without sessions
+        self.engine.check_submit(prompt, sampling_params, seed, request_id, state.partial if state else None)
         session = Session(
             request_id,
             prompt,
@@ -154,6 +160,7 @@ class AgentEngine(RolloutEngine):
             renderer=self.renderer,
             limits=self.limits,
             positions=self.engine.max_positions,
+            turn_discount=self.turn_discount,
             state=state,
         )
         session.future.set_running_or_notify_cancel()
@@ -203,10 +210,9 @@ class AgentEngine(RolloutEngine):
 
     def _start(self, session: Session) -> None:
         """Play a session. In the event loop's thread."""
-        task = asyncio.get_running_loop().create_task(session.run(), name=session.name)
+        task = asyncio.get_running_loop().create_task(session.run(self._forget), name=session.name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        session.future.add_done_callback(lambda _: self._forget(session))
 
     def _forget(self, session: Session) -> None:
         with self._lock:
@@ -215,8 +221,8 @@ class AgentEngine(RolloutEngine):
             self._lock.notify_all()
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """See `RolloutEngine.abort`. The calls of their environments are cancelled, and the sessions end soon after this
-        has returned. ``Completion.session`` is what another engine needs to continue."""
+        """See `RolloutEngine.abort`. The calls of their environments are cancelled, and the sessions end soon after
+        this has returned. ``Completion.session`` is what another engine needs to continue."""
         if isinstance(request_ids, str):
             raise TypeError(f"abort(): request_ids={request_ids!r}; pass a list of ids, [{request_ids!r}]")
         with self._lock:
@@ -226,11 +232,13 @@ class AgentEngine(RolloutEngine):
             self._waiting = [one for one in self._waiting if one not in unstarted]
             loop = self._loop
         for session in unstarted:
-            session.future.set_result(Completion([], [], "abort", []))
             self._forget(session)
+            session.future.set_result(Completion([], [], "abort", []))
         for session in sessions:
             if session not in unstarted and loop is not None:
+                session.aborting = True
                 _call_in(loop, session.abort)
+        self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
 
     def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
         """See `RolloutEngine.progress`."""
@@ -298,7 +306,7 @@ class AgentEngine(RolloutEngine):
     # --- of the inner engine --------------------------------------------------------------------------------------
 
     @property
-    def weight_version(self) -> int | None:  # type: ignore[override]
+    def weight_version(self) -> int | None:
         return self.engine.weight_version
 
     @weight_version.setter

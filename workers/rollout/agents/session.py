@@ -7,16 +7,17 @@ import asyncio
 import logging
 import pickle
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workers.rollout.agents.environment import Action, Environment, Observation, SessionLimits, Step
+from workers.rollout.agents.rendering import assistant_message
+from workers.rollout.agents.rows import completion_of
 from workers.rollout.agents.tools import ToolCall
 from workers.rollout.agents.trajectory import Node, Trajectory
-from workers.rollout.engines.rollout_engine import Completion, FinishReason, SamplingMask, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, FinishReason, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.seeds import mixed_seed
 
@@ -49,7 +50,8 @@ class SessionState:
         environment: pickled `Environment.state_dict`; None if it has none. Then the session begins again.
         acting: the environment has not reacted to the last sampled node yet.
         partial: a turn that has begun.
-        turns, rewards, invalid, counts, info: so far.
+        turns, invalid, counts, info: so far.
+        rewards: sampled node -> reward of its turn.
         seconds: that were used.
     """
 
@@ -61,7 +63,7 @@ class SessionState:
     acting: bool = False
     partial: Completion | None = None
     turns: int = 0
-    rewards: Sequence[float] = ()
+    rewards: Mapping[int, float] = field(default_factory=dict)
     invalid: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -108,11 +110,14 @@ class Session:
         renderer: None if observations are token ids.
         limits: see `SessionLimits`.
         positions: how many tokens the engine has room for; None for no limit.
+        turn_discount: of the rewards of turns, for `Completion.token_rewards`; None for one reward.
         state: to continue from.
 
     Attributes:
         saved: the last state between two turns; None before the first one.
         future: of the completion.
+        turn: name of the request at the engine that it began last.
+        aborting: whether it will end before its next turn. Any thread may set it.
     """
 
     def __init__(
@@ -130,14 +135,16 @@ class Session:
         renderer: Renderer | None,
         limits: SessionLimits,
         positions: int | None,
+        turn_discount: float | None = None,
         state: SessionState | None = None,
     ) -> None:
         self.name, self.future = name, Future[Completion]()
         self.saved: SessionState | None = None
+        self.turn, self.aborting = "", False
         self._prompt, self._row, self._seed = list(prompt), row, seed
         self._submit, self._abort, self._unavailable = submit, abort, unavailable
         self._make, self._renderer, self._limits = environment, renderer, limits
-        self._positions = positions
+        self._positions, self._turn_discount = positions, turn_discount
         if renderer is not None:
             stops = dict.fromkeys((*sampling_params.stop_token_ids, *renderer.get_stop_token_ids()))
             sampling_params = replace(sampling_params, stop_token_ids=tuple(stops))
@@ -154,7 +161,7 @@ class Session:
         self._continued = state is not None and bool(state.nodes)
         state = state or SessionState()
         self._number, self._turns, self._invalid = state.number, state.turns, state.invalid
-        self._rewards, self._info = list(state.rewards), dict(state.info)
+        self._rewards, self._info = dict(state.rewards), dict(state.info)
         self._counts = {"rerenders": 0, "restarts": 0, **state.counts}
         self._used, self._acting, self._partial = state.seconds, state.acting, state.partial
         self._state_of_environment = state.environment
@@ -167,13 +174,16 @@ class Session:
     # --- from outside ---------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End the session now; its completion has the tokens so far, and the finish reason "abort"."""
+        """End the session; its completion has the tokens so far, and the finish reason "abort". In the event loop."""
+        self.aborting = True
         if self._aborted is not None and not self._aborted.done():
             self._aborted.set_result(None)
 
-    async def run(self) -> None:
-        """Play the session, and set the future."""
+    async def run(self, ended: Callable[[Session], None]) -> None:
+        """Play the session, call ``ended``, and set the future."""
         self._aborted = asyncio.get_running_loop().create_future()
+        if self.aborting:
+            self._aborted.set_result(None)
         completion: Completion | None = None
         error: BaseException | None = None
         try:
@@ -181,6 +191,7 @@ class Session:
         except BaseException as raised:
             error = raised
         self._aborted.cancel()
+        ended(self)
         if completion is not None:
             self.future.set_result(completion)
         elif isinstance(error, asyncio.CancelledError):
@@ -205,31 +216,31 @@ class Session:
         except Exception as raised:
             reason, error = "error", raised
         if reason == "abort":
-            state = self._state()
-            tree, node = self._trajectory, self._node
+            tree = self._trajectory
             if self._partial is not None:
                 tree = Trajectory(tree.nodes)
-                node = tree.sample(node, self._partial)
-            return path_completion(tree, node, len(self._prompt), "abort", session=state)
+                tree.sample(self._node, self._partial)
+            return replace(completion_of(tree, self._prompt, "abort"), session=self._state())
         if error is not None:
             self._info["error"] = f"{type(error).__name__}: {error}"
             logger.warning("session %s ended: %s", self.name, self._info["error"], exc_info=error)
         info = {
             **self._info,
-            "reward": float(sum(self._rewards)),
-            "turn_rewards": list(self._rewards),
+            "reward": float(sum(self._rewards.values())),
+            "turn_rewards": list(self._rewards.values()),
             "turns": self._turns,
             "end_reason": reason,
             **self._counts,
         }
         finish: FinishReason = "length" if reason in CUT_OFF else "stop"
-        leaves = self._trajectory.leaves()
-        made = path_completion(self._trajectory, self._node, len(self._prompt), finish, info=info)
-        if len(leaves) > 1:  # a part of the conversation was rendered anew
-            from workers.rollout.agents.rows import rows
-
-            made = replace(made, rows=rows(self._trajectory))
-        return made
+        return completion_of(
+            self._trajectory,
+            self._prompt,
+            finish,
+            info=info,
+            rewards=self._rewards if self._turn_discount is not None else None,
+            turn_discount=self._turn_discount or 0.0,
+        )
 
     async def _play(self) -> str:
         environment = self._environment = self._make()
@@ -251,7 +262,7 @@ class Session:
             if not isinstance(step, Step):
                 raise RolloutError(f"{type(environment).__name__}.step() returned {step!r:.80}; expected a Step")
             self._acting = False
-            self._rewards.append(0.0 if step.reward is None else float(step.reward))
+            self._rewards[self._node] = 0.0 if step.reward is None else float(step.reward)
             self._info |= step.info or {}
             self._invalid = self._invalid + 1 if step.invalid else 0
             if step.done:
@@ -274,6 +285,7 @@ class Session:
             raise _Ended("tokens")
         name, prompt = f"{self.name}/{self._turns}", self._trajectory.token_ids(self._node)
         how, seed = replace(self._how, max_new_tokens=most), mixed_seed(self._seed, self._turns)
+        self.turn = name
         while True:
             try:
                 future = self._submit(prompt, how, name, seed=seed, partial=self._partial)
@@ -289,7 +301,7 @@ class Session:
         if not await self._waited(turn, self._seconds_left()):
             self._abort([name])
         completion = await turn
-        if completion.finish_reason == "abort" and (self._is_aborted or not self._out_of_time):
+        if completion.finish_reason == "abort" and (self.aborting or not self._out_of_time):
             self._partial = completion if completion.token_ids else None
             raise _Ended("abort")
         self._partial = None
@@ -310,20 +322,14 @@ class Session:
             return Action(ids, reason)
         prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
         parsed = self._renderer.parse_response(ids, tools=self._specs(environment), prompt_ids=prompt)
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
-        if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
-        calls = []
-        for number, one in enumerate(parsed.tool_calls or ()):
-            ok = str(one.status) == "ok"
-            id_ = one.id or f"call_{self._turns}_{number}"
-            arguments = one.arguments if one.arguments is not None else {}
-            calls.append(ToolCall(one.name, arguments, id_, None if ok else f"{one.status}: {one.raw}"[:200]))
-        if good := [call for call in calls if call.error is None]:
-            message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in good
-            ]
+        message = assistant_message(parsed)
+        calls, named = [], iter(message.get("tool_calls", ()))
+        for one in parsed.tool_calls:
+            if str(one.status) == "ok" and one.name:
+                of = next(named)
+                calls.append(ToolCall(one.name, of["function"]["arguments"], of["id"]))
+            else:
+                calls.append(ToolCall(one.name, "", one.id or "", f"{one.status}: {one.raw}"[:200]))
         if self._messages is not None:
             self._messages.append(message)
         return Action(ids, reason, message, calls)
@@ -473,49 +479,9 @@ class Session:
             acting=self._acting,
             partial=self._partial,
             turns=self._turns,
-            rewards=tuple(self._rewards),
+            rewards=dict(self._rewards),
             invalid=self._invalid,
             counts=dict(self._counts),
             info=dict(self._info),
             seconds=self._seconds,
         )
-
-
-def path_completion(
-    trajectory: Trajectory, node: int, prompt: int, finish_reason: FinishReason, **fields: Any
-) -> Completion:
-    """The path to a node, as the completion of its first tokens.
-
-    Args:
-        trajectory: the session's.
-        node: where the path ends.
-        prompt: how many of its tokens are the prompt.
-        finish_reason, fields: of the completion.
-    """
-    token_ids: list[int] = []
-    log_probs: list[float] = []
-    versions: list[int | None] = []
-    loss_mask: list[float] = []
-    sets = SamplingMask(array("i"), array("i"))
-    skip = prompt
-    for number in trajectory.path(node):
-        one = trajectory.nodes[number]
-        own = one.token_ids.tolist()[skip:] if not one.sampled else one.token_ids.tolist()
-        skip = max(0, skip - len(one.token_ids))
-        count = len(own)
-        token_ids += own
-        log_probs += one.log_probs if one.sampled else [0.0] * count
-        versions += one.weight_versions if one.sampled else [-1] * count
-        loss_mask += [float(one.sampled)] * count
-        kept = one.sampling_mask if one.sampling_mask is not None else SamplingMask.whole(count)
-        sets.token_ids.extend(kept.token_ids)
-        sets.lengths.extend(kept.lengths)
-    return Completion(
-        token_ids,
-        log_probs,
-        finish_reason,
-        versions,
-        loss_mask=None if all(loss_mask) else [int(value) for value in loss_mask],
-        sampling_mask=sets if any(sets.lengths) else None,
-        **fields,
-    )

@@ -58,7 +58,7 @@ class Tool:
 
     Attributes:
         name, function: of the tool.
-        schema: its description as in OpenAI's API, without the envelope ``{"type": "function"}``.
+        schema: its description, as an entry of ``tools`` of OpenAI's API.
 
     Raises:
         TypeError: a parameter has no annotation, one that has no JSON schema, or takes a variable number of arguments;
@@ -85,10 +85,14 @@ class Tool:
                 properties[name]["description"] = of_parameters[name]
         required = [name for name, one in self._parameters.items() if one.default is one.empty]
         self.schema: dict[str, Any] = {
-            "name": self.name,
-            "description": about,
-            "parameters": {"type": "object", "properties": properties, "required": required},
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": about,
+                "parameters": {"type": "object", "properties": properties, "required": required},
+            },
         }
+        self._required = required
 
     def checked(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
         """Return the arguments of a call, as the function's types say.
@@ -108,7 +112,7 @@ class Tool:
             raise ToolCallError(f"the arguments of {self.name} are no JSON object")
         if unknown := [name for name in arguments if name not in self._parameters]:
             raise ToolCallError(f"{self.name} has no parameter {unknown[0]!r}; it has {_names(self._parameters)}")
-        if missing := [name for name in self.schema["parameters"]["required"] if name not in arguments]:
+        if missing := [name for name in self._required if name not in arguments]:
             raise ToolCallError(f"{self.name} needs the argument {missing[0]!r}")
         taken = {}
         for name, value in arguments.items():
@@ -119,8 +123,8 @@ class Tool:
         return taken
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the function with `checked` arguments. Cancelling this cancels an ``async`` function; a plain one goes on
-        in its thread, and nobody waits for it.
+        """Call the function with `checked` arguments. Cancelling this cancels an ``async`` function; a plain one goes
+        on in its thread, and nobody waits for it.
 
         Raises:
             Exception: whatever the function raises.
@@ -220,6 +224,6 @@ def find_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Tool, dict[str
     """
     if call.error is not None:
         raise ToolCallError(f"the tool call could not be read: {call.error}")
-    if call.name not in tools:
+    if call.name is None or call.name not in tools:
         raise ToolCallError(f"there is no tool {call.name!r}; there are {_names(tools)}")
     return tools[call.name], tools[call.name].checked(call.arguments)

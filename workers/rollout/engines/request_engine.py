@@ -326,21 +326,20 @@ class RequestEngine(RolloutEngine):
         prompt: Sequence[int],
         sampling_params: SamplingParams,
         seed: int,
-        number: int | None = None,
+        request_id: str = "",
+        partial: Completion | None = None,
         *,
-        method: str = "submit",
+        number: int | None = None,
     ) -> None:
-        """Raise what `submit`, or `generate`, would raise now, for whoever submits later.
-
-        Args:
-            prompt, sampling_params, seed: see `submit`.
-            number: index of the prompt in the call, for the error.
-            method: which one.
-        """
+        """Raise what `submit` would raise now, for whoever submits later. With a ``number``, the index of the prompt in
+        the call, what `generate` would raise."""
         with self._changed:
-            held = bool(self._holds - {READING}) if method == "generate" else "update" not in self._holds
-            self._check_ready(method, held if method == "generate" else held and self.weight_version is None)
-        self._request(number, prompt, sampling_params, "", seed)
+            no_weights = self.weight_version is None and "update" not in self._holds
+            method = "submit" if number is None else "generate"
+            self._check_ready(method, no_weights if number is None else bool(self._holds - {READING}))
+        request = self._request(number, prompt, sampling_params, request_id, seed)
+        if partial is not None:
+            self._begin_with(request, partial)
 
     def _request(
         self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams, request_id: str, seed: int
