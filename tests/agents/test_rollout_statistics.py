@@ -189,6 +189,7 @@ def test_token_rewards_replace_the_reward(estimator):
     args = read_args({"advantage_estimator": estimator})
     if estimator in ("gae", "reinforce_plus_plus"):
         args.normalize_advantages = False
+        args.gae_lambda = 1.0
     data, _ = made()
     data["token_rewards"] = torch.where(data["loss_mask"] != 0, torch.rand(ROWS, TOKENS), math.nan)
     data["values"] = torch.zeros(ROWS, TOKENS)
