@@ -1,0 +1,60 @@
+"""Shared by the tests of agents: tokenizers that are built here, and engines without a model."""
+
+from functools import cache
+
+
+class Characters:
+    """A tokenizer with a token for each character, one for each role's header, and one for the end of a message."""
+
+    HEADERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
+    eos_token_id = 1
+
+    def encode(self, text):
+        if text in self.HEADERS:
+            return [2 + self.HEADERS.index(text)]
+        return [ord(character) + 16 for character in text]
+
+    def decode(self, token_ids):
+        return "".join(
+            chr(token - 16) if token >= 16 else {1: "<end>", **dict(enumerate(self.HEADERS, 2))}.get(token, "?")
+            for token in token_ids
+        )
+
+
+QWEN_TOKENS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>",
+    "</tool_response>", "<think>", "</think>",
+]  # fmt: skip
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and KEEP %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} "
+    "| tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Of a model that keeps its reasoning; with KEEP replaced by a condition, of one that removes it from the history."""
+
+
+@cache
+def merging_tokenizer(keep="true"):
+    """A Hugging Face tokenizer with byte-pair merges, so that a text has several spellings in tokens, and the special
+    tokens of Qwen3."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("1", "2"), ("12", "3")]
+    vocab = {piece: number for number, piece in enumerate(alphabet + ["".join(pair) for pair in pairs])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(QWEN_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE.replace("KEEP", keep),
+        clean_up_tokenization_spaces=False,
+    )
