@@ -124,13 +124,13 @@ def completion_of(
         return replace(last.completion, finish_reason=finish_reason, info=info, rows=made)
     more, of = last.prompt[len(prompt) :], last.completion
     if more:
-        count = len(more)
-        masks = of.sampling_mask
+        count, masks = len(more), of.sampling_mask
+        unknown: list[int | None] = [-1] * count
         of = replace(
             of,
             token_ids=[*more, *of.token_ids],
             log_probs=[0.0] * count + of.log_probs,
-            weight_versions=[-1] * count + (of.weight_versions or []),
+            weight_versions=unknown + (of.weight_versions or []),
             loss_mask=[0] * count + [*(of.loss_mask or ())],
             sampling_mask=masks and SamplingMask(masks.token_ids, array("i", [0]) * count + masks.lengths),
             token_rewards=None if of.token_rewards is None else [0.0] * count + [*of.token_rewards],
