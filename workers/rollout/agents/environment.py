@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -225,3 +226,25 @@ class ToolEnvironment(Environment):
 def session_reward(prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any]) -> float:
     """The reward function of sessions: the sum of what `Environment.step` has returned. Pass it to `RolloutManager`."""
     return float(info["reward"])
+
+
+def session_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what became of sessions.
+
+    Args:
+        infos: `Completion.info` of each.
+
+    Returns:
+        ``sessions/turns``, the mean; ``sessions/ended/REASON``, the share of each end reason, that of "error" always;
+        ``sessions/restarts`` and ``sessions/rerenders``, the number of sessions that began again and of prompts that
+        were rendered anew. Empty if there are no sessions.
+    """
+    if not infos:
+        return {}
+    reasons = Counter({"error": 0})
+    reasons.update(str(info["end_reason"]) for info in infos)
+    found = {"sessions/turns": sum(info["turns"] for info in infos) / len(infos)}
+    found |= {f"sessions/ended/{reason}": count / len(infos) for reason, count in sorted(reasons.items())}
+    return found | {
+        f"sessions/{name}": float(sum(info.get(name, 0) for info in infos)) for name in ("restarts", "rerenders")
+    }

@@ -404,6 +404,7 @@ class Router:
         if any(one.finish_reason == "abort" for one in completions):
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
+        self._manager.note_sessions(completions)
         if self._manager.rewards is None:
             self._put(number, group)
             return
