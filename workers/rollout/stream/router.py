@@ -122,6 +122,7 @@ class Router:
 
     Attributes:
         recovery: of the workers' group.
+        sessions_lost: how many sessions began again because their worker died and their environment has no state.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Router:
         self._overhead = 0.0
         self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
         self._losses: dict[int, int] = {}
+        self.sessions_lost = 0
         self._asked: Counter[str] = Counter()
         """Id of a `WeightRequest` -> how often a worker was told to serve it."""
 
@@ -374,6 +376,7 @@ class Router:
         group, tokens = self._so_far(request, journal) if journal else (None, 0)
         begun = [one for one in (journal or {}).values() if one.session is not None]
         if lost := [one for one in begun if one.session is not None and one.session.environment is None]:
+            self.sessions_lost += len(lost)
             logger.warning(
                 "%d sessions of group %d begin again, because their environments have no state_dict",
                 len(lost),
