@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError, find_tool
@@ -58,6 +58,7 @@ class Step:
 
     observation: Observation = None
     reward: float | None = None
+    _: KW_ONLY
     done: bool = False
     invalid: bool = False
     info: Mapping[str, Any] | None = None
