@@ -244,9 +244,9 @@ class Completion:
             every token, or if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
         token_rewards: one number per token, for rewards that were earned before the end, such as those of turns; None
             if the reward is one number. They become the ``token_rewards`` of the rollout data.
-        rows: the rows of the rollout data that this rollout becomes, if that is not exactly one row of the prompt and
-            this completion: a session with branches has several. An empty sequence leaves the rollout out. None for one
-            row. The fields above then describe what a reward function gets; ``finish_reason`` is the rollout's.
+        rows: the rows of the rollout data that this rollout becomes, at least one, if that is not exactly one row of
+            the prompt and this completion: a session with branches has several. None for one row. The fields above then
+            are what a reward function gets; ``finish_reason`` is the rollout's.
         session: with the finish reason "abort", a picklable state from which an engine with sessions continues this
             one, if the completion is passed back as ``partial``; None if there is none.
     """

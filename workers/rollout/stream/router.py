@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller import (
@@ -25,7 +25,7 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
-from workers.data.collate import token_versions
+from workers.data.collate import trained_versions, with_versions
 from workers.recovery.rollout_recovery import GroupRecovery
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rewards.reward_calls import Sample
@@ -329,7 +329,7 @@ class Router:
         if finished.error is not None:
             raise finished.error
         self._losses.pop(number, None)
-        completions = [replace(one, weight_versions=[*token_versions(one, version)]) for one in finished.completions]
+        completions = [with_versions(one, version) for one in finished.completions]
         group = GroupData(list(request.prompt), completions, greedy=request.greedy)
         tokens = sum(len(one.token_ids) for one in completions)
         if any(one.finish_reason == "abort" for one in completions):
@@ -354,9 +354,7 @@ class Router:
             self._buffer.fail(error)
 
     def _put(self, number: int, group: GroupData) -> None:
-        versions = [
-            version for one in group.completions for version in one.weight_versions or () if version is not None
-        ]
+        versions = [version for one in group.completions for version in trained_versions(one)]
         flat = self._dynamic_sampling and group.rewards is not None and is_flat(group.rewards[: group.rows])
         self._buffer.put(
             number,
