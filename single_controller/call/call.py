@@ -461,7 +461,7 @@ class Call:
             f"{ranks_text(late)} had not finished ({self._hosts(late)})"
         )
         where = f"\n\n{show_stacks(stacks)}" if stacks else ""
-        self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=stacks))
+        self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=dict(stacks)))
         self._state.break_(message)
 
     def late_stacks(self, seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
@@ -546,9 +546,8 @@ class Call:
         where = "__init__" if self.starting else self.method
         during = label(self.role, where)
         message = f"{ranks_text(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
-        error = WorkerDiedError(message, rank=dead[0], host=self.transport.host(dead[0]), method=where, ranks=dead)
-        error.role = self.role
-        return error
+        host = self.transport.host(dead[0])
+        return WorkerDiedError(message, rank=dead[0], host=host, method=where, ranks=tuple(dead), role=self.role)
 
     def _settle(self, error: Exception | Callable[[], Exception] | None, name: str | None = None) -> None:
         """Give the call its outcome, unless it has one. The caller holds the lock, under which callbacks run too.

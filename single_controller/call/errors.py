@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import dispatch
@@ -64,22 +65,11 @@ class _RankError(SingleControllerError):
         role: role of the worker, if several share the process (`colocate`); otherwise None.
     """
 
+    rank: int | None = None
+    host: str | None = None
+    method: str | None = None
+    ranks: tuple[int, ...] = ()
     role: str | None = None
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        host: str | None = None,
-        method: str | None = None,
-        ranks: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.host = host
-        self.method = method
-        self.ranks = tuple(ranks)
 
 
 class WorkerError(_RankError):
@@ -96,21 +86,9 @@ class WorkerError(_RankError):
         results: rank -> value, of the collecting ranks that had returned when the call failed. Empty for a constructor.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        host: str | None = None,
-        method: str | None = None,
-        cause_type: str | None = None,
-        remote_traceback: str = "",
-        ranks: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, host=host, method=method, ranks=ranks)
-        self.cause_type = cause_type
-        self.remote_traceback = remote_traceback
-        self.results: Mapping[int, Any] = {}
+    cause_type: str | None = None
+    remote_traceback: str = ""
+    results: Mapping[int, Any] = MappingProxyType({})
 
 
 class StartError(WorkerError):
@@ -147,20 +125,10 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
             ones once.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        method: str | None = None,
-        ranks: Sequence[int] = (),
-        call_goes_on: bool = False,
-        stacks: Mapping[int, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.method = method
-        self.ranks = tuple(ranks)
-        self.call_goes_on = call_goes_on
-        self.stacks = dict(stacks or {})
+    method: str | None = None
+    ranks: tuple[int, ...] = ()
+    call_goes_on: bool = False
+    stacks: Mapping[int, str] = MappingProxyType({})
 
 
 class GroupBrokenError(SingleControllerError):
@@ -307,15 +275,14 @@ class Failure:
             return again
         where = "__init__" if starting else self.method
         if self.no_contact:
-            lost = ResultLostError(
+            return ResultLostError(
                 f"the result of {label(self.role, where)}() on rank {self.rank} ({self.host}) was lost, because "
                 f"the connection to the rank was lost: {self.message}. The rank is alive. It may have run the call",
                 rank=self.rank,
                 host=self.host,
                 method=where,
+                role=self.role,
             )
-            lost.role = self.role
-            return lost
         if self.lost and not starting:
             result = f"the result of rank {self.rank} ({self.host}), or an argument of the call,"
             text = f"{label(self.role, where)}(): {result} {self.message}"
@@ -328,8 +295,8 @@ class Failure:
             cause_type=self.cause_type,
             remote_traceback=self.remote_traceback,
             ranks=[failure.rank for failure in _by_cause(failures or [self])[self._what]],
+            role=self.role,
         )
-        error.role = self.role
         error = catchable_as(error, type(cause))
         error.__cause__ = cause
         return error
