@@ -40,25 +40,15 @@ class Group(Protocol):
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch that was taken from the caller.
+    """A batch that was taken from the caller."""
 
-    Attributes:
-        number: its position.
-        batch: what the caller gave.
-        plan: for it, as the group's ranks are; None before it is sent.
-        calls: those that were sent and not read.
-        values: what was returned.
-        deaths: how many it may have caused.
-        restarts: how often the group had been repaired when the last of its calls was sent.
-    """
-
-    number: int
-    batch: Any
-    plan: CallPlan | None = None
-    calls: dict[Part, Call] = field(default_factory=dict)
-    values: dict[Part, Any] = field(default_factory=dict)
-    deaths: int = 0
-    restarts: int = 0
+    number: int  # its position
+    batch: Any  # what the caller gave
+    plan: CallPlan | None = None  # for it, as the group's ranks are; None before it is sent
+    calls: dict[Part, Call] = field(default_factory=dict)  # those that were sent and not read
+    values: dict[Part, Any] = field(default_factory=dict)  # what was returned
+    deaths: int = 0  # how many it may have caused
+    restarts: int = 0  # how often the group had been repaired when the last of its calls was sent
 
     @property
     def done(self) -> bool:

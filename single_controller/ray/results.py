@@ -36,7 +36,7 @@ from single_controller.call.joining import CallResults, Located, RankResult, loc
 from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled
-from single_controller.wire.handshake import BESIDE, KEPT, REPLY
+from single_controller.wire.handshake import Kind
 from single_controller.wire.link import Reply
 
 # Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
@@ -64,32 +64,22 @@ Kept = tuple[RankResult, "list[ray.ObjectRef] | None"]
 
 @dataclass(eq=False, slots=True)
 class RankReply(Reply):
-    """The reply of one rank to one call, on the driver.
+    """The reply of one rank to one call, on the driver."""
 
-    Attributes:
-        rank: the rank.
-        host: its host, for messages.
-        actor: its handle.
-        call: the call, which is told the result.
-        result: the result, once it has arrived.
-        kept: Ray's reference to what `RankActor._sc_result` returns, once somebody has asked for it.
-        fetched: what that task has returned, once it was read.
-    """
-
-    rank: int
-    host: str
-    actor: Any
-    call: weakref.ref[Receiver]
-    result: RankResult | None = None
-    kept: Any = None
-    fetched: Kept | None = None
+    rank: int  # the rank
+    host: str  # its host, for messages
+    actor: Any  # its handle
+    call: weakref.ref[Receiver]  # the call, which is told the result
+    result: RankResult | None = None  # the result, once it has arrived
+    kept: Any = None  # Ray's reference to what `RankActor._sc_result` returns, once somebody has asked for it
+    fetched: Kept | None = None  # what that task has returned, once it was read
 
     def arrive(self) -> None:
         reason = "its reference could not be requested"
         try:
-            if self.kind != REPLY:  # at once, so that what the rank keeps is the driver's to drop
+            if self.kind != Kind.REPLY:  # at once, so that what the rank keeps is the driver's to drop
                 self.request()
-            if self.kind == BESIDE:
+            if self.kind == Kind.BESIDE:
                 self.kept.future().add_done_callback(self._take_beside)
                 return
         except Exception as error:  # Ray was shut down, for example
@@ -124,7 +114,7 @@ class RankReply(Reply):
     def request(self) -> Any:
         """Ray's reference to what the rank keeps of the call; None if it has replied and keeps nothing."""
         with self.link.lock:
-            if self.kept is None and (self.kind in (KEPT, BESIDE) or self.link.want(self)):
+            if self.kept is None and (self.kind in (Kind.KEPT, Kind.BESIDE) or self.link.want(self)):
                 self.kept = self._task("_sc_result").remote(self.link.session, self.number)
             return self.kept
 
@@ -143,7 +133,7 @@ class RankReply(Reply):
         ref = self.request()
         if ref is not None:
             return ref
-        if self.kind == REPLY:  # the thread that reads connections may not have told it yet
+        if self.kind == Kind.REPLY:  # the thread that reads connections may not have told it yet
             return RankResult(*pickle.loads(self.payload)), None
         lost = Failure.lost_contact(self.rank, self.host, "the connection was closed")
         return self.result or RankResult(self.rank, failure=lost), None

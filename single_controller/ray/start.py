@@ -25,14 +25,14 @@ from dispatch.plan import CallPlan
 from single_controller.call.call import Call
 from single_controller.call.errors import PlacementError, WorkerDiedError
 from single_controller.call.transport import Sent
-from single_controller.call.worker.worker import RANK_ENVIRONMENT
+from single_controller.call.worker.worker import RANK_ENVIRONMENT, RankInfo
 from single_controller.ray import python_env
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.compat import death_of
 from single_controller.ray.placement.pool import RayResourcePool, local_ranks
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot
-from single_controller.ray.rank.actor import Location, StartMessage, actor_class
+from single_controller.ray.rank.actor import Location, actor_class
 from single_controller.ray.rank.devices import before_start
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
@@ -389,8 +389,8 @@ def _transport(
     for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True)):
         replacement = plan.collectives and number in fresh
         node_rank = node_ranks[nodes[number]]
-        message = StartMessage(number, len(ranks), *local, environment, node_rank, generation, replacement)
-        told.append(replace(rank, message=message))
+        info = RankInfo(number, len(ranks), *local, "", 0, node_rank, generation=generation, replacement=replacement)
+        told.append(replace(rank, message=(info, environment)))
     transport = RayTransport(told, plan.pool, {} if before is None else before.links)
     transport.fresh = fresh
     return transport

@@ -43,7 +43,7 @@ from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import LOCATE, TAKE, Location, StartMessage, running_calls
 from single_controller.ray.results import LocatedResults, RankReply, RayResults, one_line, put
 from single_controller.wire.connection import hub
-from single_controller.wire.handshake import CALL, CONCURRENT, JOIN
+from single_controller.wire.handshake import Kind
 from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Link, ask, wait_open
 
 logger = logging.getLogger(__name__)
@@ -66,38 +66,23 @@ FORGET_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's actor.
+    """One rank's actor."""
 
-    Attributes:
-        actor: its handle, a ray.actor.ActorHandle.
-        name: the actor's name.
-        location: where it runs.
-        slot: its slot in the pool; None in a group that did not start its workers.
-        message: what it was told at its start; likewise.
-    """
-
-    actor: Any
-    name: str
-    location: Location
-    slot: Slot | None = None
-    message: StartMessage | None = None
+    actor: Any  # its handle, a ray.actor.ActorHandle
+    name: str  # the actor's name
+    location: Location  # where it runs
+    slot: Slot | None = None  # its slot in the pool; None in a group that did not start its workers
+    message: StartMessage | None = None  # what it was told at its start; likewise
 
 
 @dataclass(frozen=True)
 class Standby:
-    """A process without a rank. It has imported the worker's class, and waits to replace a rank that dies.
+    """A process without a rank. It has imported the worker's class, and waits to replace a rank that dies."""
 
-    Attributes:
-        actor: its handle, a ray.actor.ActorHandle.
-        name: the actor's name.
-        slot: its slot in the pool.
-        prepared: a reference to its location and its resident memory in bytes, once it is ready.
-    """
-
-    actor: Any
-    name: str
-    slot: Slot
-    prepared: Any
+    actor: Any  # its handle, a ray.actor.ActorHandle
+    name: str  # the actor's name
+    slot: Slot  # its slot in the pool
+    prepared: Any  # a reference to its location and its resident memory in bytes, once it is ready
 
     def location(self) -> Location:
         """Where it runs. Waits until it is ready.
@@ -209,7 +194,7 @@ class RayTransport(Transport):
                             inside.append(part)
                     frames[id(message)] = pickle.dumps(inside, protocol=5), beside
                 messages.append((rank, *frames[id(message)]))
-            kind = CONCURRENT if spec.registration.concurrent else CALL
+            kind = Kind.CONCURRENT if spec.registration.concurrent else Kind.CALL
             replies = self._send(kind, messages, spec.label, call)
         except BaseException:
             if withdraw is not None:
@@ -263,7 +248,7 @@ class RayTransport(Transport):
             (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), [made, rendezvous]) for rank in chosen
         ]
         try:
-            replies = list(self._send(JOIN, messages, "__init__", call).values())
+            replies = list(self._send(Kind.JOIN, messages, "__init__", call).values())
         except PartlySentError as error:
             cause = error.__cause__
             raise StartError(

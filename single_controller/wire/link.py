@@ -21,20 +21,9 @@ from typing import Any, NamedTuple
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
 from single_controller.wire.handshake import (
-    ACK,
-    ANSWER,
-    BESIDE,
-    CANCEL,
-    COMMAND,
-    DROP,
-    HELLO,
-    KEPT,
     MAX_HANDSHAKE_BYTES,
-    NONCE,
-    REPLY,
-    WANT,
-    WELCOME,
     HandshakeError,
+    Kind,
     WireAddress,
     hello,
     new_nonce,
@@ -59,34 +48,21 @@ ACK_BYTES = 1 << 20
 
 
 class Answer(NamedTuple):
-    """What one rank answers to a command.
+    """What one rank answers to a command."""
 
-    Attributes:
-        text: what the command's handler returned, or why there is no answer.
-        ok: whether the handler succeeded.
-        told: whether the rank has answered at all. If not, it may do so later.
-    """
-
-    text: str
-    ok: bool = True
-    told: bool = True
+    text: str  # what the command's handler returned, or why there is no answer
+    ok: bool = True  # whether the handler succeeded
+    told: bool = True  # whether the rank has answered at all. If not, it may do so later.
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Reply:
-    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread.
+    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread."""
 
-    Attributes:
-        link: the link that carries the call.
-        number: number of the call on the link.
-        kind: ``REPLY``, ``KEPT`` or ``BESIDE`` once it has arrived.
-        payload: the frame that has arrived.
-    """
-
-    link: Link
-    number: int = field(default=0, init=False)
-    kind: int = field(default=0, init=False)
-    payload: bytes = field(default=b"", init=False)
+    link: Link  # the link that carries the call
+    number: int = field(default=0, init=False)  # number of the call on the link
+    kind: int = field(default=0, init=False)  # ``REPLY``, ``KEPT`` or ``BESIDE`` once it has arrived
+    payload: bytes = field(default=b"", init=False)  # the frame that has arrived
 
     def arrive(self) -> None:
         """It has arrived."""
@@ -163,16 +139,16 @@ class Link:
         """Tell the rank that the arguments of a call, or of a task with a higher number, will not come."""
         with self.lock:
             if number in self._unanswered or number > self._sent:
-                self._notes.add((CANCEL, number))
-                self._note(CANCEL, number)
+                self._notes.add((Kind.CANCEL, number))
+                self._note(Kind.CANCEL, number)
 
     def want(self, reply: Reply) -> bool:
         """Have the rank keep the reply to a call that has not arrived. Returns whether it does."""
         with self.lock:
             if reply.number not in self._unanswered:
                 return False
-            self._notes.add((WANT, reply.number))
-            self._note(WANT, reply.number)
+            self._notes.add((Kind.WANT, reply.number))
+            self._note(Kind.WANT, reply.number)
             return True
 
     def ask(self, command: str, answer: Callable[[Answer], None]) -> None:
@@ -182,7 +158,7 @@ class Link:
             if connection is not None:
                 self._sent += 1
                 self._asked[self._sent] = answer
-                self._send(connection, COMMAND, self._sent, command.encode())
+                self._send(connection, Kind.COMMAND, self._sent, command.encode())
                 return
         host, port = self.address[:2]
         answer(Answer(f"unknown: port {port} of {host} cannot be reached", ok=False, told=False))
@@ -270,30 +246,30 @@ class Link:
 
     def _take(self, connection: Connection, kind: int, number: int, _: int, payload: bytes) -> None:
         self._heard = time.monotonic()
-        if kind == ANSWER:
+        if kind == Kind.ANSWER:
             with self.lock:
                 answer = self._asked.pop(number, None)
             if answer is not None:
                 text = payload.decode(errors="replace")
                 answer(Answer(text[1:], ok=text[:1] == "+"))
             return
-        if kind not in (REPLY, KEPT, BESIDE):
+        if kind not in (Kind.REPLY, Kind.KEPT, Kind.BESIDE):
             raise HandshakeError(f"it has sent a frame of kind {kind}")
         with self.lock:
             call = self._unanswered.pop(number, None)
             if call is None:
                 return  # a copy of a reply that has arrived before
             self._highest = max(self._highest, number)
-            self._notes -= {(WANT, number), (CANCEL, number)}
+            self._notes -= {(Kind.WANT, number), (Kind.CANCEL, number)}
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
             if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
-                self._send(connection, ACK, 0)
+                self._send(connection, Kind.ACK, 0)
             reply = call[2]()
             if reply is not None:
                 reply.kind, reply.payload = kind, payload
-            elif kind != REPLY:
-                self._note(DROP, number)  # if it is lost, the rank keeps the value as long as the session
+            elif kind != Kind.REPLY:
+                self._note(Kind.DROP, number)  # if it is lost, the rank keeps the value as long as the session
         if reply is not None:
             reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
 
@@ -330,12 +306,12 @@ class Link:
         def greet(kind: int, number: int, acknowledged: int, frame: bytes) -> None:
             nonlocal of_rank
             self._heard = time.monotonic()
-            if kind == NONCE:
+            if kind == Kind.NONCE:
                 of_rank = frame
                 proof = hello(self.address.key, of_rank, nonce, self.session)
                 with self.lock:
-                    connection.send(HELLO, 0, proof, self._acknowledged)
-            elif kind == WELCOME and of_rank:
+                    connection.send(Kind.HELLO, 0, proof, self._acknowledged)
+            elif kind == Kind.WELCOME and of_rank:
                 self._open(connection, welcomed(self.address.key, of_rank, nonce, self.session, frame))
             else:
                 raise HandshakeError("it does not follow the protocol")
