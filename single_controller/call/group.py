@@ -558,7 +558,7 @@ class WorkerGroup(VerlGroup, Closing):
             one.unsent if isinstance(one, UnsentFuture) else not one.done() for one in futures
         ):
             return True
-        needed = mode.in_layout if isinstance(mode, Mode) and spec.registration.execute.ranks is None else None
+        needed = mode.in_layout if isinstance(mode, Mode) and not spec.registration.execute.rank_zero else None
         return needed is not None and self._known_layout(needed) is None
 
     def _wait_for_unsent(self) -> None:
@@ -650,7 +650,7 @@ class WorkerGroup(VerlGroup, Closing):
         registration, transport = spec.registration, self._state.transport
         mode = registration.mode.mode
         layout = _without_coordinates(0 if transport is None else transport.world_size)
-        if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
+        if isinstance(mode, Mode) and mode.in_layout is not None and not registration.execute.rank_zero:
             try:
                 layout = self._layout_with(mode.in_layout)
             except DispatchError as error:
