@@ -93,9 +93,7 @@ DECLARED = CallOptions()
 
 
 class Call:
-    """One call, from when it is sent until no rank is running it any more.
-
-    Lock: the state's ``lock`` protects all fields.
+    """One call, from when it is sent until no rank is running it any more. The state's ``lock`` protects all fields.
 
     Args:
         state: the state of the group.
@@ -225,11 +223,8 @@ class Call:
     def value(self, timeout: float | None = None) -> Any:
         """Wait until the call has an outcome, and return its value as its mode promises it.
 
-        Args:
-            timeout: seconds to wait; the call continues after that.
-
         Raises:
-            CallTimeoutError: the wait ended before the call did.
+            CallTimeoutError: the call had none after ``timeout`` seconds. It continues.
             ForkedProcessError: another process sent the call.
             SingleControllerError: the call's error.
         """
@@ -380,13 +375,10 @@ class Call:
     # --- the outcome ----------------------------------------------------------------------------------------------
 
     def _decide(self, now: float, *, ask: bool = True) -> None:
-        """Settle the call if its outcome is known by now. A death wins over errors, which may be its echoes.
+        """Settle the call if its outcome is known by ``now``. A death wins over errors, which may be its echoes.
+        ``ask``: whether to ask if a call has failed whose future is an argument.
 
         The caller holds the lock. It is the thread that tells a result, or the monitor.
-
-        Args:
-            now: by the monotonic clock.
-            ask: whether to ask if a call has failed whose future is an argument.
         """
         if self._state.closed:  # its ranks were ended, which is no death
             self.abandon()
@@ -550,12 +542,8 @@ class Call:
         return WorkerDiedError(message, rank=dead[0], host=host, method=where, ranks=tuple(dead), role=self.role)
 
     def _settle(self, error: Exception | Callable[[], Exception] | None, name: str | None = None) -> None:
-        """Give the call its outcome, unless it has one. The caller holds the lock, under which callbacks run too.
-
-        Args:
-            error: the error, or what makes it; None if the call has succeeded.
-            name: the name of the error's class, where it is made later.
-        """
+        """Give the call its outcome, unless it has one: an error, what makes one of the class ``name``, or None if the
+        call has succeeded. The caller holds the lock, under which callbacks run too."""
         if self.settled:
             return
         self._record.settled = time.time()

@@ -160,12 +160,8 @@ class ForkedProcessError(SingleControllerError):
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
-    """Ranks as text, three or more in a row as a range: ``rank 3``, ``ranks 0, 2, 5-7``.
-
-    Args:
-        ranks: the ranks, in increasing order.
-        limit: number of ranges and single ranks that are listed.
-    """
+    """Ranks, in increasing order, as text, three or more in a row as a range: ``rank 3``, ``ranks 0, 2, 5-7``. At most
+    ``limit`` ranges and single ranks are listed."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown: list[str] = []
@@ -181,12 +177,7 @@ def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
 
 
 def hosts_text(hosts: Sequence[str], limit: int = 4) -> str:
-    """Hosts as text, each once.
-
-    Args:
-        hosts: the hosts, in any number.
-        limit: how many are listed.
-    """
+    """Hosts as text, each once, and at most ``limit`` of them."""
     distinct = list(dict.fromkeys(hosts))
     more = f" and {len(distinct) - limit} more" if len(distinct) > limit else ""
     return "; ".join(distinct[:limit]) + more
@@ -262,12 +253,8 @@ class Failure:
         return errors[0] if errors and isinstance(errors[0], BaseException) else None
 
     def error(self, *, starting: bool = False, failures: Sequence[Failure] = ()) -> Exception:
-        """The exception that the driver raises for this failure; a new one each time.
-
-        Args:
-            starting: whether the worker's constructor raised.
-            failures: those of all ranks, if others have failed in the same call. The error names them too.
-        """
+        """The exception that the driver raises for this failure; a new one each time. ``starting``: whether a
+        constructor raised. ``failures`` are those of all ranks in the same call, which the error names too."""
         cause = self.exception()
         if self.ours and isinstance(cause, SingleControllerError):
             again = copy.copy(cause)
@@ -451,13 +438,8 @@ def _raised_by_library(error: BaseException) -> bool:
 
 
 def show_stacks(stacks: Mapping[int, str], most: int = MAX_STACKS) -> str:
-    """The stacks of many ranks as text, equal ones once. The rarest come first: the one rank for which all others wait
-    in a collective is among them.
-
-    Args:
-        stacks: rank -> its stack.
-        most: number of distinct stacks to show.
-    """
+    """The stacks of many ranks as text, equal ones once, ``most`` at most. The rarest come first: the one rank for
+    which all others wait in a collective is among them."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         by_text.setdefault(stacks[rank], []).append(rank)
