@@ -159,11 +159,7 @@ CHOOSE_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri"
 
 
 def check_one_python(what: str, python: str | None, runtime_env: Mapping[str, Any] | None) -> None:
-    """Check that a runtime_env does not choose a Python if ``python`` does.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise a `ValueError` if a runtime_env chooses a Python although ``python`` does."""
     both = [key for key in CHOOSE_PYTHON if python is not None and (runtime_env or {}).get(key)]
     if both:
         raise ValueError(
@@ -178,9 +174,6 @@ class _Probe:
 
 class ProcessSpec:
     """What runs in the process of a rank: one worker class, or one per role.
-
-    Args:
-        made: the class with its arguments, or several of them colocated.
 
     Attributes:
         roles: role -> class with arguments; the role of the group's own class is None.

@@ -119,11 +119,7 @@ class RankReply(Reply):
             return self.kept
 
     def fetch(self) -> Kept:
-        """What the rank keeps of a call that has ended.
-
-        Raises:
-            RayError: it is lost.
-        """
+        """What the rank keeps of a call that has ended; a `RayError` if it is lost."""
         if self.fetched is None:
             self.fetched = ray.get(self.request())
         return self.fetched
@@ -252,11 +248,7 @@ class RayResults:
         return RayResults(self.label, ranks, entries, len(which), hosts, self._outcome)
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        """See `CallResults.values`.
-
-        Raises:
-            ResultError: a result is lost, or cannot be fetched or unpickled.
-        """
+        """See `CallResults.values`. Raises a `ResultError` if a result is lost, or cannot be unpickled."""
         encoded: dict[int, Encoded | None] = {}
         refs: dict[int, Any] = {}
         for k in which:
@@ -398,12 +390,8 @@ class LocatedResults(Deferred):
 
 
 def fetch(value: Any) -> Any:
-    """As in Ray, an ObjectRef given as an argument arrives as its value. Anything else is returned unchanged.
-
-    Raises:
-        RayTaskError: the task that computes it raised. Ray raises it as an instance of the task's own exception too.
-        ResultError: the object is lost.
-    """
+    """As in Ray, an ObjectRef given as an argument arrives as its value. Anything else is returned unchanged. A failed
+    task raises what Ray raises, a lost object a `ResultError`."""
     if not isinstance(value, ray.ObjectRef):
         return value
     try:
@@ -415,11 +403,7 @@ def fetch(value: Any) -> Any:
 
 
 def put(encoded: Encoded) -> ray.ObjectRef:
-    """Store encoded arguments in Ray's store.
-
-    Raises:
-        DispatchError: there is no room for them.
-    """
+    """Store encoded arguments in Ray's store; a `DispatchError` if there is no room for them."""
     try:
         return ray.put(encoded)
     except RayError as error:

@@ -85,11 +85,7 @@ class Standby:
     prepared: Any  # a reference to its location and its resident memory in bytes, once it is ready
 
     def location(self) -> Location:
-        """Where it runs. Waits until it is ready.
-
-        Raises:
-            RayError: it has died, or the worker's class could not be imported.
-        """
+        """Where it runs. Waits until it is ready; a `RayError` if it has died, or cannot import the worker's class."""
         location: Location = ray.get(self.prepared)[0]
         return location
 
@@ -216,11 +212,7 @@ class RayTransport(Transport):
         return Sent(results, nbytes, withdraw)
 
     def check_reachable(self, ranks: Sequence[int]) -> None:
-        """Wait until connections to ranks are open.
-
-        Raises:
-            StartError: one cannot be opened although its process is alive.
-        """
+        """Wait until connections to ranks are open; a `StartError` if one is not although its process is alive."""
         closed = set(map(id, wait_open([self._links[rank] for rank in ranks], OPEN_SECONDS)))
         for rank in ranks if closed else ():
             if id(self._links[rank]) in closed and rank not in self.deaths():
@@ -240,9 +232,6 @@ class RayTransport(Transport):
             rendezvous: Ray's reference to the address and port.
             call: told when they have.
             leave: whether processes that have workers leave their process groups.
-
-        Raises:
-            StartError: only some ranks were reached.
         """
         messages = [
             (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), [made, rendezvous]) for rank in chosen
@@ -390,11 +379,8 @@ class RayTransport(Transport):
             remove_pools_of(rank.actor for rank in self.ranks)
 
     def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Callable[[], None] | None]:
-        """Have the first rank locate the deferred arguments for all ranks. See `Executor.locate_arguments`.
-
-        Returns:
-            The plan with references to what that rank finds, and what ends its wait if it waits in vain.
-        """
+        """Have the first rank locate the deferred arguments for all ranks: see `Executor.locate_arguments`. Returns the
+        plan with references to what that rank finds, and what ends its wait if it waits in vain."""
         first = plan.ranks[0]
         values = [plan.whole, *(shard.values for shard in plan.shards)]
         wanted = [
@@ -432,18 +418,13 @@ class RayTransport(Transport):
 
 
 class _Suspect:
-    """A rank that may be dead.
-
-    Attributes:
-        since: when the first question about it was asked, by the monotonic clock.
-        looked: when the last one was.
-        asked: whether it has been asked over a connection that has not been lost since.
-        answered: whether it has answered.
-    """
+    """A rank that may be dead."""
 
     def __init__(self, now: float) -> None:
-        self.since = self.looked = now
-        self.asked = self.answered = False
+        self.since = now  # when the first question about it was asked, by the monotonic clock
+        self.looked = now  # when the last one was
+        self.asked = False  # whether it has been asked over a connection that has not been lost since
+        self.answered = False
 
     def take(self, answer: Answer) -> None:
         """Take its answer, in the hub's thread, or that there will be none."""

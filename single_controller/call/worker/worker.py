@@ -331,15 +331,7 @@ class Worker(VerlWorker):
         self.on_membership_change(generation)
 
     def _check_collectives(self, what: str) -> None:
-        """Raise if the ranks of this group cannot run collectives.
-
-        Args:
-            what: what needs them, for the message.
-
-        Raises:
-            LocalGroupError: the ranks share one process.
-            RuntimeError: the worker is a replacement, and alone.
-        """
+        """Raise if the ranks of this group cannot run collectives, which ``what`` needs."""
         if self._rank_info.replacement:
             raise RuntimeError(
                 f"{what} on rank {self.rank}, which replaces a rank that has died: the other ranks do not take part in "

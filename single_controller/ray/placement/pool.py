@@ -138,9 +138,8 @@ class RayResourcePool(Closing, ResourcePool):
     pool is a context manager; closing it ends what runs in it.
 
     Slot k is rank k of a group on the whole pool. Once Ray has placed them, slots are ordered by (node, device),
-    compared as numbers, and keep that order as long as the pool lives; before, they are in the order declared.
-    ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups and frees no
-    slot, closing this pool closes them too.
+    compared as numbers; before, they are in the order declared. ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools
+    that borrow slots: closing one closes its groups and frees no slot, closing this pool closes them too.
 
     Args:
         process_on_nodes: processes of each entry, ``[8, 8]``. An entry is on one node. Entries may differ in size.
@@ -152,8 +151,8 @@ class RayResourcePool(Closing, ResourcePool):
         resources: custom resources of each slot, ``{"disk": 1}``. Each worker takes its fraction of those that are
             devices (``{"NPU": 1}``).
         num_cpus: logical CPUs of each slot.
-        num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part;
-            to see all GPUs of a slot with several, it must be alone there (``max_colocate_count=1``).
+        num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part; to
+            see all GPUs of a slot with several, it must be alone there (``max_colocate_count=1``).
         memory: bytes of memory of each slot; 0 reserves none. Ray counts them and does not enforce them.
         strategy: Ray's strategy for each placement group. By default ``"STRICT_PACK"`` (on one node), but ``"PACK"``
             for ``across_nodes=True`` and for a first group made with ``bin_pack=False``.
@@ -386,9 +385,7 @@ class RayResourcePool(Closing, ResourcePool):
 
     def plan(self) -> PoolPlan:
         """Return where every rank is, or would be: node, bundle and device; and what is missing. Starts nothing.
-
-        Devices are known once a process has reported them: the first group's workers, or short tasks before a slice is
-        used. Until then the ranks of one node are in the order of their entries.
+        Devices are known once a process has reported them.
 
         Raises:
             GroupClosedError: the pool is closed.
@@ -481,10 +478,7 @@ class RayResourcePool(Closing, ResourcePool):
 
     def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[int]:
         """Fix the order of the slots, unless it is fixed, by the locations of the processes in them; note these.
-
-        Returns:
-            By rank, the index in ``slots``, which is what `slots` returned before the processes were started.
-        """
+        Returns by rank the index in ``slots``, which is what `slots` returned before the processes were started."""
         if self._owned is not None:  # a pool that borrows slots has waited for their order in `admit`
             self._owned.assign(slots, locations)  # of several groups that start at once, the first one's order stays
         index = {(slot.placement_group, slot.bundle): number for number, slot in enumerate(slots)}
@@ -503,10 +497,8 @@ class RayResourcePool(Closing, ResourcePool):
         *,
         counted: bool = True,
     ) -> None:
-        """Reserve the slots, as `place`, and note a group that is going to have a worker in each.
-
-        Args:
-            counted: whether its workers count for ``max_colocate_count``.
+        """Reserve the slots, as `place`, and note a group that is going to have a worker in each. ``counted``: whether
+        its workers count for ``max_colocate_count``.
 
         Raises:
             PlacementError: a slot is full, or the slots can never be placed.

@@ -83,13 +83,8 @@ class Reservation:
         self.slots, self.reserved, self.assigned = list(slots), True, assigned
 
     def reserve(self, request: Request) -> None:
-        """Ask Ray for the placement groups, once; do not wait for them.
-
-        An exception in the middle, Ctrl-C included, leaves no placement group behind.
-
-        Raises:
-            GroupClosedError: the reservation is closed.
-        """
+        """Ask Ray for the placement groups, once; do not wait for them. An exception in the middle, Ctrl-C included,
+        leaves none behind."""
         with self._reserving:
             self.check_open()
             if not self.reserved:
@@ -233,11 +228,7 @@ class Reservation:
 
 
 def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
-    """Return the node of each reserved slot; devices are unknown.
-
-    Raises:
-        PlacementError: Ray has not placed them, or a node has died since.
-    """
+    """Return the node of each reserved slot, without devices; a `PlacementError` if one is on no living node."""
     known = {node["NodeID"]: node for node in ray.nodes()}
     groups = {slot.placement_group for slot in slots if slot.placement_group is not None}
     homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in groups}
@@ -251,11 +242,8 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
 
 
 def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:
-    """Wait until the processes of a group have answered once, each with one of the ``refs``.
-
-    Raises:
-        PlacementError: they did not start within ``timeout`` seconds.
-    """
+    """Wait until the processes of a group have answered once, each with one of the ``refs``; a `PlacementError` if they
+    did not start within ``timeout`` seconds."""
     _, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)
     if late:
         raise PlacementError(
@@ -289,11 +277,8 @@ def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
 
 
 def remove_pools_of(actors: Iterable[ActorHandle]) -> None:
-    """Remove the placement groups of pools that workers have made and that nobody can close any more.
-
-    Args:
-        actors: workers that were just ended. Pools of workers of this job that died earlier are removed too.
-    """
+    """Remove the placement groups of pools that workers have made and that nobody can close any more: those of
+    ``actors``, which were just ended, and of workers of this job that died earlier."""
     try:
         ids = worker_pools({actor._actor_id.hex() for actor in actors})
         _remove([PlacementGroup(PlacementGroupID(bytes.fromhex(number))) for number in ids], session())
