@@ -421,7 +421,7 @@ REQUESTS = {
 }
 """What is called, with weights."""
 
-VALUES = ("small", "make", "zero", "others", "items", "rows", "by_layout", "sleep")
+VALUES = ("small", "make", "zero", "items", "rows", "by_layout", "sleep")
 """Those that succeed, and whose futures may be arguments."""
 
 WAYS_WITHOUT_INTERRUPTS = {
