@@ -99,6 +99,12 @@ class StartError(WorkerError):
 class WorkerDiedError(_RankError):
     """A worker's process ended. The group is broken."""
 
+    @classmethod
+    def during(cls, label: str, rank: int, host: str, reason: str) -> Self:
+        """From the label of the call that the rank was running, and why its process has ended."""
+        message = f"rank {rank} died during {label}() ({host}): {reason}"
+        return cls(message, rank=rank, host=host, method=label, ranks=(rank,))
+
 
 class ResultLostError(ResultError):
     """A rank is alive, but its result was lost, because contact with it was lost for a while.
@@ -129,6 +135,13 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
     ranks: tuple[int, ...] = ()
     call_goes_on: bool = False
     stacks: Mapping[int, str] = MappingProxyType({})
+
+    @classmethod
+    def of_wait(cls, label: str, seconds: float | None, ranks: Sequence[int] = ()) -> Self:
+        """From a wait for a call, by its label, that ended before the call did, and the ranks that are running it."""
+        running = f"; still running: {ranks_text(ranks)}" if ranks else ""
+        message = f"{label}() has not finished after a wait of {seconds:g} s{running}. It continues; wait again"
+        return cls(message, method=label, ranks=tuple(ranks), call_goes_on=True)
 
 
 class GroupBrokenError(SingleControllerError):

@@ -363,8 +363,7 @@ class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
         except TimeoutError:
             if self.done():  # it is the error of the computation
                 raise
-            message = f"{self.label}() has not finished after a wait of {timeout:g} s. It continues; wait again"
-            raise CallTimeoutError(message, method=self.label, call_goes_on=True) from None
+            raise CallTimeoutError.of_wait(self.label, timeout) from None
 
     @property
     def refs(self) -> list[Any]:

@@ -173,7 +173,6 @@ class RayResults:
         self._refs: list[ray.ObjectRef] | None = None
 
     def refs(self) -> list[ray.ObjectRef]:
-        """See `CallResults.refs`."""
         if self._refs is None:
             replies = [entry for entry in self._entries[: self._count] if isinstance(entry, RankReply)]
             if len(replies) < self._count:
@@ -182,7 +181,6 @@ class RayResults:
         return list(self._refs)
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
-        """See `CallResults.wait`."""
         found: dict[int, RankResult] = {}
         if self._outcome is not None:
             try:
@@ -217,12 +215,7 @@ class RayResults:
 
     def _late(self, found: Mapping[int, RankResult], timeout: float | None) -> CallTimeoutError:
         late = sorted(rank for k, rank in enumerate(self._ranks) if k not in found)
-        return CallTimeoutError(
-            f"{self.label}() has not ended after a wait of {timeout:g} s; ranks {late} are running",
-            method=self.label,
-            ranks=late,
-            call_goes_on=True,
-        )
+        return CallTimeoutError.of_wait(self.label, timeout, late)
 
     def _look(self, found: dict[int, RankResult], seconds: float) -> None:
         """Wait for what is missing, and read what has come."""
@@ -238,17 +231,14 @@ class RayResults:
                 found[refs[ref]] = self._kept(refs[ref])[0]
 
     def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        """See `CallResults.locate`."""
         return locate(self, join, argument)
 
     def only(self, which: Sequence[int]) -> RayResults:
-        """See `CallResults.only`."""
         ranks, hosts = [self._ranks[k] for k in which], [self._hosts[k] for k in which]
         entries = [self._entries[k] for k in which]
         return RayResults(self.label, ranks, entries, len(which), hosts, self._outcome)
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        """See `CallResults.values`. Raises a `ResultError` if a result is lost, or cannot be unpickled."""
         encoded: dict[int, Encoded | None] = {}
         refs: dict[int, Any] = {}
         for k in which:
@@ -311,9 +301,7 @@ class RayResults:
             raise self._lost(k, error) from error
 
     def _died(self, k: int, reason: str) -> WorkerDiedError:
-        rank, host = self._ranks[k], self._hosts[k]
-        text = f"rank {rank} died during {self.label}() ({host}): {reason}"
-        return WorkerDiedError(text, rank=rank, host=host, method=self.label, ranks=(rank,))
+        return WorkerDiedError.during(self.label, self._ranks[k], self._hosts[k], reason)
 
     def _lost(self, k: int, error: RayError) -> ResultError:
         rank, host = self._ranks[k], self._hosts[k]
@@ -365,7 +353,6 @@ class LocatedResults(Deferred):
         """See `dispatch.batch.Deferred`. The future was checked when the call was planned."""
 
     def locate(self, argument: DeferredArgument) -> tuple[CallResults, Located]:
-        """See `dispatch.batch.Deferred`."""
         try:
             found: dict[Parameter | None, Any] = ray.get(self._ref)
         except TaskCancelledError as error:
