@@ -203,9 +203,8 @@ def _member(name: str) -> DispatchMode:
 
 
 def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> UntypedMode:
-    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>``.
-
-    Call this in a module that both the driver and the workers import.
+    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>``, in processes that have run this: call
+    it in a module that both the driver and the workers import.
 
     Args:
         name: an identifier that no mode has yet.
@@ -270,13 +269,8 @@ def known_execute_mode(mode: object) -> ExecuteMode:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ValueMode:
-    """The mode of a named mesh, under the name that verl uses for it. `Dispatch.mesh` is the shorter spelling.
-
-    Batches are cut by the mesh's dp ranks and joined from its collecting ranks.
-
-    Raises:
-        TypeError: the name is not a non-empty string.
-    """
+    """`Dispatch.mesh` under the name that verl uses: batches are cut by the mesh's dp ranks and joined from its
+    collecting ranks. A `TypeError` if the name is not a non-empty string."""
     if not isinstance(mesh_name, str) or not mesh_name:
         raise TypeError(f"a mesh name is a non-empty string, got {mesh_name!r}")
     route = _MeshRoute(mesh_name)

@@ -250,15 +250,8 @@ def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ..
 def misfit(
     name: str, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError, options: Collection[str] = ()
 ) -> TypeError:
-    """The error of a call whose arguments do not fit: Python's, with the name and the signature added.
-
-    Args:
-        name: of what was called.
-        signature: its own.
-        kwargs: the keyword arguments.
-        error: of binding the arguments.
-        options: names of options of a call, which are not passed as arguments.
-    """
+    """The error of a call of ``name`` whose arguments do not fit: Python's own, ``error``, with the signature added.
+    Names in ``options`` are options of a call, which are not passed as arguments."""
     what = f"{error}; its"
     parameters = signature.parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

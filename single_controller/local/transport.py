@@ -52,20 +52,14 @@ Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class LocalRank:
-    """One rank: its workers, and, with ``threads``, its thread.
+    """One rank: its workers, and, with ``threads``, its thread. Otherwise its calls run in the caller's thread.
 
     Threads: one named "local-rank-<n>" runs the calls in the order in which they were sent. `end` ends it, or the
     garbage collection of a group that nobody closed. A running method cannot be interrupted; the thread then ends when
     the method returns. Each concurrent call has a thread "local-rank-<n>-concurrent", which ends with the call. They
     are daemon threads and not those of a ThreadPoolExecutor, because the interpreter joins those at exit: one method
-    that hangs would keep the process alive.
-    Lock: ``_lock`` makes "is the rank alive, then queue a job" atomic, so that no job is queued behind the end of the
-    thread. It also protects ``_futures``. It is a leaf.
-
-    Args:
-        rank: 0 .. world_size - 1.
-        world_size: number of ranks of the group.
-        threads: whether the rank has a thread. Otherwise its calls run in the caller's thread.
+    that hangs would keep the process alive. Lock: ``_lock`` makes "is the rank alive, then queue a job" atomic, so that
+    no job is queued behind the end of the thread. It also protects ``_futures``. It is a leaf.
 
     Attributes:
         died: why the rank takes no more calls, or None.
@@ -158,12 +152,7 @@ class LocalRank:
 
 
 class LocalTransport(Transport):
-    """Carries calls to ranks of this process.
-
-    Args:
-        ranks: the ranks, in order.
-        threads: whether each rank has a thread. Otherwise `send` runs the calls.
-    """
+    """Carries calls to ranks of this process. Without ``threads`` for each rank, `send` runs them."""
 
     def __init__(self, ranks: Sequence[LocalRank], threads: bool) -> None:
         self.ranks = tuple(ranks)
@@ -215,7 +204,7 @@ class LocalTransport(Transport):
 
     @property
     def processes(self) -> tuple[RankProcess, ...]:
-        """See `Transport.processes`: this process, for each rank."""
+        """This process, for each rank."""
         return (RankProcess(socket.gethostname(), "in the driver's process", os.getpid()),) * self.world_size
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
@@ -247,15 +236,9 @@ def _tell(weak: weakref.ref[Receiver], future: cf.Future[RankResult]) -> None:
 
 
 class LocalResults:
-    """The results of one call. See `single_controller.call.joining.CallResults`.
+    """The results of one call. See `single_controller.call.joining.CallResults`. ``futures`` has all called ranks.
 
     Lock: ``_lock`` protects ``_located``. It is a leaf.
-
-    Args:
-        label: the call's method, for messages.
-        futures: rank -> future, of all called ranks.
-        collecting: the collecting ranks, in order.
-        outcome: the call's.
     """
 
     def __init__(
@@ -322,16 +305,8 @@ class LocalRef:
         self._rank = rank
 
     def get(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it.
-
-        Args:
-            timeout: seconds to wait.
-
-        Raises:
-            CallTimeoutError: the wait ended before the call did.
-            WorkerDiedError: the rank died.
-            Exception: whatever the method raised, as ``ray.get`` raises it.
-        """
+        """Wait for the result and return it, or raise what the method raised, as ``ray.get`` does. A `CallTimeoutError`
+        after ``timeout`` seconds."""
         results, rank = self._results, self._rank
         try:
             result = results.futures[rank].result(timeout)

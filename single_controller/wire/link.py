@@ -190,11 +190,7 @@ class Link:
         return self._connection is not None
 
     def close(self, dead: str | None = None) -> None:
-        """Close the connection. What has not arrived is lost.
-
-        Args:
-            dead: why the rank's process has ended, if it has.
-        """
+        """Close the connection. What has not arrived is lost. ``dead``: why the rank's process has ended, if it has."""
         with self.lock:
             self._closed = self._closed or (dead or "the connection was closed", dead is not None)
             connection, self._connection = self._connection, None
@@ -479,16 +475,8 @@ class Session:
 
 
 def ask(links: Mapping[int, Link], command: str, seconds: float) -> dict[int, Answer]:
-    """Send a command to ranks at once.
-
-    Args:
-        links: rank -> its link.
-        command: a command that they have a handler for.
-        seconds: how long they may take to answer.
-
-    Returns:
-        rank -> its answer, or why there is none.
-    """
+    """Send a command to ranks at once, each over its link, and return rank -> its answer within ``seconds``, or why
+    there is none."""
     answers: dict[int, Answer] = {}
     all_here = threading.Event()
     waiting: dict[int, Callable[[Answer], None]] = {}

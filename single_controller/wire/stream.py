@@ -159,15 +159,8 @@ class StreamListener:
 
 
 def connect(address: WireAddress, end: float) -> Stream:
-    """Connect to a `StreamListener`.
-
-    Args:
-        address: of the listener.
-        end: when the stream gives up, as `time.monotonic` counts.
-
-    Raises:
-        OSError: nobody listens there, it does not know the key, or the time is over.
-    """
+    """Connect to a `StreamListener`, and give up at ``end``, as `time.monotonic` counts. An OSError if nobody listens
+    there, it does not know the key, or the time is over."""
     stream = Stream(socket.create_connection(address[:2], _left(end)), server=False, end=end)
     try:
         of_listener, nonce, session = stream.read(NONCE_BYTES), new_nonce(), new_nonce()

@@ -117,13 +117,8 @@ def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs])
     """Return a base class for a worker beside colocated ones, under the name that verl uses.
 
     A group of a subclass has the subclass's own methods and ``group.<role>``. In the worker, ``self.<role>`` is the
-    role's worker, which is created first.
-
-    Args:
-        class_dict: as for `colocate`.
-
-    Raises:
-        TypeError, ValueError: as for `colocate`, or a worker uses the name of a role itself.
+    role's worker, which is created first. Arguments and errors are those of `colocate`; no role may have the name of an
+    attribute of workers.
     """
     inner = colocate(class_dict)
     taken = [role for role in inner.roles if hasattr(Worker, role)]

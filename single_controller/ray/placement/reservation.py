@@ -142,12 +142,8 @@ class Reservation:
     # --- waiting ------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until Ray has placed every bundle; log every few seconds what is missing.
-
-        Raises:
-            PlacementError: Ray did not place them within the placement timeout.
-            GroupClosedError: the reservation was closed, or a placement group was removed.
-        """
+        """Wait until Ray has placed every bundle; log every few seconds what is missing. Raises as
+        `RayResourcePool.wait` does."""
         begin = time.monotonic()
         timeout = self.options.placement_timeout
         pause, longest = _POLL_SECONDS
@@ -188,11 +184,8 @@ class Reservation:
 
     def assign(self, slots: Sequence[Slot] = (), found: Sequence[Location] = ()) -> None:
         """Assign the ranks, unless that was done: by where processes in all ``slots`` found themselves, if any run.
-        Devices that no process has reported are asked of short tasks.
-
-        Raises:
-            PlacementError: a bundle is on no node any more, or a task did not run in time.
-        """
+        Devices that no process has reported are asked of short tasks. A `PlacementError` if a bundle is on no node any
+        more."""
         with self._assigning:  # of groups that start at once, the first fixes the order, and the others wait for it
             if self.assigned:
                 return

@@ -124,11 +124,8 @@ class RankActor:
         return address or self._address, port
 
     def _sc_prepare(self, environment: dict[str, str], made: Encoded) -> tuple[Location, int]:
-        """Import the user's classes without taking a rank; see `Standby`.
-
-        Returns:
-            Where this process runs, and its resident memory in bytes.
-        """
+        """Import the user's classes without taking a rank; see `Standby`. Returns where this process runs, and its
+        resident memory in bytes."""
         for cls, _, _ in self._load(environment, made).values():
             cls.prepare_standby()
         return self._sc_locate(), resident_memory()
@@ -251,11 +248,8 @@ class RankActor:
         ]
 
     def _sc_value(self, kept: list[ray.ObjectRef] | Kept) -> Any:
-        """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives.
-
-        Args:
-            kept: what `_sc_result` has returned, or the reference to it, in a list.
-        """
+        """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives. ``kept`` is what `_sc_result`
+        has returned, or the reference to it, in a list."""
         result, refs = cast(Kept, ray.get(kept[0]) if isinstance(kept, list) else kept)
         if result.failure is not None:
             error = result.failure.exception() or result.failure.error()
@@ -318,12 +312,8 @@ def _picklable(error: BaseException) -> Exception:
 
 @functools.lru_cache(maxsize=256)
 def actor_class(name: str, methods: tuple[tuple[str | None, str], ...]) -> Any:
-    """The Ray actor class for workers of a class. Cached, so that it is exported to the cluster once.
-
-    Args:
-        name: name of the worker class, for Ray's logs.
-        methods: role and name of the workers' public methods.
-    """
+    """The Ray actor class for workers of a class of this name, whose public methods are given by role and name. Cached,
+    so that it is exported to the cluster once."""
     members: dict[str, Any] = {direct_name(role, method): _direct(role, method) for role, method in methods}
     cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote
