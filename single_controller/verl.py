@@ -117,10 +117,6 @@ class VerlGroup:
         """`WorkerGroup.watch`. A death breaks the group; it does not abort the driver."""
         return self.watch(interval=every_n_seconds)
 
-    def execute_all(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Same as `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
-
     def execute_all_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on all ranks without waiting.
 
@@ -140,19 +136,19 @@ class VerlGroup:
         refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
         return refs
 
+    execute_all = execute_all_async
+
     def execute_all_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """`execute_all_async`, but wait, return the results by rank, and raise as a call does."""
         results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
         return results
 
-    def execute_rank_zero(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Same as `execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
-
     def execute_rank_zero_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone, with unchanged arguments, without waiting. Returns the transport's reference
         to the result; an ObjectRef on Ray."""
         return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
+
+    execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_zero_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """`execute_rank_zero_async`, but wait, return the value, and raise as a call does."""

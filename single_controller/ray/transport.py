@@ -360,7 +360,7 @@ class RayTransport(Transport):
                     known[rank] = None
                 elif not suspect.asked and link.connected:  # again after each loss of the connection
                     suspect.asked = True
-                    link.ask("alive", suspect.take)
+                    link.ask("alive").add_done_callback(suspect.take)
                 if rank in known:
                     del self._suspects[rank]  # the next loss of contact is another one
         return known
@@ -426,9 +426,9 @@ class _Suspect:
         self.asked = False  # whether it has been asked over a connection that has not been lost since
         self.answered = False
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: Future[Answer]) -> None:
         """Take its answer, in the hub's thread, or that there will be none."""
-        self.asked = self.answered = answer.told
+        self.asked = self.answered = answer.result().told
 
 
 def _release(links: Sequence[Link]) -> None:

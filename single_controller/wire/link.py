@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Link:
         self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
         # ``WANT`` and ``CANCEL`` frames. Repeated with each new connection, because a lost one would hold up a rank.
         self._notes: set[tuple[int, int]] = set()
-        self._asked: dict[int, Callable[[Answer], None]] = {}
+        self._asked: dict[int, Future[Answer]] = {}
         self._heard = time.monotonic()
         self._failures = 0  # dials since the last connection
         self._refused_since: float | None = None
@@ -151,22 +152,20 @@ class Link:
             self._note(Kind.WANT, reply.number)
             return True
 
-    def ask(self, command: str, answer: Callable[[Answer], None]) -> None:
-        """Send a command. ``answer`` is called in the hub's thread, or at once if the rank cannot be reached."""
+    def ask(self, command: str) -> Future[Answer]:
+        """Send a command. The future is done in the hub's thread, or at once if the rank cannot be reached. Cancel it
+        to wait no longer."""
+        answer: Future[Answer] = Future()
         with self.lock:
             connection = self._connection
             if connection is not None:
                 self._sent += 1
+                self._asked = {number: one for number, one in self._asked.items() if not one.cancelled()}
                 self._asked[self._sent] = answer
                 self._send(connection, Kind.COMMAND, self._sent, command.encode())
-                return
-        host, port = self.address[:2]
-        answer(Answer(f"unknown: port {port} of {host} cannot be reached", ok=False, told=False))
-
-    def forget(self, answer: Callable[[Answer], None]) -> None:
-        """Wait for an answer no longer."""
-        with self.lock:
-            self._asked = {number: one for number, one in self._asked.items() if one is not answer}
+                return answer
+        _no_answer(answer, f"port {self.address.port} of {self.address.host} cannot be reached")
+        return answer
 
     def gone(self) -> str | None:
         """Why the process cannot live, as far as the network tells: "refused" or "silent"; None if it may live."""
@@ -236,7 +235,7 @@ class Link:
             if reply is not None:
                 hub.soon(functools.partial(reply.lose, reason, dead=dead))  # not now: the caller holds the lock
         for answer in asked.values():
-            hub.soon(functools.partial(answer, Answer(f"unknown: {reason}", ok=False, told=False)))
+            hub.soon(functools.partial(_no_answer, answer, reason))
 
     # --- the hub's thread ---------------------------------------------------------------------------------------------
 
@@ -245,9 +244,9 @@ class Link:
         if kind == Kind.ANSWER:
             with self.lock:
                 answer = self._asked.pop(number, None)
-            if answer is not None:
+            if answer is not None and answer.set_running_or_notify_cancel():
                 text = payload.decode(errors="replace")
-                answer(Answer(text[1:], ok=text[:1] == "+"))
+                answer.set_result(Answer(text[1:], ok=text[:1] == "+"))
             return
         if kind not in (Kind.REPLY, Kind.KEPT, Kind.BESIDE):
             raise HandshakeError(f"it has sent a frame of kind {kind}")
@@ -355,7 +354,7 @@ class Link:
             if not self._closed:
                 self._redial(reason, tried=not welcomed_before)
         for answer in asked.values():
-            answer(Answer(f"unknown: the connection was lost: {reason}", ok=False, told=False))
+            _no_answer(answer, f"the connection was lost: {reason}")
 
     def _dial_failed(self, sock: socket.socket, code: int) -> None:
         sock.close()
@@ -474,44 +473,29 @@ class Session:
             self.given = {one for one in self.given if one > number}
 
 
+def _no_answer(answer: Future[Answer], reason: str) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(Answer(f"unknown: {reason}", ok=False, told=False))
+
+
 def ask(links: Mapping[int, Link], command: str, seconds: float) -> dict[int, Answer]:
     """Send a command to ranks at once, each over its link, and return rank -> its answer within ``seconds``, or why
     there is none."""
-    answers: dict[int, Answer] = {}
-    all_here = threading.Event()
-    waiting: dict[int, Callable[[Answer], None]] = {}
-
-    def taker(rank: int) -> Callable[[Answer], None]:
-        def take(answer: Answer) -> None:
-            answers[rank] = answer
-            if len(answers) == len(links):
-                all_here.set()
-
-        return take
-
     end = time.monotonic() + seconds
-    for rank, link in links.items():
-        waiting[rank] = taker(rank)
-        link.ask(command, waiting[rank])
-    if links:
-        all_here.wait(max(0.0, end - time.monotonic()))
-    for rank, link in links.items():
-        if rank not in answers:
-            link.forget(waiting[rank])
-    late = Answer(
-        f"unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL",
-        ok=False,
-        told=False,
-    )
-    found = {rank: answers.get(rank, late) for rank in links}
-    return {
-        rank: answer
-        if answer is not late
-        else late._replace(
-            text=f"{late.text}. Run `py-spy dump --native --pid {links[rank].address.pid}` on its host to see more"
+    asked = {rank: link.ask(command) for rank, link in links.items()}
+    wait(asked.values(), max(0.0, end - time.monotonic()))
+    answers = {}
+    for rank, answer in asked.items():
+        if not answer.cancel():
+            answers[rank] = answer.result()
+            continue
+        answers[rank] = Answer(
+            f"unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL. Run "
+            f"`py-spy dump --native --pid {links[rank].address.pid}` on its host to see more",
+            ok=False,
+            told=False,
         )
-        for rank, answer in found.items()
-    }
+    return answers
 
 
 def ask_at(addresses: Mapping[int, WireAddress], command: str, seconds: float) -> dict[int, Answer]:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from dispatch.checks import check_count, is_count
 from single_controller.call.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.call.state import Closing
-from single_controller.ray.placement.external import external_reservation
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
-from single_controller.ray.placement.reservation import Reservation
+from single_controller.ray.placement.reservation import Reservation, external_reservation
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
