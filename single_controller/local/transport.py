@@ -60,15 +60,11 @@ class LocalRank:
     are daemon threads and not those of a ThreadPoolExecutor, because the interpreter joins those at exit: one method
     that hangs would keep the process alive. Lock: ``_lock`` makes "is the rank alive, then queue a job" atomic, so that
     no job is queued behind the end of the thread. It also protects ``_futures``. It is a leaf.
-
-    Attributes:
-        died: why the rank takes no more calls, or None.
-        executor: has its workers.
     """
 
     def __init__(self, rank: int, world_size: int, threads: bool) -> None:
         self.rank = rank
-        self.died: str | None = None
+        self.died: str | None = None  # why the rank takes no more calls, or None
         self._lock = threading.Lock()
         # Weak, so that a result lives only as long as somebody may read it.
         self._futures: weakref.WeakSet[cf.Future[RankResult]] = weakref.WeakSet()
@@ -81,7 +77,7 @@ class LocalRank:
         self._info = RankInfo(rank, world_size, rank, world_size, host, port, one_process=world_size > 1)
         # What leaves the executor: SystemExit, which ends the rank, and in the driver's thread the driver's exceptions.
         reraise = _ends_rank if threads else _is_for_driver
-        self.executor = Executor(HOST, _fetch, in_process=True, reraise=reraise)
+        self.executor = Executor(HOST, _fetch, in_process=True, reraise=reraise)  # has its workers
         self._jobs: Jobs | None = queue.SimpleQueue() if threads else None
         if self._jobs is not None:
             threading.Thread(target=_serve, args=(self._jobs,), name=f"local-rank-{rank}", daemon=True).start()

@@ -175,24 +175,19 @@ class _Probe:
 class ProcessSpec:
     """What runs in the process of a rank: one worker class, or one per role.
 
-    Attributes:
-        roles: role -> class with arguments; the role of the group's own class is None.
-        name: for the names of actors and groups.
-        options: Ray's actor options.
-        additional_resource: custom resources of each process.
-        python: the Python that the process runs; None for the driver's.
-
     Raises:
         TypeError: a class was not given as `RayClassWithInitArgs`.
         ValueError: the roles ask for different options, or a different Python, of the process that they share.
     """
 
     def __init__(self, made: RayClassWithInitArgs | Colocated) -> None:
+        # Role -> class with arguments; the role of the group's own class is None
         self.roles: dict[str | None, RayClassWithInitArgs] = {}
-        self.options: dict[str, Any] = {}
-        self.additional_resource: dict[str, float] = {}
+        self.options: dict[str, Any] = {}  # Ray's actor options
+        self.additional_resource: dict[str, float] = {}  # custom resources of each process
+        # For the names of actors and groups
         self.name = made.name if isinstance(made, Colocated) else made.cls.__name__
-        self.python: str | None = None
+        self.python: str | None = None  # the Python that the process runs; None for the driver's
         for role, member in constructors(made).items():
             if not isinstance(member, RayClassWithInitArgs):
                 raise TypeError(f"a group on Ray is made of RayClassWithInitArgs(YourWorker, ...), got {member!r}")

@@ -118,11 +118,6 @@ class RayTransport(Transport):
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
         links: links of an earlier transport. Those of ranks that are left are used again, and the others closed.
-
-    Attributes:
-        links: by Ray's id of the actor.
-        standbys: processes without a rank in the same pool.
-        fresh: ranks with new processes, on which the calls to be repeated have not been repeated yet.
     """
 
     def __init__(
@@ -130,6 +125,7 @@ class RayTransport(Transport):
     ) -> None:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
+        # By Ray's id of the actor
         self.links = {_key(rank): links.get(_key(rank)) or _link(rank) for rank in self.ranks}
         for key in links.keys() - self.links.keys():
             links[key].close()
@@ -147,7 +143,8 @@ class RayTransport(Transport):
         self._asking = threading.Lock()
         self._suspects: dict[int, _Suspect] = {}
         self._located = itertools.count()
-        self.standbys: list[Standby] = []
+        self.standbys: list[Standby] = []  # processes without a rank in the same pool
+        # Ranks with new processes, on which the calls to be repeated have not been repeated yet
         self.fresh: frozenset[int] = frozenset()
 
     @property

@@ -82,18 +82,13 @@ class Link:
 
     Args:
         address: where the rank listens.
-
-    Attributes:
-        opened: set once the rank has been reached for the first time.
-        session: the id of this driver's session there.
-        users: how many transports have it. The last one to go closes it.
     """
 
     def __init__(self, address: WireAddress) -> None:
         self.address = address
-        self.opened = threading.Event()
-        self.session = new_nonce()
-        self.users = 0
+        self.opened = threading.Event()  # set once the rank has been reached for the first time
+        self.session = new_nonce()  # the id of this driver's session there
+        self.users = 0  # how many transports have it. The last one to go closes it.
         self.lock = threading.RLock()
         self._connection: Connection | None = None
         self._dialling: Connection | socket.socket | None = None
@@ -403,32 +398,23 @@ class Session:
 
     Lock: ``changed`` protects all fields, and wakes who waits for parts or results. Frames are sent under it, so that
     they are in order also when the driver has dialled again.
-
-    Attributes:
-        key: the driver's id of the session.
-        connection: the driver's present connection, or None.
-        received: number of the last call that has arrived.
-        replies: number -> kind and payload of the replies that the driver has not acknowledged.
-        kept: number -> what the rank keeps of a call for `RankActor._sc_result`.
-        wanted: numbers of calls whose small replies are to be kept too.
-        given: numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
-        parts: number -> arguments that came beside the call.
-        cancelled: numbers of calls for which the driver has no arguments, because what computes them failed.
-        left: when the last connection was lost, by the monotonic clock.
     """
 
     def __init__(self, key: bytes) -> None:
-        self.key = key
+        self.key = key  # the driver's id of the session
         self.changed = threading.Condition()
-        self.connection: Connection | None = None
-        self.received = 0
+        self.connection: Connection | None = None  # the driver's present connection, or None
+        self.received = 0  # number of the last call that has arrived
+        # Number -> kind and payload of the replies that the driver has not acknowledged
         self.replies: dict[int, tuple[int, bytes]] = {}
-        self.kept: dict[int, Any] = {}
-        self.wanted: set[int] = set()
+        self.kept: dict[int, Any] = {}  # number -> what the rank keeps of a call for `RankActor._sc_result`
+        self.wanted: set[int] = set()  # numbers of calls whose small replies are to be kept too
+        # Numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
         self.given: set[int] = set()
-        self.parts: dict[int, tuple[Any, ...]] = {}
+        self.parts: dict[int, tuple[Any, ...]] = {}  # number -> arguments that came beside the call
+        # Numbers of calls for which the driver has no arguments, because what computes them failed
         self.cancelled: set[int] = set()
-        self.left = time.monotonic()
+        self.left = time.monotonic()  # when the last connection was lost, by the monotonic clock
 
     def reply(self, kind: int, number: int, payload: bytes, kept: Any = None) -> None:
         """Send the reply to a call, and keep it until it is acknowledged. ``kept``: for `take_kept`."""

@@ -50,9 +50,6 @@ class Listener:
         commands: command -> what answers it, in a thread of its own. It must not acquire a lock of this library that a
             busy method may hold.
         frames: see `WireAddress`.
-
-    Attributes:
-        address: where it listens.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Listener:
         self._listener = listen(host)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
-        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)
+        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)  # where it listens
         hub.add(self._listener, selectors.EVENT_READ, self._accept)
 
     def session(self, key: bytes) -> Session:

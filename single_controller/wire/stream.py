@@ -112,16 +112,13 @@ class StreamListener:
         host: this host's address, where it listens.
         serve: gets each stream, in a thread of its own. What it raises as OSError or ValueError is logged.
         name: what the streams bring, for the threads' names and the log.
-
-    Attributes:
-        address: what `connect` needs.
     """
 
     def __init__(self, host: str, serve: Callable[[Stream], None], name: str) -> None:
         self._serve, self._name, self._closed = serve, name, False
         self._listener = listen(host)
         port = self._listener.getsockname()[1]
-        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid())
+        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid())  # what `connect` needs
         threading.Thread(target=self._accept, name=f"{name}-server", daemon=True).start()
 
     def close(self) -> None:
