@@ -104,16 +104,14 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def set_python(self, python: str | os.PathLike[str]) -> None:
         """Run the workers in another Python, such as that of a virtual environment, which has packages of its own.
 
-        The file must exist on every node that the workers run on. It needs the driver's minor version of Python and the
-        driver's version of Ray. This library need not be installed there: workers use the driver's copy. A group
-        checks this before it creates workers.
+        The file must exist on every node that the workers run on, with the driver's minor version of Python and version
+        of Ray; workers use the driver's copy of this library. A group checks this before it creates workers.
 
         Args:
             python: its path; a relative one begins at the driver's current directory.
 
         Raises:
-            TypeError: it is not a path.
-            ValueError: it is empty, or the actor options choose a Python too.
+            TypeError, ValueError: it is not a path, it is empty, or the actor options choose a Python too.
         """
         if not isinstance(python, (str, os.PathLike)) or not isinstance(path := os.fspath(python), str):
             raise TypeError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")

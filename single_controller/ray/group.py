@@ -720,6 +720,4 @@ class NVMegatronRayWorkerGroup(MegatronInfo, RayWorkerGroup):
     """A `RayWorkerGroup` with the two methods of verl's group of this name."""
 
 
-def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
-    """Attach to workers that another driver started detached. See `RayWorkerGroup.attach`."""
-    return RayWorkerGroup.attach(name, namespace, own=own)
+attach = RayWorkerGroup.attach

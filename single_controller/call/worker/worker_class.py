@@ -90,16 +90,14 @@ def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
     """Put several worker classes into one process per rank, so that they share its device and memory.
 
     The group has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of its
-    process with ``self.role_worker("critic")``. A process runs one call at a time, in the order in which the driver
-    sent them, whichever role they are for.
+    process with ``self.role_worker("critic")``. A process runs one call at a time, whichever role it is for.
 
     Args:
         roles: role -> its class with the constructor's arguments: ``{"actor": RayClassWithInitArgs(Actor, config)}``.
             The workers of a process are created in this order.
 
     Raises:
-        TypeError: it is not such a dict.
-        ValueError: it is empty, or the name of a role cannot be an attribute.
+        TypeError, ValueError: it is not such a dict, it is empty, or the name of a role cannot be an attribute.
     """
     return Colocated(roles)
 

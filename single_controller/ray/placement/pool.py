@@ -442,11 +442,8 @@ class RayResourcePool(Closing, ResourcePool):
                 )
 
     def wait(self, *, assign_ranks: bool = False) -> None:
-        """Wait until Ray has placed the slots.
-
-        Args:
-            assign_ranks: whether to fix the order of the slots now, by short tasks in them. A pool that borrows slots
-                always does; for others the first group's processes can do it, which is faster.
+        """Wait until Ray has placed the slots. ``assign_ranks`` fixes their order now, by short tasks in them. A pool
+        that borrows slots always does that; for others the first group's processes can do it, which is faster.
 
         Raises:
             PlacementError: Ray did not place them within ``placement_timeout``, or never can.
@@ -559,13 +556,10 @@ class RayResourcePool(Closing, ResourcePool):
 
 
 def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
-    """Return one pool of all the slots of several. It borrows their slots.
+    """Return one pool of all the slots of several, of any shape. It borrows their slots.
 
     Its ranks are ordered by (node, device), as in any pool. If the user gave the order of one of the pools, by bundle
     indices or a slice like ``[::-1]``, the ranks are one pool's after the other's instead.
-
-    Args:
-        pools: pools of any shape (slices, split and merged ones too) that agree in what a slot reserves.
 
     Raises:
         ValueError: no pool, the same slot twice, or pools that differ in GPU use, accelerator type, colocation,
@@ -601,8 +595,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
             parts, as in verl.
 
     Raises:
-        ValueError: the sizes are not positive integers, or do not add up to all slots.
-        TypeError: ``resource_pool`` is not a `RayResourcePool`.
+        TypeError, ValueError: it is no pool, or the sizes are not positive integers that add up to all slots.
         GroupClosedError: it is closed.
     """
     if not isinstance(resource_pool, RayResourcePool):
