@@ -124,7 +124,7 @@ class Call:
         self.join, self.collect = plan.join, plan.collect
         self._collecting, self._deferred = plan.collecting, plan.deferred
         self._pending = {rank for rank, number in enumerate(plan.shard_of) if number is not None}
-        self._results: dict[int, RankResult] = {}
+        self.rank_results: dict[int, RankResult] = {}  # what has arrived
         self._source: CallResults | None = None
         self._sent: Sent | None = None
         self._state = state
@@ -246,7 +246,9 @@ class Call:
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
         if not self.transport.connected:
             raise GroupBrokenError(f"the results of {self.label}() are lost: {TRANSPORT_GONE}")
-        results = [self._results[rank] for rank in self._collecting]  # without the lock: no rank is pending any more
+        results = [
+            self.rank_results[rank] for rank in self._collecting
+        ]  # without the lock: no rank is pending any more
         if any(result.kept for result in results):
             try:
                 value = join_results(self.results, results, self.join)
@@ -271,7 +273,7 @@ class Call:
     def is_plain(self) -> bool:
         """Whether the value is here, and made of plain data: reading it runs nobody's code."""
         simple = self.error is None and self.collect is None and self._device is None
-        return simple and all(map(_is_plain, self._results.values()))
+        return simple and all(map(_is_plain, self.rank_results.values()))
 
     def _death_of(self, error: ResultError) -> WorkerDiedError | None:
         """The death with which a result was lost that was still on its rank; None if the rank lives, or its death was
@@ -297,7 +299,9 @@ class Call:
         if not self.transport.connected:  # fetching a result would start another Ray
             return {}
         with self._lock:
-            arrived = {k: self._results[rank] for k, rank in enumerate(self._collecting) if rank in self._results}
+            arrived = {
+                k: self.rank_results[rank] for k, rank in enumerate(self._collecting) if rank in self.rank_results
+            }
         values = {}
         for k, result in arrived.items():
             if result.failure is None and result.died is None and not result.empty:
@@ -319,7 +323,7 @@ class Call:
             if rank not in self._pending:
                 return  # it was told dead before, or the call was abandoned
             self._pending.discard(rank)
-            self._results[rank] = result
+            self.rank_results[rank] = result
             if failure is not None and not failure.method:  # made by the transport, which does not know the call
                 failure.method, failure.role = self.method, self.role
             if result.died is None:
@@ -342,7 +346,7 @@ class Call:
                 # may run in the thread that reads connections.
                 ask = self.transport.synchronous
                 careful = self.dropped or self._deferred
-                if ask or not (careful and any(one.failure is not None for one in self._results.values())):
+                if ask or not (careful and any(one.failure is not None for one in self.rank_results.values())):
                     self._decide(time.monotonic(), ask=ask)
 
     def look(self, now: float, deaths: Mapping[int, str]) -> None:
@@ -383,18 +387,18 @@ class Call:
         if self._state.closed:  # its ranks were ended, which is no death
             self.abandon()
             return
-        failures = [result.failure for result in self._results.values() if result.failure is not None]
-        dead = sorted(rank for rank, result in self._results.items() if result.died is not None)
+        failures = [result.failure for result in self.rank_results.values() if result.failure is not None]
+        dead = sorted(rank for rank, result in self.rank_results.items() if result.died is not None)
         lost_input = next((error for future in self._deferred if (error := future.failed)), None) if ask else None
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
         if lost_input:
             self._withdrawn = True  # `look` tells the ranks
         if dead:
-            why = self._results[dead[0]].died or ""
+            why = self.rank_results[dead[0]].died or ""
             error = self._death(dead, why)
             for rank in dead:  # a later look must not report them again
-                del self._results[rank]
+                del self.rank_results[rank]
             self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
             self._state.break_(str(error), dead, why)
@@ -440,7 +444,7 @@ class Call:
 
     def _ranks_over_time(self) -> list[int]:
         """A synchronous transport cannot interrupt a call: the ranks that took longer than its timeout."""
-        clocks = {rank: result.clock for rank, result in self._results.items()}
+        clocks = {rank: result.clock for rank, result in self.rank_results.items()}
         limit = self._timeout
         return sorted(
             rank for rank, clock in clocks.items() if limit is not None and clock and clock[-1] - clock[0] > limit
@@ -564,10 +568,6 @@ class Call:
 
     def _hosts(self, ranks: Sequence[int]) -> str:
         return hosts_text([self.transport.host(rank) for rank in ranks])
-
-    def rank_results(self) -> Mapping[int, RankResult]:
-        """The results by rank; only for a call that succeeded."""
-        return self._results
 
 
 def _is_plain(result: RankResult) -> bool:

@@ -704,7 +704,7 @@ class WorkerGroup(VerlGroup, Closing):
         spec = self._any_method("_report")
         call = self._send(spec, CallPlan.empty(self.world_size), recorded=False)
         reports = call.value()
-        return {rank: result.layout_version for rank, result in call.rank_results().items()}, layout_from(reports)
+        return {rank: result.layout_version for rank, result in call.rank_results.items()}, layout_from(reports)
 
     def _axis_size(self, axis: str) -> int:
         self._check()
