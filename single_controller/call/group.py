@@ -23,7 +23,7 @@ from dispatch.register import MethodSpec, method_spec, naming_keywords
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
-from single_controller.call.future import ComputedFuture, UnsentFuture, WorkerFuture, in_event_loop, off_loop
+from single_controller.call.future import ComputedFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
@@ -499,7 +499,7 @@ class WorkerGroup(VerlGroup, Closing):
         may_wait: bool = False,
     ) -> Any:
         """Plan a call, send it, and wait for it or return its future. ``may_wait``: also in the thread of an event
-        loop, because nothing needs to be waited for."""
+        loop, because nothing needs to be waited for; the call is returned."""
         begun = time.time()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         if not (blocking or may_wait) and in_event_loop():
@@ -510,7 +510,7 @@ class WorkerGroup(VerlGroup, Closing):
         call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        return call.value() if blocking else WorkerFuture(call)
+        return call if may_wait else call.value() if blocking else WorkerFuture(call)
 
     def _invoke_in_loop(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -523,9 +523,9 @@ class WorkerGroup(VerlGroup, Closing):
         if not sending.acquire(blocking=False):
             return self._send_later(spec, invoke)
         try:
-            must_wait = self._must_wait(spec, dict(enumerate(args)) | kwargs)
-            future: WorkerFuture[Any] = self._send_later(spec, invoke) if must_wait else invoke()
-            return future
+            if self._must_wait(spec, dict(enumerate(args)) | kwargs):
+                return self._send_later(spec, invoke)
+            return WorkerFuture(invoke())
         finally:
             sending.release()
 
@@ -538,11 +538,9 @@ class WorkerGroup(VerlGroup, Closing):
         if state.transport is None or state.transport.synchronous or state.closed:
             return False
         # The call takes the values of the futures of this process, and a dispatch_fn those of all.
-        waits = WorkerFuture if isinstance(mode, CustomMode) else (UnsentFuture, ComputedFuture)
-        futures = [one for one in deferred_in(arguments) if isinstance(one, waits)]
-        if self._must_recover() or any(
-            one.unsent if isinstance(one, UnsentFuture) else not one.done() for one in futures
-        ):
+        takes = WorkerFuture if isinstance(mode, CustomMode) else ComputedFuture
+        futures = [one for one in deferred_in(arguments) if isinstance(one, WorkerFuture)]
+        if self._must_recover() or any(one.unsent or (isinstance(one, takes) and not one.done()) for one in futures):
             return True
         needed = mode.in_layout if isinstance(mode, Mode) and not spec.registration.execute.rank_zero else None
         return needed is not None and self._known_layout(needed) is None
@@ -562,10 +560,10 @@ class WorkerGroup(VerlGroup, Closing):
         # The call of a handed-out reference may have ended by a death that the group does not know of.
         return self._state.recovers and bool(self._state.dead or self._state.referred)
 
-    def _send_later(self, spec: MethodSpec, invoke: Callable[[], WorkerFuture[Any]]) -> WorkerFuture[Any]:
+    def _send_later(self, spec: MethodSpec, invoke: Callable[[], Call]) -> WorkerFuture[Any]:
         """Have a thread send a call, after those that it has to send already."""
         state = self._state
-        sent: Future[WorkerFuture[Any] | BaseException] = Future()
+        sent: Future[Call | BaseException] = Future()
         sent.set_running_or_notify_cancel()  # cancelling the task that waits must not cancel it for others
 
         def send() -> None:
@@ -587,7 +585,7 @@ class WorkerGroup(VerlGroup, Closing):
                         method=spec.name,
                     ) from error
             state.unsent.append(send)
-        return UnsentFuture(spec.label, sent)
+        return WorkerFuture(None, sending=(spec.label, sent))
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
@@ -648,7 +646,7 @@ class WorkerGroup(VerlGroup, Closing):
     ) -> Call:
         state = self._state
         for future in plan.deferred:
-            if isinstance(future, UnsentFuture):  # before the lock, which the thread that sends it needs
+            if isinstance(future, WorkerFuture):  # before the lock, which the thread that sends it needs
                 future.wait_sent()
         with state.sending:
             transport = state.transport
