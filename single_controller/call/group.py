@@ -685,8 +685,9 @@ class WorkerGroup(VerlGroup, Closing):
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
         layout = self._known_layout(sufficient)
         if layout is None:
-            known = self._class.layout = self._ask_layout()
-            layout = known[1]
+            call = self._send(self._any_method("_report"), CallPlan.empty(self.world_size), recorded=False)
+            layout = layout_from(call.value())
+            self._class.layout = {rank: one.layout_version for rank, one in call.rank_results.items()}, layout
         return layout
 
     def _known_layout(self, sufficient: Callable[[Layout], bool]) -> Layout | None:
@@ -697,12 +698,6 @@ class WorkerGroup(VerlGroup, Closing):
         if known is None or any(version > known[0].get(rank, 0) for rank, version in latest.items()):
             return None
         return known[1] if sufficient(known[1]) else None
-
-    def _ask_layout(self) -> tuple[dict[int, int], Layout]:
-        spec = self._any_method("_report")
-        call = self._send(spec, CallPlan.empty(self.world_size), recorded=False)
-        reports = call.value()
-        return {rank: result.layout_version for rank, result in call.rank_results.items()}, layout_from(reports)
 
     def _axis_size(self, axis: str) -> int:
         self._check()

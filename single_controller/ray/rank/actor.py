@@ -92,22 +92,15 @@ class RankActor:
         commands = {
             "alive": lambda: "",
             "stacks": self._executor.stacks,
-            "status": self._status,
+            "status": lambda: json.dumps(self._executor.running()),  # for `running_calls`
             "leave": self._leave,
             "abort": self._abort,
-            "replicas": self._replicas,
+            # By role, `Worker.dp_replica`; empty without workers
+            "replicas": lambda: json.dumps([worker.dp_replica for worker in self._executor.workers.values()]),
         }
         self._listener = Listener(self._address, self._take_call, commands, frames_file())
         self._held_port: socket.socket | None = None
         self._own_ports = listening_ports()  # of Ray and of the listener
-
-    def _status(self) -> str:
-        """The answer to the command "status", for `running_calls`."""
-        return json.dumps(self._executor.running())
-
-    def _replicas(self) -> str:
-        """The answer to the command "replicas": by role, `Worker.dp_replica`; empty without workers."""
-        return json.dumps([worker.dp_replica for worker in self._executor.workers.values()])
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
