@@ -721,3 +721,4 @@ class NVMegatronRayWorkerGroup(MegatronInfo, RayWorkerGroup):
 
 
 attach = RayWorkerGroup.attach
+"""Attach to workers that another driver started detached: `RayWorkerGroup.attach`."""
