@@ -121,20 +121,15 @@ class RayTransport(Transport):
     """
 
     def __init__(
-        self, ranks: Sequence[Rank], pool: object = None, links: Mapping[bytes, Link] = MappingProxyType({})
+        self, ranks: Sequence[Rank], pool: object = None, links: Mapping[bytes, _HeldLink] = MappingProxyType({})
     ) -> None:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
-        # By Ray's id of the actor
-        self.links = {_key(rank): links.get(_key(rank)) or _link(rank) for rank in self.ranks}
+        self.links = {_key(rank): links.get(_key(rank)) or _HeldLink(rank) for rank in self.ranks}  # by the actor's id
         for key in links.keys() - self.links.keys():
-            links[key].close()
-        for link in self.links.values():
-            link.use()
-        # The hub keeps open connections, so a group that is dropped without being closed must give them up.
-        weakref.finalize(self, _release, list(self.links.values())).atexit = False
+            links[key].link.close()
         self._hosts = [f"{rank.location.hostname}, {rank.location.address}" for rank in self.ranks]
-        self._links = [self.links[_key(rank)] for rank in self.ranks]
+        self._links = [self.links[_key(rank)].link for rank in self.ranks]
         self._pool = pool
         self._pid = os.getpid()
         self._ray = ray_worker()
@@ -414,6 +409,18 @@ class RayTransport(Transport):
         return replace(plan, whole=located[0], shards=shards), withdraw
 
 
+class _HeldLink:
+    """The link to a rank, for the transports that share it. It is closed with the last of them: the hub keeps open
+    connections, also of a group that is dropped without being closed."""
+
+    def __init__(self, rank: Rank) -> None:
+        if rank.location.wire is None:
+            raise ValueError(f"{rank.name} does not say where it listens")
+        self.link = Link(rank.location.wire)
+        # In the hub's thread: the garbage collector may have interrupted whoever holds the link's lock.
+        weakref.finalize(self, hub.soon, self.link.close).atexit = False
+
+
 class _Suspect:
     """A rank that may be dead."""
 
@@ -428,20 +435,9 @@ class _Suspect:
         self.asked = self.answered = answer.result().told
 
 
-def _release(links: Sequence[Link]) -> None:
-    for link in links:
-        hub.soon(link.release)  # not here: the garbage collector may have interrupted whoever holds its lock
-
-
 def _key(rank: Rank) -> bytes:
     key: bytes = rank.actor._actor_id.binary()
     return key
-
-
-def _link(rank: Rank) -> Link:
-    if rank.location.wire is None:
-        raise ValueError(f"{rank.name} does not say where it listens")
-    return Link(rank.location.wire)
 
 
 def _cancel(replies: Sequence[RankReply]) -> None:

@@ -191,10 +191,6 @@ class Connection:
                 self._shut()
                 raise
 
-    def close(self) -> None:
-        """Close it, also for forks of this process. ``on_lost`` is not called."""
-        self._close()
-
     def forget(self) -> None:
         """In a fork: close the file, and leave the connection to the parent."""
         self._lost = True
@@ -204,7 +200,8 @@ class Connection:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _close(self) -> bool:
+    def close(self) -> bool:
+        """Close it, also for forks of this process, and return whether it was open. ``on_lost`` is not called."""
         with self._sending:
             if self._lost:
                 return False
@@ -224,11 +221,11 @@ class Connection:
                 self._receive()
         except OSError as error:
             self.timed_out = isinstance(error, TimeoutError)
-            if self._close():
+            if self.close():
                 self.on_lost(str(error) or type(error).__name__)
         except Exception as error:  # a frame that its reader does not understand
             logger.warning("a connection is closed after an error", exc_info=True)
-            if self._close():
+            if self.close():
                 self.on_lost(f"{type(error).__name__}: {error}")
 
     def _shake_hands(self) -> bool:

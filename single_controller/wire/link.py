@@ -88,7 +88,6 @@ class Link:
         self.address = address
         self.opened = threading.Event()  # set once the rank has been reached for the first time
         self.session = new_nonce()  # the id of this driver's session there
-        self.users = 0  # how many transports have it. The last one to go closes it.
         self.lock = threading.RLock()
         self._connection: Connection | None = None
         self._dialling: Connection | socket.socket | None = None
@@ -195,19 +194,6 @@ class Link:
                 hub.remove(one)
             if one is not None:
                 one.close()
-
-    def use(self) -> None:
-        """Count another user."""
-        with self.lock:
-            self.users += 1
-
-    def release(self) -> None:
-        """Count one user less."""
-        with self.lock:
-            self.users -= 1
-            if self.users > 0:
-                return
-        self.close()
 
     def _note(self, kind: int, number: int) -> None:
         if self._connection is not None:
