@@ -24,7 +24,17 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDERS = [
     os.path.join(_HERE, folder)
-    for folder in ("", "groups", "megatron", "train", "train/backends", "rollout", "simdevice/on_device", "with_vllm")
+    for folder in (
+        "",
+        "groups",
+        "megatron",
+        "train",
+        "train/backends",
+        "rollout",
+        "simdevice/on_device",
+        "with_vllm",
+        "agents",
+    )
 ]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
 

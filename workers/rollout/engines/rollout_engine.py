@@ -308,6 +308,7 @@ class RolloutEngine(ABC):
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
+        journals: whether `progress` tells anything.
     """
 
     weight_version: int | None = 0
@@ -315,6 +316,7 @@ class RolloutEngine(ABC):
     partial_updates = False
     sampling_masks = False
     exact_digest: str | None = None
+    journals = False
 
     @property
     def keeps_weights(self) -> bool:
@@ -393,6 +395,18 @@ class RolloutEngine(ABC):
     def load(self) -> EngineLoad:
         """Return how busy the engine is."""
         raise self._no_requests("load")
+
+    def progress(self, known: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
+        """Return the states of running requests from which another engine can continue, for a driver that keeps them in
+        case this process dies. By default there are none.
+
+        Args:
+            known: request id -> (``number``, number of nodes) of the state that the driver has.
+
+        Returns:
+            request id -> `SessionState`, of those that the driver does not have, without the nodes that it has.
+        """
+        return {}
 
     def _no_requests(self, method: str) -> RolloutError:
         name = type(self).__name__
