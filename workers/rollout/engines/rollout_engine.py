@@ -242,6 +242,13 @@ class Completion:
             with a parameter ``info`` gets it.
         sampling_mask: what ``top_p``, ``top_k`` and ``min_p`` left to choose from; None if they left everything at
             every token, or if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
+        token_rewards: one number per token, for rewards that were earned before the end, such as those of turns; None
+            if the reward is one number. They become the ``token_rewards`` of the rollout data.
+        rows: the rows of the rollout data that this rollout becomes, if that is not exactly one row of the prompt and
+            this completion: a session with branches has several. An empty sequence leaves the rollout out. None for one
+            row. The fields above then describe what a reward function gets; ``finish_reason`` is the rollout's.
+        session: with the finish reason "abort", a picklable state from which an engine with sessions continues this
+            one, if the completion is passed back as ``partial``; None if there is none.
     """
 
     token_ids: list[int]
@@ -252,6 +259,23 @@ class Completion:
     loss_mask: Sequence[float] | None = None
     info: Mapping[str, Any] | None = None
     sampling_mask: SamplingMask | None = None
+    token_rewards: Sequence[float] | None = None
+    rows: Sequence[Row] | None = None
+    session: Any | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the rows of the rollout data that a rollout becomes; see `Completion.rows` and `workers.rollout.agents`.
+
+    Attributes:
+        prompt: the tokens before the first that was sampled, at least one.
+        completion: the tokens behind it, with a ``loss_mask``: 1 for the tokens that are trained in this row. Without
+            ``rows`` and ``session`` of its own.
+    """
+
+    prompt: list[int]
+    completion: Completion
 
 
 @dataclass(frozen=True)
