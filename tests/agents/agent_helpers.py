@@ -1,6 +1,10 @@
 """Shared by the tests of agents: tokenizers that are built here, and engines without a model."""
 
+import time
+import zlib
 from functools import cache
+
+from workers.rollout.engines.request_engine import RequestEngine
 
 
 class Characters:
@@ -58,3 +62,54 @@ def merging_tokenizer(keep="true"):
         chat_template=TEMPLATE.replace("KEEP", keep),
         clean_up_tokenization_spaces=False,
     )
+
+
+class ScriptEngine(RequestEngine):
+    """An engine without a model: a function says what follows a prompt.
+
+    Args:
+        script: (text of the prompt, seed) -> the completion's text, without its end; None for no end. It may raise.
+        tokens: of one step.
+        delay: seconds of a step.
+    """
+
+    any_rank = True
+    max_positions = 100_000
+
+    def __init__(self, script=lambda prompt, seed: f"{seed % 1000}", tokens=1000, delay=0.0, tokenizer=None):
+        super().__init__()
+        self.script, self.tokens, self.delay = script, tokens, delay
+        self.tokenizer = tokenizer or Characters()
+        self.seen = []
+
+    def serve(self):
+        running = []
+        while (changes := self.next_step()) is not None:
+            time.sleep(self.delay)
+            running = [one for one in (*running, *changes.added) if not one.ended]
+            for request in running:
+                if request in changes.added:
+                    self.seen.append(list(request.prompt))
+                text = self.script(self.tokenizer.decode(request.prompt), request.seed)
+                whole = [
+                    *self.tokenizer.encode(text or ""),
+                    *([self.tokenizer.eos_token_id] if text is not None else []),
+                ]
+                whole = whole[: request.sampling_params.max_new_tokens]
+                done = len(request.token_ids)
+                new = whole[done : done + self.tokens]
+                last = done + len(new) == len(whole)
+                ended = None if not last else "stop" if whole and whole[-1] == self.tokenizer.eos_token_id else "length"
+                self.record(request, new, [log_prob(request.prompt, whole, done + i) for i in range(len(new))], ended)
+            running = [one for one in running if not one.ended]
+
+    def load_weights(self, weights):
+        pass
+
+    def weight_shapes(self):
+        return {}
+
+
+def log_prob(prompt, completion, place):
+    """The log-probability that `ScriptEngine` gives a token: it tells whether it was sampled there."""
+    return -(zlib.crc32(repr((list(prompt), completion[: place + 1])).encode()) % 10_000) / 1000

@@ -1,4 +1,4 @@
-"""Dialect: a wire format of the gateway. It says how a request becomes messages, and how a completion becomes a reply."""
+"""Dialect: a wire format of the gateway. It makes messages of a request, and a reply of a completion."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def check_supported(body: Body) -> None:
     Raises:
         GatewayError: it does.
     """
-    for name in NOT_SUPPORTED:
-        wanted = body.get(name)
+    for field_ in NOT_SUPPORTED:
+        wanted = body.get(field_)
         if wanted and wanted != {"type": "text"}:
-            raise GatewayError("invalid", f"{name}={wanted!r:.80} is not supported; leave it out")
+            raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
     if body.get("n", 1) not in (1, None):
         raise GatewayError("invalid", f"n={body['n']!r:.80} is not supported; send one request for each completion")
     choice = body.get("tool_choice")

@@ -17,12 +17,13 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, GatewayError, stream_of
-from workers.rollout.agents.gateway.http_front import Call, GatewayLimits, HTTPFront, Reply, json_reply
+from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
+from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, json_reply
 from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
 from workers.rollout.engines.request_engine import RequestEngine
@@ -32,8 +33,8 @@ from workers.seeds import mixed_seed
 
 logger = logging.getLogger(__name__)
 
-KEY_HEADER, JOURNAL_HEADER, NODES_HEADER = "x-gateway-key", "x-gateway-journal", "x-gateway-nodes"
-"""Of requests and replies between a `GatewayRouter` and a gateway."""
+JOURNAL_HEADER, NODES_HEADER = "x-gateway-journal", "x-gateway-nodes"
+"""How many nodes a `GatewayRouter` has, and how many bytes of a reply are nodes that it has not."""
 
 PRIVATE_BYTES = 2**30
 """How large the body of such a request may be: it may have a whole session."""
@@ -115,7 +116,9 @@ class Gateway:
         self.engine, self.renderer, self.limits, self.model = engine, renderer, limits or GatewayLimits(), model
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
         self.key = key or secrets.token_urlsafe(24)
-        self.verify, self._tag = verify, tag
+        self._tag = tag
+        if verify:
+            engine.echo_prompts = True
         self._lock = threading.Lock()
         self._sessions: dict[str, GatewaySession] = {}
         self._front = HTTPFront(self, self.limits, host, port)
@@ -124,6 +127,11 @@ class Gateway:
     def address(self) -> str:
         """``http://host:port``."""
         return self._front.address
+
+    @property
+    def endpoint(self) -> tuple[str, str]:
+        """The address and the key, for a `GatewayRouter`."""
+        return self.address, self.key
 
     def start(self) -> str:
         """Start the server, and return its address; see `HTTPFront.start`."""
@@ -220,7 +228,7 @@ class Gateway:
     async def play(self, call: Call) -> Reply:
         """See `Player.play`."""
         if KEY_HEADER not in call.headers:
-            return (await self._play(call))[0]
+            return await self._play(call)
         if call.path == "/private/sessions":
             return self._of_router(call)
         known = int(call.headers.get(JOURNAL_HEADER, "0"))
@@ -228,7 +236,7 @@ class Gateway:
         if session is None:
             return json_reply({}, 410)  # the router opens it here
         try:
-            reply, _ = await self._play(call)
+            reply = await self._play(call)
         except GatewayError as error:
             shape = call.dialect
             reply = json_reply(shape.error(error) if shape else {}, error.status)
@@ -262,15 +270,16 @@ class Gateway:
         )
         return json_reply({})
 
-    async def _play(self, call: Call) -> tuple[Reply, int | None]:
+    async def _play(self, call: Call) -> Reply:
         if call.path == "/models":
-            return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]}), None
-        if call.dialect is None:
+            return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+        dialect = call.dialect
+        if dialect is None:
             raise GatewayError("path", f"there is no {call.path}; see docs/agents.md for those that there are")
         session = self._sessions.get(call.token)
         if session is None:
             raise GatewayError("token", "the session was closed")
-        ask = self._read(call, session)
+        ask = self._read(call.body, dialect, session)
         tree = session.tree
         with self._lock:
             if len(session.running) >= self.limits.calls:
@@ -282,11 +291,9 @@ class Gateway:
         with self._lock:
             if session.closed:
                 raise GatewayError("token", "the session was closed")
-            if self.verify:
-                seen = completion.prompt_ids
-                if seen is not None:
-                    check_prompt(tree, node if node is not None else -1, seen, session.row_id, self._text)
-            completion = replace(completion, prompt_ids=None)
+            if completion.prompt_ids is not None:
+                check_prompt(tree, node, completion.prompt_ids, session.row_id, self._text)
+                completion = replace(completion, prompt_ids=None)
             message: dict[str, Any] = {}
             if ask.token_ids is not None:
                 node = tree.sample(node, completion)
@@ -304,22 +311,18 @@ class Gateway:
             completion,
             message,
         )
-        dialect = call.dialect
         reply = dialect.reply(ask, answer)
         if ask.stream:
-            return Reply(200, stream_of(dialect.events(ask, reply)), "text/event-stream"), node
-        return json_reply(reply), node
+            return Reply(200, stream_of(dialect.events(ask, reply)), "text/event-stream")
+        return json_reply(reply)
 
-    def _read(self, call: Call, session: GatewaySession) -> Ask:
+    def _read(self, text: bytes, dialect: Dialect, session: GatewaySession) -> Ask:
         try:
-            body = json.loads(call.body)
+            body = json.loads(text)
         except (ValueError, RecursionError):
-            raise GatewayError("invalid", f"the body is no JSON: {call.body[:80]!r}") from None
+            raise GatewayError("invalid", f"the body is no JSON: {text[:80]!r}") from None
         if not isinstance(body, dict):
             raise GatewayError("invalid", f"the body is {body!r:.80}; expected an object")
-        dialect = call.dialect
-        if dialect is None:
-            raise GatewayError("path", f"there is no {call.path}")
         ask = dialect.read(body)
         ask.ids_wanted |= session.token_ids
         given = body.get("sampling_params") if ask.token_ids is not None else body
@@ -373,21 +376,19 @@ class Gateway:
             id_ = f"gateway-{secrets.token_hex(12)}"
             session.running.add(id_)
             try:
-                future = self.engine.submit(prompt, how, id_, seed=seed, partial=partial)
+                future = self._submit(session, prompt, how, id_, seed, partial, deadline)
+                if future is None:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
                 completion = await asyncio.wrap_future(future)
             except asyncio.CancelledError:
                 self.engine.abort([id_])
                 raise
-            except ValueError as error:  # PromptError is one
-                session.count("failed")
-                what = f"the prompt {error}" if isinstance(error, PromptError) else str(error)
-                raise GatewayError("invalid", what) from error
             except RolloutError as error:
-                if self.engine.ready is not None and not session.closed and time.monotonic() < deadline:
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
                 session.count("failed")
-                raise GatewayError("unavailable" if self.engine.ready is not None else "failed", str(error)) from error
+                if isinstance(error, GatewayError):
+                    raise
+                raise GatewayError("failed", str(error)) from error
             finally:
                 session.running.discard(id_)
             if session.closed:
@@ -396,12 +397,33 @@ class Gateway:
                 return completion if self._tag is None else self._tag(completion)
             partial = completion
 
+    def _submit(
+        self,
+        session: GatewaySession,
+        prompt: list[int],
+        how: SamplingParams,
+        id_: str,
+        seed: int,
+        partial: Completion | None,
+        deadline: float,
+    ) -> Future[Completion] | None:
+        """Submit; None if the engine takes no requests now, and may do so before the deadline."""
+        try:
+            return self.engine.submit(prompt, how, id_, seed=seed, partial=partial)
+        except ValueError as error:  # PromptError is one
+            what = f"the prompt {error}" if isinstance(error, PromptError) else str(error)
+            raise GatewayError("invalid", what) from error
+        except RolloutError as error:
+            if session.closed or time.monotonic() >= deadline:
+                raise GatewayError("unavailable", str(error)) from error
+            return None
+
     def _text(self, token_ids: list[int]) -> str:
         tokenizer = getattr(self.renderer, "tokenizer", None) or getattr(self.renderer, "_tokenizer", None)
         return str(token_ids) if tokenizer is None else str(tokenizer.decode(token_ids))
 
 
-# --- tokens in the tree -------------------------------------------------------------------------------------------------
+# --- tokens in the tree -----------------------------------------------------------------------------------------------
 
 
 def _find_tokens(tree: Trajectory, token_ids: Sequence[int]) -> int | None:
@@ -430,7 +452,7 @@ def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
     return here if here is not None and at == len(given) else tree.give(here, given[at:])
 
 
-# --- nodes as JSON ------------------------------------------------------------------------------------------------------
+# --- nodes as JSON ----------------------------------------------------------------------------------------------------
 
 
 def write_node(node: Node) -> bytes:
@@ -460,9 +482,5 @@ def read_node(line: bytes | str) -> Node:
         tuple(log_probs),
         tuple(versions),
         None if mask is None else SamplingMask(*(array("i", values) for values in mask)),
-        None if fingerprints is None else dict(_pairs(fingerprints)),
+        None if fingerprints is None else {version: fingerprint for version, fingerprint in fingerprints},
     )
-
-
-def _pairs(values: Iterable[Sequence[int]]) -> Iterable[tuple[int, int]]:
-    return ((version, fingerprint) for version, fingerprint in values)

@@ -107,8 +107,8 @@ class ResponsesDialect(Dialect):
         """See `Dialect.events`."""
         numbers = iter(range(1_000_000))
 
-        def event(name: str, **data: Any) -> tuple[str, Any]:
-            return name, {"type": name, "sequence_number": next(numbers), **data}
+        def event(kind: str, **data: Any) -> tuple[str, Any]:
+            return kind, {"type": kind, "sequence_number": next(numbers), **data}
 
         begun = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         yield event("response.created", response=begun)
@@ -125,7 +125,8 @@ class ResponsesDialect(Dialect):
                 )
             for number, part in enumerate(item.get("content") or ()):
                 at["content_index"] = number
-                kind, extra = ("output_text", {"logprobs": []}) if item["type"] == "message" else ("reasoning_text", {})
+                kind = "output_text" if item["type"] == "message" else "reasoning_text"
+                extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
                 yield event("response.content_part.added", **at, part={**part, "text": ""})
                 yield event(f"response.{kind}.delta", **at, delta=part["text"], **extra)
                 yield event(f"response.{kind}.done", **at, text=part["text"], **extra)

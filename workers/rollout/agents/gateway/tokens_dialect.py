@@ -32,7 +32,7 @@ class TokensDialect(Dialect):
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""
         done = answer.completion
-        content = [
+        content: list[dict[str, Any]] = [
             {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
             for token, log_prob in zip(done.token_ids, done.log_probs, strict=True)
         ]
