@@ -232,6 +232,17 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line("`make test-all` runs everything; `pytest --full FILE` runs all of a file.")
 
 
+if devices.SIMULATED:
+
+    @pytest.fixture(autouse=True)
+    def no_faults_of_devices(request):
+        """Fails a test in which a simulated device has found a fault, in any process."""
+        before = len(devices.simulated_faults())
+        yield
+        if request.path.name != "test_device.py":  # which makes them
+            assert devices.simulated_faults()[before:] == []
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(pytestconfig):
     """This process's own Ray: 16 logical CPUs, 8 crates for the tests of pools, no dashboard, and devices only

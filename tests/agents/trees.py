@@ -51,13 +51,13 @@ def random_tree(seed, turns=8, vocab=50, prompt=()):
 
 
 def paths(tree):
-    """By loops: the path to each sampled node that has no sampled descendant, oldest first."""
+    """By loops: the path to each node with sampled tokens that has no such descendant, oldest first."""
 
     def up(number):
         return [] if number is None else [*up(tree.nodes[number].parent), number]
 
     every = [up(number) for number in range(len(tree.nodes))]
-    sampled_nodes = [number for number, node in enumerate(tree.nodes) if node.sampled]
+    sampled_nodes = [number for number, node in enumerate(tree.nodes) if node.sampled and node.token_ids]
     return [
         every[number]
         for number in sampled_nodes

@@ -78,6 +78,8 @@ class Request:
         future: of the completion.
         begun: whether tokens are being generated for it.
         ended: whether its completion was set, or it has failed.
+        echoed: the prompt that tokens are generated from, if `RequestEngine.echo_prompts`. An engine that passes
+            prompts on replaces it by what the other side says.
     """
 
     id: str
@@ -91,6 +93,7 @@ class Request:
     future: Future[Completion] = field(default_factory=Future)
     begun: bool = False
     ended: bool = False
+    echoed: Sequence[int] | None = None
 
     @property
     def remaining(self) -> int:
@@ -107,7 +110,12 @@ class Request:
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The completion so far."""
         return Completion(
-            self.token_ids, self.log_probs, finish_reason, self.weight_versions, sampling_mask=self.sampling_mask
+            self.token_ids,
+            self.log_probs,
+            finish_reason,
+            self.weight_versions,
+            sampling_mask=self.sampling_mask,
+            prompt_ids=self.echoed,
         )
 
 
@@ -136,12 +144,14 @@ class RequestEngine(RolloutEngine):
         max_positions: how many tokens a prompt and its completion have together at most; None for no limit.
         positions_are: whose limit that is, for the error.
         coldest: the lowest temperature besides 0; one that is lower still would overflow the logits.
+        echo_prompts: whether completions have `Completion.prompt_ids`, to be compared with what was submitted.
     """
 
     vocab_size: int | None = None
     max_positions: int | None = None
     positions_are = "the model's"
     coldest = 1e-6
+    echo_prompts = False
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -358,7 +368,9 @@ class RequestEngine(RolloutEngine):
         if token_ids is None:
             raise PromptError(f"is {prompt!r:.80}; it must be a sequence of token ids, which are integers", number)
         self.check_request(number, token_ids, sampling_params)
-        return Request(request_id, token_ids, sampling_params, own_seed)
+        return Request(
+            request_id, token_ids, sampling_params, own_seed, echoed=token_ids if self.echo_prompts else None
+        )
 
     def _begin_with(self, request: Request, partial: Completion) -> None:
         if not isinstance(partial, Completion):

@@ -249,6 +249,8 @@ class Completion:
             are what a reward function gets; ``finish_reason`` is the rollout's.
         session: with the finish reason "abort", a picklable state from which an engine with sessions continues this
             one, if the completion is passed back as ``partial``; None if there is none.
+        prompt_ids: the prompt that the engine generated from, as it says itself, if `RequestEngine.echo_prompts`; None
+            otherwise.
     """
 
     token_ids: list[int]
@@ -262,6 +264,7 @@ class Completion:
     token_rewards: Sequence[float] | None = None
     rows: Sequence[Row] | None = None
     session: Any | None = None
+    prompt_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
