@@ -1,9 +1,10 @@
 """The task `calculator` of `train_grpo.py`: a model learns to call a tool, and to answer with what it returns.
 
-The policy sees ``12*7=``. In its first turn it should write ``C12*7;``, a call of the calculator, which returns ``084``.
-In its second turn it should write ``084;``. It begins with random weights, and knows neither.
+The policy sees ``3*7=``. In its first turn it should write ``C3*7;``, a call of the calculator, which returns ``21``. In
+its second turn it should write ``21;``. It begins with random weights, and knows neither.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,13 +56,13 @@ class CalculatorFormat:
 
 
 def calculate(expression: str) -> str:
-    """Multiply two numbers; the result of anything else is ???.
+    """Multiply two numbers; the result of anything else is ??.
 
     Args:
-        expression: such as 12*7.
+        expression: such as 3*7.
     """
-    left, _, right = expression.partition("*")
-    return f"{int(left) * int(right):03}" if left.isdecimal() and right.isdecimal() else "???"
+    known = re.fullmatch(r"(\d)\*(\d)", expression)
+    return f"{int(known[1]) * int(known[2]):02}" if known else "??"
 
 
 class Calculator(ToolEnvironment):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError, find_tool
 from workers.rollout.engines.rollout_engine import FinishReason
+from workers.rollout.rollout_errors import RolloutError
 
 Observation = Sequence[Mapping[str, Any]] | Sequence[int] | None
 """What the policy sees next: messages as in OpenAI's API, ``[{"role": "user", "content": "higher"}]``, for which the
@@ -208,6 +209,8 @@ class ToolEnvironment(Environment):
             return f"Error: {error}", False
         try:
             result = await tool.call(arguments)
+        except RolloutError:  # not the policy's fault
+            raise
         except Exception as error:
             # The policy's arguments may be the reason: it sees the error, as it would see the one of a real tool.
             return self._shortened(f"Error: {type(error).__name__}: {error}"), True
