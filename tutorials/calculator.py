@@ -1,7 +1,7 @@
 """The task `calculator` of `train_grpo.py`: a model learns to call a tool, and to answer with what it returns.
 
-The policy sees ``3*7=``. In its first turn it should write ``C3*7;``, a call of the calculator, which returns ``21``. In
-its second turn it should write ``21;``. It begins with random weights, and knows neither.
+The policy sees ``3*7=``. In its first turn it should write ``C3*7;``, a call of the calculator, which returns ``21``.
+In its second turn it should write ``21;``. It begins with random weights, and knows neither.
 """
 
 import re
