@@ -80,16 +80,6 @@ class CallPlan:
         shard_of = tuple(shard if rank in ranks else None for rank, shard in enumerate(self.shard_of))
         return replace(self, shard_of=shard_of, collecting=tuple(rank for rank in self.collecting if rank in ranks))
 
-    def arguments(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments of one rank."""
-        shard = self.shard_of[rank]
-        if shard is None:
-            raise ValueError(f"rank {rank} is not called")
-        arguments = {**self.whole, **self.shards[shard].values}
-        put_back(arguments)
-        positions = sorted(key for key in arguments if isinstance(key, int))
-        return tuple(arguments[p] for p in positions), {k: v for k, v in arguments.items() if isinstance(k, str)}
-
 
 def plan_call(
     spec: MethodSpec,
