@@ -45,4 +45,4 @@ def test_rewards_are_those_of_the_cpu(way, tmp_path, monkeypatch):
     session = tmp_path / "session"
     monkeypatch.setattr(demo_runs, "environment", lambda: plain | GPUS | {"SIMDEVICE_SESSION": str(session)})
     assert demo_runs.run(tmp_path / "device", *given) == pytest.approx(on_cpu, abs=1e-3)
-    assert sorted(path.name for path in session.iterdir()) == ["device-0", "device-1", "device-2"], "no faults"
+    assert (session / "device-0").exists() and not (session / "faults").exists()
