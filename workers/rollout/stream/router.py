@@ -352,8 +352,9 @@ class Router:
                 state = told.onto(before.session if before is not None else None)
                 journal[sample] = Completion([], [], "abort", [], fingerprints or None, session=state)
             if grown:
-                self._losses.pop(attempt.number, None)  # it has come further than before
                 group, tokens = self._so_far(request, journal)
+                if tokens:
+                    self._losses.pop(attempt.number, None)  # it has come further than before
                 self._buffer.journal(attempt.number, group, tokens=tokens)
 
     @staticmethod
