@@ -25,13 +25,14 @@ def sampled(rng, count, finish_reason="stop", vocab=50, version=None):
     )
 
 
-def random_tree(seed, turns=8, vocab=50):
+def random_tree(seed, turns=8, vocab=50, prompt=()):
     """A session of up to ``turns`` turns. Some begin behind an older turn (a retry or a branch), behind a shorter
-    history (a compaction, or a client that has edited it), or as a new root (a subagent)."""
+    history (a compaction, or a client that has edited it), or as a new root (a subagent). It begins with ``prompt``, or
+    random tokens."""
     rng = random.Random(seed)
     tree = Trajectory()
     given = lambda: [rng.randrange(vocab) for _ in range(rng.randint(1, 4))]  # noqa: E731
-    tree.give(None, given())
+    tree.give(None, prompt or given())
     for _ in range(rng.randint(0, turns)):
         kind = rng.random()
         ends = [number for number, node in enumerate(tree.nodes) if node.sampled]
@@ -50,13 +51,13 @@ def random_tree(seed, turns=8, vocab=50):
 
 
 def paths(tree):
-    """By loops: the path to each sampled node that has no sampled descendant, oldest first."""
+    """By loops: the path to each node with sampled tokens that has no such descendant, oldest first."""
 
     def up(number):
         return [] if number is None else [*up(tree.nodes[number].parent), number]
 
     every = [up(number) for number in range(len(tree.nodes))]
-    sampled_nodes = [number for number, node in enumerate(tree.nodes) if node.sampled]
+    sampled_nodes = [number for number, node in enumerate(tree.nodes) if node.sampled and node.token_ids]
     return [
         every[number]
         for number in sampled_nodes

@@ -21,14 +21,16 @@ Picker = Callable[[Trajectory, Sequence[int]], Sequence[int]]
 
 def sampled_leaves(trajectory: Trajectory) -> list[int]:
     """Return the sampled nodes behind which nothing was sampled, oldest first. Given tokens behind them, such as the
-    result of a tool that no turn followed, are in no row: nothing would be trained on them."""
+    result of a tool that no turn followed, are in no row, nor are completions without a token: nothing would be trained
+    on them."""
     inner: set[int] = set()
     found = []
     for number in range(len(trajectory.nodes) - 1, -1, -1):  # children come after their parents
         node = trajectory.nodes[number]
-        if number not in inner and node.sampled:
+        some = node.sampled and len(node.token_ids) > 0
+        if some and number not in inner:
             found.append(number)
-        if node.parent is not None and (number in inner or node.sampled):
+        if node.parent is not None and (some or number in inner):
             inner.add(node.parent)
     return found[::-1]
 
@@ -39,7 +41,7 @@ def drop_retries(trajectory: Trajectory, leaves: Sequence[int]) -> list[int]:
     siblings if they have the same prompt."""
     latest: dict[int | None, int] = {}
     for number, node in enumerate(trajectory.nodes):
-        if node.sampled:
+        if node.sampled and node.token_ids:
             latest[_begin(trajectory, number)] = number
     return [leaf for leaf in leaves if latest[_begin(trajectory, leaf)] == leaf]
 
@@ -124,13 +126,13 @@ def completion_of(
         return replace(last.completion, finish_reason=finish_reason, info=info, rows=made)
     more, of = last.prompt[len(prompt) :], last.completion
     if more:
-        count = len(more)
-        masks = of.sampling_mask
+        count, masks = len(more), of.sampling_mask
+        unknown: list[int | None] = [-1] * count
         of = replace(
             of,
             token_ids=[*more, *of.token_ids],
             log_probs=[0.0] * count + of.log_probs,
-            weight_versions=[-1] * count + (of.weight_versions or []),
+            weight_versions=unknown + (of.weight_versions or []),
             loss_mask=[0] * count + [*(of.loss_mask or ())],
             sampling_mask=masks and SamplingMask(masks.token_ids, array("i", [0]) * count + masks.lengths),
             token_rewards=None if of.token_rewards is None else [0.0] * count + [*of.token_rewards],

@@ -331,6 +331,26 @@ class RequestEngine(RolloutEngine):
         self._submit("submit", [request])
         return request.future
 
+    def check_submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        request_id: str = "",
+        partial: Completion | None = None,
+        *,
+        number: int | None = None,
+    ) -> None:
+        """Raise what `submit` would raise now, for whoever submits later. With a ``number``, the index of the prompt in
+        the call, what `generate` would raise."""
+        with self._changed:
+            no_weights = self.weight_version is None and "update" not in self._holds
+            method = "submit" if number is None else "generate"
+            self._check_ready(method, no_weights if number is None else bool(self._holds - {READING}))
+        request = self._request(number, prompt, sampling_params, request_id, seed)
+        if partial is not None:
+            self._begin_with(request, partial)
+
     def _request(
         self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams, request_id: str, seed: int
     ) -> Request:
