@@ -45,7 +45,11 @@ class PromptMismatchError(RolloutError):
 
 
 class HasTokens(Protocol):
-    token_ids: list[int]
+    """What `Renderer.render` returns."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
 
 
 class Renderer(Protocol):
