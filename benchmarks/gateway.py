@@ -69,7 +69,8 @@ async def play(address, token, number, turns, took):
     for turn in range(turns):
         messages.append({"role": "user", "content": f"{number:>4} {turn:>4} " + "word " * (WORDS - 2)})
         body = json.dumps({"model": "m", "messages": messages}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {token}\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {token}\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         begun = time.perf_counter()
         writer.write(head.encode() + body)
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -147,8 +148,9 @@ def measure(sessions, turns, routed, package):
     held = None if router is None else sum(map(len, next(iter(router._sessions.values())).journal))
     trees = [front.close(token) for token in tokens]
     length = max(map(trees[0].length, trees[0].leaves()))
+    what = f"{', router' if routed else ''}, {'qwen3' if package else 'TokenRenderer'}"
     print(
-        f"{sessions} sessions x {turns} turns{', router' if routed else ''}, {'qwen3' if package else 'TokenRenderer'}: "
+        f"{sessions} sessions x {turns} turns{what}: "
         f"{1e3 * cpu[0] / calls:.2f} ms of CPU per call at the gateway"
         + (f", {1e3 * cpu[1] / calls:.2f} ms at the router" if routed else "")
         + f"; {used / sessions / 1024:.0f} KiB per session of {length} tokens; {calls / seconds:.0f} calls/s; "
@@ -168,6 +170,7 @@ def main():
     parser.add_argument("--sessions", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--profile", action="store_true", help="print where the gateway's thread spends its time")
+    parser.add_argument("--package", action="store_true", help="profile with the package's renderer of qwen3")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16384)), hard))
@@ -188,7 +191,7 @@ def profile(args):
 
     made, run = cProfile.Profile(), http_front.asyncio.run
     http_front.asyncio.run = lambda coroutine: made.runcall(run, coroutine)
-    measure(args.sessions, args.turns, False, False)
+    measure(args.sessions, args.turns, False, args.package)
     pstats.Stats(made).sort_stats("tottime").print_stats(25)
 
 
