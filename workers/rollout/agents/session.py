@@ -343,7 +343,7 @@ class Session:
             return Action(ids, reason)
         prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
         parsed = self._renderer.parse_response(ids, tools=self._specs(environment), prompt_ids=prompt)
-        message = assistant_message(parsed)
+        message = assistant_message(parsed, f"call_{self._turns}")
         calls, named = [], iter(message.get("tool_calls", ()))
         for one in parsed.tool_calls:
             if str(one.status) == "ok" and one.name:

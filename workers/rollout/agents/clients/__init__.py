@@ -1,0 +1,1 @@
+"""Clients of environments that run elsewhere."""
