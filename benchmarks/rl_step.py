@@ -145,9 +145,14 @@ def save_model(folder: str, name: str) -> None:
         **MODELS[name],
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
+    # Special tokens are found inside words too: named "0", "1" and "2", they would cut most prompts into more tokens.
+    special = ["<pad>", "<s>", "</s>"]
+    names = [*special, *map(str, range(len(special), VOCABULARY))]
+    words = Tokenizer(models.WordLevel({word: token for token, word in enumerate(names)}, unk_token=special[0]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2").save_pretrained(folder)
+    pad, begin, end = special
+    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, bos_token=begin, eos_token=end)
+    made.save_pretrained(folder)
 
 
 def measure(model: str, names: list[str], rounds: int, logs: Path) -> dict[str, Way]:
