@@ -1,4 +1,4 @@
-"""One step of GRPO beside TRL's trainer: `python -m benchmarks.rl_step` (twenty minutes on two idle cores).
+"""One step of GRPO beside TRL's trainer: `python -m benchmarks.rl_step` (an hour and a half on two idle cores).
 
 All train the same model from the same weights, generate as many tokens for the same prompts, and take one AdamW step in
 float32: this library synchronously and asynchronously, with HFEngine and, where `make setup-vllm` was run, VLLMEngine;
@@ -221,14 +221,17 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     names = [name for name in options.ways if "vLLM" not in name or VLLM_PYTHON.exists()]
     about = machine()
-    lines = [f"{about['processor']}, {about['cores']} cores; n = {options.rounds} turns of {TURN - 1} steps."]
+    lines = [
+        f"{about['processor']}, {about['cores']} cores; n = {options.rounds} turns of {TURN - 1} steps; "
+        "16 prompts of 32 tokens, 8 completions of 64 each, float32."
+    ]
     for model in options.models:
         began = time.monotonic()
         ways = measure(model, names, options.rounds, options.out)
         lines += [
-            f"\nLlama {model}, 16 prompts of 32 tokens, 8 completions of 64 each, float32:\n",
-            "| | s per step (least-most) | generated tokens/s | generation s | training s | update s | CPU s "
-            "| peak memory, GiB | reward, first and last third |",
+            "",
+            f"| Llama {model} | s per step (least-most) | generated tokens/s | generation s | training s | update s "
+            "| CPU s | peak memory, GiB | reward, first and last third |",
             "|---|" + "--:|" * 8,
             *(row(name, way, 16 * 8 * 64) for name, way in ways.items()),
         ]
