@@ -85,6 +85,7 @@ def test_readme_is_short():
 
 def test_benchmark_picture_matches_the_table():
     assert summary.PICTURE.read_text() == summary.draw(summary.read_table(summary.TABLE.read_text()))
+    assert summary.STEPS.read_text() == summary.draw_steps(summary.read_steps(summary.TABLE.read_text()))
 
 
 # --- tables ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Supervised fine-tuning and DPO: losses, configuration and data. `backends/test_gradients.py` has them on ranks."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,8 +101,41 @@ def test_dpo_is_that_of_the_paper():
 
 
 def test_pairs_are_found_by_their_number():
-    chosen, rejected = pairs(torch.tensor([5, 9, 5, 9, 1, 1]), torch.tensor([0.0, 2.0, 1.0, 1.0, 4.0, 3.0]))
+    rewards = torch.tensor([0.0, 2.0, 1.0, 1.0, 4.0, 3.0])
+    chosen, rejected = pairs(torch.tensor([5, 9, 5, 9, 1, 1]), rewards, rewards >= 0)
     assert sorted(zip(chosen.tolist(), rejected.tolist(), strict=True)) == [(1, 3), (2, 0), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": torch.tensor([1.0, 1.0, 0.0, 3.0])}, "group 7 have the same reward"),
+        ({"group_ids": torch.tensor([7, 7, 7, 3])}, "3 rows have the group id 7|1 rows have the group id 3"),
+        ({"loss_mask": torch.tensor([[0, 1, 1]] * 3 + [[0, 0, 0]])}, "row of group 3 has no token"),
+    ],
+)
+def test_wrong_pairs_of_several_ranks_are_errors_on_each(changes, message):
+    """The driver does not see rows behind references. No rank has both rows of a pair here, nor of them all."""
+    log_probs = {"old_log_probs": torch.zeros(4, 3), "ref_log_probs": torch.zeros(4, 3)}
+    data = {**ROWS, **PAIRS, **log_probs, **changes}
+    ranks = [{name: entry[[rank, rank + 2]] for name, entry in data.items()} for rank in (0, 1)]
+    args = read_args({"policy_loss_type": "dpo", "vocab_size": 8})
+
+    def failed(rank, barrier, parts):
+        def gather(entry):
+            parts[rank] = entry
+            barrier.wait(10)
+            found = list(parts)
+            barrier.wait(10)
+            return found
+
+        with pytest.raises(RolloutDataError, match=message):
+            dpo_advantages(AdvantageRows(ranks[rank], gather=gather, rank=rank), args)
+        return True
+
+    barrier, parts = threading.Barrier(2), [None, None]
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(lambda rank: failed(rank, barrier, parts), (0, 1)))
 
 
 @pytest.mark.parametrize(

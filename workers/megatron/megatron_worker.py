@@ -1,7 +1,7 @@
 """MegatronWorker: a worker that reports megatron's layout, on CUDA with nccl.
 
-This project has never run Megatron on a GPU. The tests run it on the CPU, see `workers.megatron.cpu`, and on a simulated
-CUDA device.
+This project has never run Megatron on a GPU. The tests run it on the CPU, see `workers.megatron.cpu`, and on a
+simulated CUDA device.
 """
 
 from __future__ import annotations
