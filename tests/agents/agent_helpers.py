@@ -1,6 +1,11 @@
 """Shared by the tests of agents: tokenizers that are built here, and engines without a model."""
 
+import time
+import zlib
+from array import array
 from functools import cache
+
+from workers.rollout.engines.request_engine import RequestEngine
 
 
 class Characters:
@@ -58,3 +63,55 @@ def merging_tokenizer(keep="true"):
         chat_template=TEMPLATE.replace("KEEP", keep),
         clean_up_tokenization_spaces=False,
     )
+
+
+class ScriptEngine(RequestEngine):
+    """An engine without a model: a function says what follows a prompt.
+
+    Args:
+        script: (text of the prompt, seed) -> the completion's text, without its end; None for no end. It may raise.
+        tokens: of one step.
+        delay: seconds of a step.
+    """
+
+    any_rank = True
+    max_positions = 100_000
+    log_probs = True
+
+    def __init__(self, script=lambda prompt, seed: f"{seed % 1000}", tokens=1000, delay=0.0, tokenizer=None):
+        super().__init__()
+        self.script, self.tokens, self.delay = script, tokens, delay
+        self.tokenizer = tokenizer or Characters()
+        self.seen = []
+
+    def serve(self):
+        running = {}
+        while (changes := self.next_step()) is not None:
+            time.sleep(self.delay)
+            for request in changes.added:
+                self.seen.append(list(request.prompt))
+                running[request] = None
+            for request in [one for one in running if not one.ended]:
+                if running[request] is None:
+                    text = self.script(self.tokenizer.decode(request.prompt), request.seed)
+                    end = [] if text is None else [self.tokenizer.eos_token_id]
+                    running[request] = [*self.tokenizer.encode(text or ""), *end]
+                whole = running[request][: request.sampling_params.max_new_tokens]
+                done = len(request.token_ids)
+                new = whole[done : done + self.tokens]
+                last = done + len(new) == len(whole)
+                ended = None if not last else "stop" if whole and whole[-1] == self.tokenizer.eos_token_id else "length"
+                tell = log_prob if self.log_probs else lambda *_: -1.0
+                self.record(request, new, [tell(request.prompt, whole, done + i) for i in range(len(new))], ended)
+            running = {one: whole for one, whole in running.items() if not one.ended}
+
+    def load_weights(self, weights):
+        pass
+
+    def weight_shapes(self):
+        return {}
+
+
+def log_prob(prompt, completion, place):
+    """The log-probability that `ScriptEngine` gives a token: it tells whether it was sampled there."""
+    return -(zlib.crc32(array("i", completion[: place + 1]), zlib.crc32(array("i", prompt))) % 10_000) / 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from statistics import NormalDist, fmean, stdev
@@ -110,7 +111,7 @@ def _generated(
 ) -> TensorDict:
     """Generate with another manager of the same workers, so that nothing of the given one changes."""
     own = copy.copy(manager)
-    own.greedy_baselines = False
+    own.greedy_baselines, own.sessions = False, deque()
     own.rewards, own.seed = rewards, mixed_seed(manager.seed, -1, seed)  # -1: rollouts mix in a rollout id
     if (refresh := manager.refresh) is not None:
 

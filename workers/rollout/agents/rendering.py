@@ -199,8 +199,22 @@ class TemplateRenderer:
 
     def __init__(self, inner: Any, tokenizer: Any) -> None:
         self._inner, self._tokenizer = inner, tokenizer
-        self.render, self.parse_response = inner.render, inner.parse_response
-        self.get_stop_token_ids: Callable[[], list[int]] = inner.get_stop_token_ids
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> HasTokens:
+        """See `Renderer.render`."""
+        return Rendered(self._inner.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt))
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> Any:
+        """See `Renderer.parse_response`."""
+        return self._inner.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+
+    def get_stop_token_ids(self) -> list[int]:
+        """See `Renderer.get_stop_token_ids`."""
+        return list(self._inner.get_stop_token_ids())
 
     def bridge_to_next_turn(
         self,
@@ -269,7 +283,8 @@ def load_renderer(tokenizer: Any, name: str = "auto", **options: Any) -> Rendere
         renderer = create_renderer(tokenizer, config)
     except AssertionError as error:  # how the package says that a token is missing
         raise ValueError(f"load_renderer: {name!r} does not fit the tokenizer {path!r}: {error}") from None
-    return TemplateRenderer(renderer, tokenizer) if name == "default" else renderer
+    own: Renderer = TemplateRenderer(renderer, tokenizer) if name == "default" else renderer
+    return own
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -348,7 +363,9 @@ def assistant_message(parsed: Any) -> dict[str, Any]:
     Args:
         parsed: what `Renderer.parse_response` returned.
     """
-    content, calls, invalid = parsed.content or "", [], []
+    content: str = parsed.content or ""
+    calls: list[dict[str, Any]] = []
+    invalid: list[dict[str, str]] = []
     for call in parsed.tool_calls:
         if str(call.status) == "ok" and call.name:
             given = call.arguments
@@ -377,6 +394,7 @@ def extend(
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     counters: MutableMapping[str, int] | None = None,
+    at: tuple[int, int] | None = None,
 ) -> int:
     """Find where a conversation continues, append what is new, and return the node whose path is the engine's prompt.
 
@@ -391,6 +409,8 @@ def extend(
             that completion: what becomes of the reasoning in the prompt is up to the renderer.
         tools: as in OpenAI's ``tools``. They are part of the prompt: others begin a new root.
         counters: of the session.
+        at: the node that the conversation continues, and how many messages its path stands for, if the client says so.
+            By default, `Trajectory.find` finds it.
 
     Raises:
         RenderError: the messages cannot be rendered, or the last one is the assistant's.
@@ -402,6 +422,8 @@ def extend(
     spoken = {whole.partition(".")[0]: whole for node in trajectory.nodes if node.sampled for whole in node.messages}
     digests = [spoken.get(one, one) for one in digests]
     found, count = trajectory.find(digests)
+    if at is not None:
+        found, count = at[0], at[1] + len(digests) - len(given)
     if found is None:
         return trajectory.give(None, _render(renderer, given, listed), digests)
     before = trajectory.token_ids(found)

@@ -249,6 +249,8 @@ class Completion:
             are what a reward function gets; ``finish_reason`` is the rollout's.
         session: with the finish reason "abort", a picklable state from which an engine with sessions continues this
             one, if the completion is passed back as ``partial``; None if there is none.
+        prompt_ids: the prompt that the engine generated from, as it says itself, if `RequestEngine.echo_prompts`; None
+            otherwise.
     """
 
     token_ids: list[int]
@@ -262,6 +264,7 @@ class Completion:
     token_rewards: Sequence[float] | None = None
     rows: Sequence[Row] | None = None
     session: Any | None = None
+    prompt_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -308,6 +311,7 @@ class RolloutEngine(ABC):
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
+        journals: whether `progress` tells anything.
     """
 
     weight_version: int | None = 0
@@ -315,6 +319,7 @@ class RolloutEngine(ABC):
     partial_updates = False
     sampling_masks = False
     exact_digest: str | None = None
+    journals = False
 
     @property
     def keeps_weights(self) -> bool:
@@ -393,6 +398,18 @@ class RolloutEngine(ABC):
     def load(self) -> EngineLoad:
         """Return how busy the engine is."""
         raise self._no_requests("load")
+
+    def progress(self, known: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
+        """Return the states of running requests from which another engine can continue, for a driver that keeps them in
+        case this process dies. By default there are none.
+
+        Args:
+            known: request id -> (``number``, number of nodes) of the state that the driver has.
+
+        Returns:
+            request id -> `SessionState`, of those that the driver does not have, without the nodes that it has.
+        """
+        return {}
 
     def _no_requests(self, method: str) -> RolloutError:
         name = type(self).__name__
