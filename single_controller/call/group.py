@@ -18,10 +18,11 @@ from dispatch.checks import check_count, check_seconds, suggestion
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import CustomMode, Mode, has_axes
-from dispatch.plan import CallPlan, deferred_in, plan_call
+from dispatch.plan import CallPlan, deferred_in, find_futures, futures_in, plan_call
 from dispatch.register import MethodSpec, method_spec, naming_keywords
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
+from single_controller.call.codec import FutureInside, future_inside
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
 from single_controller.call.future import ComputedFuture, UnsentFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.map_batches import BatchMap, report
@@ -521,7 +522,9 @@ class WorkerGroup(VerlGroup, Closing):
         if self._state.unsent:
             self._wait_for_unsent()
         self._check()
-        call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
+        must_not_wait = may_wait and in_event_loop()
+        plan = self._plan(spec, args, kwargs, options)
+        call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return call.value() if blocking else WorkerFuture(call)
@@ -538,7 +541,10 @@ class WorkerGroup(VerlGroup, Closing):
             return self._send_later(spec, invoke)
         try:
             must_wait = self._must_wait(spec, dict(enumerate(args)) | kwargs)
-            future: WorkerFuture[Any] = self._send_later(spec, invoke) if must_wait else invoke()
+            try:
+                future: WorkerFuture[Any] = self._send_later(spec, invoke) if must_wait else invoke()
+            except FutureInside:  # whose value or call may have to be waited for
+                future = self._send_later(spec, invoke)
             return future
         finally:
             sending.release()
@@ -552,8 +558,11 @@ class WorkerGroup(VerlGroup, Closing):
         if state.transport is None or state.transport.synchronous or state.closed:
             return False
         # The call takes the values of the futures of this process, and a dispatch_fn those of all.
-        waits = WorkerFuture if isinstance(mode, CustomMode) else (UnsentFuture, ComputedFuture)
-        futures = [one for one in deferred_in(arguments) if isinstance(one, waits)]
+        custom = isinstance(mode, CustomMode)
+        waits = WorkerFuture if custom else (UnsentFuture, ComputedFuture)
+        values = arguments.values()
+        found = (*deferred_in(arguments), *(one for value in values for one in futures_in(value, everywhere=custom)))
+        futures = [one for one in found if isinstance(one, waits)]
         if self._must_recover() or any(
             one.unsent if isinstance(one, UnsentFuture) else not one.done() for one in futures
         ):
@@ -665,6 +674,26 @@ class WorkerGroup(VerlGroup, Closing):
         *,
         begun: float | None = None,
         recorded: bool = True,
+        must_not_wait: bool = False,
+    ) -> Call:
+        """Send a call.
+
+        Raises:
+            FutureInside: a future inside an argument may have to be waited for, and ``must_not_wait`` is set.
+        """
+        while True:
+            try:
+                return self._send_planned(spec, plan, options, begun, recorded)
+            except FutureInside:
+                if must_not_wait:
+                    raise
+            found = find_futures(spec, plan)
+            if found is None:
+                raise future_inside(spec, plan)
+            plan = found
+
+    def _send_planned(
+        self, spec: MethodSpec, plan: CallPlan, options: CallOptions, begun: float | None, recorded: bool
     ) -> Call:
         state = self._state
         for future in plan.deferred:
