@@ -26,6 +26,9 @@ Parameter = int | str | tuple[Any, ...]
 """Which parameter an argument fills: a position, or a keyword. With the steps from there to a future inside the
 argument, which travels beside it: keys, indices and `Attribute`s."""
 
+_DATACLASS = "__dataclass_fields__"
+"""What the classes of dataclasses have."""
+
 _BROADCAST = "Broadcast(value) sends anything whole to every rank"
 
 
@@ -145,7 +148,9 @@ def plan_call(
     except TypeError as error:
         raise misfit(spec.label, spec.signature, kwargs, error, CALL_OPTIONS) from None
     arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
-    arguments = _futures_apart(spec, arguments)
+    # Inline, because every call passes here. See `_may_have_futures`.
+    if any(isinstance(v, (Deferred, dict, tuple)) or hasattr(type(v), _DATACLASS) for v in arguments.values()):
+        arguments = _futures_apart(spec, arguments)
     if custom is not None:
         plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
         return replace(plan, collect=lambda results: custom.collect_fn(group, results, *context))
@@ -232,7 +237,7 @@ def find_futures(spec: MethodSpec, plan: CallPlan) -> CallPlan | None:
 
 def _futures_apart(spec: MethodSpec, arguments: dict[Any, Any]) -> dict[Parameter, Any]:
     """The arguments with futures taken out of dicts and dataclasses, which `put_back` puts back on the rank."""
-    if not spec.registration.materialize_futures or not any(map(_may_have_futures, arguments.values())):
+    if not spec.registration.materialize_futures:
         return arguments
     apart: dict[Any, Any] = {}
     kept = {key: _take_futures(_computed(value), (key,), apart) for key, value in arguments.items()}
@@ -244,7 +249,7 @@ def _may_have_futures(value: Any) -> bool:
 
 
 def _is_dataclass(value: Any) -> bool:
-    return getattr(type(value), "__dataclass_fields__", None) is not None
+    return hasattr(type(value), _DATACLASS)
 
 
 def _path(key: Parameter) -> tuple[Any, ...]:

@@ -681,49 +681,43 @@ class WorkerGroup(VerlGroup, Closing):
         Raises:
             FutureInside: a future inside an argument may have to be waited for, and ``must_not_wait`` is set.
         """
-        while True:
-            try:
-                return self._send_planned(spec, plan, options, begun, recorded)
-            except FutureInside:
-                if must_not_wait:
-                    raise
-            found = find_futures(spec, plan)
-            if found is None:
-                raise future_inside(spec, plan)
-            plan = found
-
-    def _send_planned(
-        self, spec: MethodSpec, plan: CallPlan, options: CallOptions, begun: float | None, recorded: bool
-    ) -> Call:
         state = self._state
         for future in plan.deferred:
             if isinstance(future, UnsentFuture):  # before the lock, which the thread that sends it needs
                 future.wait_sent()
-        with state.sending:
-            transport = state.transport
-            # Again: another thread may have closed the group while this one waited.
-            if transport is None or state.closed or state.broken is not None:
-                raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
-            stats = self._worker_classes[self._role].stats if recorded else None
-            call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
-            try:
-                sent = transport.send(spec, plan, call)
-            except PartlySentError as error:
-                # The ranks that have the call would wait for the others in its first collective.
-                cause, reached = error.__cause__, ranks_text(error.reached)
-                state.break_(
-                    f"{spec.label}() was sent to {reached}, but not to rank {error.failed}: "
-                    f"{type(cause).__name__}: {cause}"
-                )
-                raise (state.refusal() or error) from cause
-            except BaseException as error:
-                if not isinstance(error, Exception) and not transport.synchronous:
-                    # Ctrl-C in the middle: some ranks may have the call and others not. The next collective would hang.
-                    state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
+        try:
+            with state.sending:
+                transport = state.transport
+                # Again: another thread may have closed the group while this one waited.
+                if transport is None or state.closed or state.broken is not None:
+                    raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
+                stats = self._worker_classes[self._role].stats if recorded else None
+                call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
+                try:
+                    sent = transport.send(spec, plan, call)
+                except PartlySentError as error:
+                    # The ranks that have the call would wait for the others in its first collective.
+                    cause, reached = error.__cause__, ranks_text(error.reached)
+                    state.break_(
+                        f"{spec.label}() was sent to {reached}, but not to rank {error.failed}: "
+                        f"{type(cause).__name__}: {cause}"
+                    )
+                    raise (state.refusal() or error) from cause
+                except BaseException as error:
+                    if not isinstance(error, Exception) and not transport.synchronous:
+                        # Ctrl-C in the middle: only some ranks may have the call. The next collective would hang.
+                        state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
+                    raise
+                state.sent += 1
+                call.number = state.sent
+                call.sent(sent)
+        except FutureInside:
+            if must_not_wait:
                 raise
-            state.sent += 1
-            call.number = state.sent
-            call.sent(sent)
+            found = find_futures(spec, plan)
+            if found is None:
+                raise future_inside(spec, plan) from None
+            return self._send(spec, found, options, begun=begun, recorded=recorded)
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------

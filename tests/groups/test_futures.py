@@ -777,7 +777,7 @@ def test_event_loop_goes_on_while_ranks_are_replaced(make_group):
 
 @pytest.mark.alone
 @pytest.mark.transports("ray")
-def test_event_loop_goes_on_while_a_group_shrinks(make_group):
+def test_event_loop_goes_on_while_a_group_shrinks(make_group, caplog):
     group = make_group(Fragile, group_options={"on_death": "shrink", "collectives": False})
     os.kill(group.pid()[1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError):
@@ -788,6 +788,10 @@ def test_event_loop_goes_on_while_a_group_shrinks(make_group):
 
     found, pause = asyncio.run(longest_pause(call()))
     assert len(found) == 3 and pause < 0.3
+    # What is logged of the death does not say that the group is broken, which it is not for its next call.
+    said = [one.getMessage() for one in caplog.records if "died during sleep()" in one.getMessage()]
+    assert any("the next call first has the group recover" in one for one in said)
+    assert not any("is broken" in one for one in said)
 
 
 @pytest.mark.alone
