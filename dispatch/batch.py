@@ -233,11 +233,8 @@ def share_rows(rows: int, shards: int, uneven: str = "error") -> list[Share]:
     Args:
         rows: rows of the whole batch.
         shards: number of shards, at least 1.
-        uneven: what to do if the rows do not divide. ``"error"`` raises; ``"pad"`` repeats rows from the start until
-            they do; ``"ragged"`` makes shards whose sizes differ by at most one, larger ones first.
-
-    Raises:
-        BatchError: the rows do not divide and ``uneven`` is ``"error"``.
+        uneven: what to do if the rows do not divide. ``"error"`` raises a `BatchError`; ``"pad"`` repeats rows from the
+            start until they do; ``"ragged"`` makes shards whose sizes differ by at most one, larger ones first.
     """
     size, rest = divmod(rows, shards)
     if rest == 0:
@@ -268,24 +265,15 @@ def _padded_share(rows: int, start: int, stop: int) -> Share:
 
 
 def length(value: Any) -> int | None:
-    """Number of rows of a batch; None for a value that is sent whole.
-
-    Raises:
-        BatchError: the value is neither, or the fields of a dict differ in length.
-    """
+    """Number of rows of a batch; None for a value that is sent whole. A `BatchError` if it is neither, or if the fields
+    of a dict differ in length."""
     return batch_type(value).length(value)
 
 
 def shard(value: Any, shares: Sequence[Share], made: Made | None = None) -> list[Any]:
-    """Cut a batch into one shard per share. Shards are views where the type has views.
-
-    A value that is sent whole, or such a field of a dict, is the same in every shard.
-
-    Args:
-        value: the batch.
-        shares: in the order of their rows, as `share_rows` returns them.
-        made: a dict, the same for all batches of a call; see `jagged`.
-    """
+    """Cut a batch into one shard per share, in the order of their rows. Shards are views where the type has views. A
+    value that is sent whole, or such a field of a dict, is the same in every shard. ``made`` is the same dict for all
+    batches of a call; see `jagged`."""
     made = {} if made is None else made
     found = batch_type(value)
     if found is _WHOLE:
@@ -335,11 +323,7 @@ def cut(value: Any, start: int, stop: int, made: Made | None = None) -> Any:
 
 
 def join(values: Sequence[Any], made: Made | None = None) -> Any:
-    """Concatenate batches in order. If all values are None, the result is None.
-
-    Raises:
-        BatchError: the values have different types, or a type without rows.
-    """
+    """Concatenate batches in order. If all values are None, the result is None. A `BatchError` if they do not fit."""
     made = {} if made is None else made
     first, found = values[0], batch_type(values[0])
     if first is None and all(value is None for value in values):
@@ -366,10 +350,7 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
 
 def concatenate_tensors_with(function: Callable[..., Any], nbytes: int = 0) -> None:
     """Have `join` call ``function(tensors, dim=0)`` instead of ``torch.cat`` for tensors that have ``nbytes`` together,
-    for example to reuse memory.
-
-    The function must return new memory, and raise what torch raises.
-    """
+    for example to reuse memory. It must return new memory, and raise what torch raises."""
     global _concatenate, _concatenate_least
     _concatenate, _concatenate_least = function, nbytes
 
@@ -379,13 +360,8 @@ _concatenate_least = 0
 
 
 def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
-    """Remove the padding from the result for a padded shard.
-
-    Args:
-        value: the result; m * rows rows are taken as m rows for each row of the shard.
-        rows: rows of the shard with padding; at least 1.
-        real: rows of the shard without padding.
-        made: for recursive calls.
+    """Remove the padding from the result for a shard of ``rows`` rows with it, and ``real`` without. If the result has
+    m times as many rows, there are m for each row of the shard.
 
     Raises:
         BatchError: the result has no rows, or a number that is not a multiple of the shard's.
@@ -544,11 +520,7 @@ def _join_fields(values: list[Any], made: Made) -> Any:
 
 
 def _by_key(values: list[dict[Any, Any]], function: Callable[[list[Any]], Any]) -> dict[Any, Any]:
-    """key -> the function's result for the values of the key.
-
-    Raises:
-        BatchError: the values have different keys, or the function raised one.
-    """
+    """Key -> the function's result for the values of the key; a `BatchError` if the values have different keys."""
     keys = values[0].keys()
     for value in values:
         if value.keys() != keys:
@@ -686,16 +658,13 @@ def _whole(value: Any) -> None:
     return None
 
 
-def _join_whole(values: list[Any]) -> Any:
-    raise BatchError(f"{describe(values[0])} has no rows to join")
+def _refuse(what: str) -> Callable[..., Any]:
+    """What measures, cuts or joins values of which that cannot be done."""
 
+    def refuse(value: Any, *_: int) -> Any:
+        raise BatchError(f"{describe(value[0] if type(value) is list else value)} {what}")
 
-def _unknown(value: Any, *_: int) -> Any:
-    raise BatchError(f"{describe(value)} cannot be cut into rows")
-
-
-def _join_unknown(values: list[Any]) -> Any:
-    raise BatchError(f"{describe(values[0])} cannot be joined")
+    return refuse
 
 
 def _refuse_nested(*_: Any) -> Any:
@@ -704,8 +673,9 @@ def _refuse_nested(*_: Any) -> Any:
 
 _TORCH_ERRORS = (RuntimeError, TypeError, KeyError)
 
-_WHOLE = BatchType(_whole, _unknown, _join_whole)
-_UNKNOWN = BatchType(_unknown, _unknown, _join_unknown)
+_UNCUT = _refuse("cannot be cut into rows")
+_WHOLE = BatchType(_whole, _UNCUT, _refuse("has no rows to join"))
+_UNKNOWN = BatchType(_UNCUT, _UNCUT, _refuse("cannot be joined"))
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
 _RANGE = BatchType(len, _slice, lambda ranges: list(chain.from_iterable(ranges)))
 _TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)

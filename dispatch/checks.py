@@ -12,11 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_seconds(name: str, value: object) -> float:
-    """Check a time limit.
-
-    Raises:
-        ValueError: the value is not a positive number.
-    """
+    """Return a time limit; a `ValueError` unless it is a positive number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name} is a positive number of seconds, got {value!r}")
     return float(value)
@@ -28,28 +24,15 @@ def is_count(value: object, least: int = 1) -> bool:
 
 
 def check_count(name: str, value: Any, least: int = 1, hint: str = "") -> int:
-    """Check a number of things.
-
-    Args:
-        name: of the option, for the message: ``world_size``, or ``grow(count)``.
-        value: what was given for it.
-        least: the smallest number.
-        hint: the end of the message, if it needs one.
-
-    Raises:
-        ValueError: the value is not an integer of at least ``least``.
-    """
+    """Return a number of things; a `ValueError` unless it is an integer of at least ``least``. ``name`` says of which
+    option (``world_size``, or ``grow(count)``), and ``hint`` ends the message, if it needs more."""
     if not is_count(value, least):
         raise ValueError(f"{name}={value!r}: expected an integer of at least {least}{hint}")
     return int(value)
 
 
 def check_amounts(name: str, amounts: object) -> dict[str, float]:
-    """Check amounts of resources by name.
-
-    Raises:
-        ValueError: the value is not a dict of names and positive numbers.
-    """
+    """Return amounts of resources; a `ValueError` unless they are a dict of names and positive numbers."""
     if not isinstance(amounts, Mapping):
         raise ValueError(f"{name} is a dict of resources and amounts ({{'disk': 1}}), got {amounts!r}")
     for key, amount in amounts.items():
@@ -67,12 +50,8 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def naming_keywords(function: F, of_class: bool = False) -> F:
-    """Have a function say which keyword argument may have been meant by a misspelt one.
-
-    Args:
-        function: takes no keywords of other names than its parameters'.
-        of_class: it is a constructor, whose class is named in the message.
-    """
+    """Have a function say which keyword argument may have been meant by a misspelt one. It takes no keywords of other
+    names than its parameters'. ``of_class``: it is a constructor, whose class is named in the message."""
     parameters = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 
 class SingleControllerError(Exception):
@@ -10,12 +11,23 @@ class SingleControllerError(Exception):
 
     Every subclass pickles: the message is ``args[0]``, and everything else is a plain attribute.
 
+    Args:
+        message: the text.
+        about: attributes that the class declares; its own defaults otherwise.
+
     Attributes:
         consumer: the method whose call failed only because another call, which computes one of its arguments, failed
             with this error. The group of the consumer is not broken by it. None for a call's own error.
     """
 
     consumer: str | None = None
+
+    def __init__(self, message: str = "", **about: Any) -> None:
+        super().__init__(message)
+        for name, value in about.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)  # not the caller's own list
 
     def of_consumer(self, consumer: str) -> SingleControllerError:
         """The error of a call that needs the result of the call that raised this one, which becomes its cause.
@@ -41,10 +53,8 @@ class DispatchError(SingleControllerError, ValueError):
         argument: name of the offending parameter, or None if no single parameter is at fault.
     """
 
-    def __init__(self, message: str, *, method: str | None = None, argument: str | None = None) -> None:
-        super().__init__(message)
-        self.method = method
-        self.argument = argument
+    method: str | None = None
+    argument: str | None = None
 
 
 class ResultError(SingleControllerError):
@@ -56,13 +66,9 @@ class ResultError(SingleControllerError):
         host: the host of that rank, if it is known.
     """
 
-    def __init__(
-        self, message: str, *, method: str | None = None, rank: int | None = None, host: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.method = method
-        self.rank = rank
-        self.host = host
+    method: str | None = None
+    rank: int | None = None
+    host: str | None = None
 
 
 class BatchError(ValueError):

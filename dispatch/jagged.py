@@ -73,12 +73,8 @@ def split(value: Any, ranges: Sequence[tuple[int, int]], made: Made) -> list[Any
 
 @without_torch_function
 def join(tensors: Sequence[Any], made: Made, concatenate: Callable[..., Any]) -> Any:
-    """Return the rows of all tensors in order, in new memory, which ``concatenate(tensors, dim)`` makes.
-
-    Raises:
-        BatchError: the tensors have different ragged dims.
-        RuntimeError: torch cannot concatenate their values.
-    """
+    """Return the rows of all tensors in order, in new memory, which ``concatenate(tensors, dim)`` makes. A `BatchError`
+    if they have different ragged dims, a RuntimeError if torch cannot concatenate their values."""
     import torch
 
     tensors = [compact(tensor, made) for tensor in tensors]

@@ -257,11 +257,8 @@ class DeviceMesh(Protocol):
 
 
 def layout_from(reports: Sequence[LayoutReport]) -> Layout:
-    """The layout that the workers, in order of rank, have reported.
-
-    Raises:
-        DispatchError: only some ranks reported an axis or a mesh, or the reported sizes differ.
-    """
+    """The layout that the workers, in order of rank, have reported; a `DispatchError` if only some ranks reported an
+    axis or a mesh, or the reported sizes differ."""
     _check_complete("register_layout", "axis", [set(report.axes) for report in reports])
     _check_complete("register_mesh", "mesh", [set(report.meshes) for report in reports])
     first = reports[0]
@@ -290,11 +287,8 @@ def _check_complete(function: str, what: str, reported: list[set[str]]) -> None:
 
 
 def mesh_coordinates(device_mesh: DeviceMesh, data_axes: str | Sequence[str]) -> tuple[int, bool]:
-    """(dp rank, whether it collects) of this process on a device mesh; see `Worker.register_device_mesh`.
-
-    Raises:
-        ValueError: the mesh has no such axis, or does not contain this rank.
-    """
+    """(dp rank, whether it collects) of this process on a device mesh; see `Worker.register_device_mesh`. A
+    `ValueError` if the mesh has no such axis, or does not contain this rank."""
     shape = tuple(device_mesh.shape)
     wanted = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     names = device_mesh.mesh_dim_names

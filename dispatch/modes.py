@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import keyword
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -118,20 +118,10 @@ class ExecuteMode(Generic[Who]):
     """A member of `Execute`: which ranks run a method."""
 
     name: str
-    # Number of ranks -> those that run, in the order of their results. They get the arguments uncut. None means all
-    # ranks, with the arguments cut as the dispatch mode says.
-    ranks: Callable[[int], Sequence[int]] | None = None
+    rank_zero: bool  # whether rank 0 runs alone, and gets the arguments uncut
 
     def __repr__(self) -> str:
         return f"Execute.{self.name}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_execute_mode, (self.name,))
-
-    @property
-    def bare_value(self) -> bool:
-        """Whether the driver gets the value of the one rank instead of a list."""
-        return self.name == "RANK_ZERO"
 
 
 class _Members(type):
@@ -189,55 +179,22 @@ class Dispatch(metaclass=_Members):
         """Cut batches over the named mesh that the workers registered with `Worker.register_mesh`."""
         return make_nd_compute_dataproto_dispatch_fn(mesh_name=name)
 
-    @classmethod
-    def remove(cls, mode: DispatchMode | str) -> DispatchMode:
-        """Remove a mode that `register_dispatch_mode` added, and return it. Calls of methods that declare it raise.
-
-        Raises:
-            ValueError: no mode has that name, or it is a built-in one.
-        """
-        member = known_mode(mode)
-        if member._own is not None or member.name in _BUILT_IN:
-            raise ValueError(f"{member!r} was not added by register_dispatch_mode(), so it cannot be removed")
-        member.mode = DispatchMode(member.name).mode
-        _absent[member.name] = cls._members.pop(member.name)
-        return member
-
 
 class Execute(metaclass=_Members):
-    """Which ranks run a method. `Execute.register` adds a named choice of ranks."""
+    """Which ranks run a method."""
 
     _members: ClassVar[dict[str, ExecuteMode]] = {
-        "ALL": ExecuteMode("ALL"),
-        "RANK_ZERO": ExecuteMode("RANK_ZERO", lambda world_size: (0,)),
+        "ALL": ExecuteMode("ALL", False),
+        "RANK_ZERO": ExecuteMode("RANK_ZERO", True),
     }
 
     ALL: ClassVar[ExecuteMode[Literal["all"]]]
     RANK_ZERO: ClassVar[ExecuteMode[Literal["rank zero"]]]
 
-    @classmethod
-    def register(cls, name: str, ranks: Callable[[int], Sequence[int]]) -> ExecuteMode:
-        """Add a choice of ranks.
-
-        Args:
-            name: its name; the choice is then available as ``Execute.<name>``.
-            ranks: world_size -> the ranks that run. They get the arguments uncut. The driver gets the list of their
-                results in that order.
-
-        Raises:
-            ValueError: the name is taken, or is not a valid identifier.
-            TypeError: ``ranks`` is not callable.
-        """
-        _check_new_name(cls, name)
-        if not callable(ranks):
-            raise TypeError(f"Execute.register({name!r}): ranks must be callable, got {ranks!r}")
-        cls._members[name] = ExecuteMode(name, ranks)
-        return cls._members[name]
-
 
 _absent: dict[str, DispatchMode] = {}
-"""Members without behavior: they were removed, or arrived in a pickle before this process registered them. Methods may
-be decorated with them, so a later registration of the name uses them again."""
+"""Members without behavior, which arrived in a pickle before this process registered them. Methods may be decorated
+with them, so a later registration of the name uses them again."""
 
 
 def _member(name: str) -> DispatchMode:
@@ -246,9 +203,8 @@ def _member(name: str) -> DispatchMode:
 
 
 def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> UntypedMode:
-    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>``.
-
-    Call this in a module that both the driver and the workers import.
+    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>``, in processes that have run this: call
+    it in a module that both the driver and the workers import.
 
     Args:
         name: an identifier that no mode has yet.
@@ -259,7 +215,7 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
         ValueError: the name is taken, or is not a valid identifier.
         TypeError: one of the functions is not callable.
     """
-    _check_new_name(Dispatch, name)
+    _check_new_name(name)
     return _add(name, _custom(name, dispatch_fn, collect_fn))
 
 
@@ -312,19 +268,9 @@ def known_execute_mode(mode: object) -> ExecuteMode:
     raise ValueError(f"unknown execute mode {mode!r}; known are {', '.join(map(repr, Execute))}")
 
 
-def _execute_mode(name: str) -> ExecuteMode:
-    """Unpickle a member. A worker may not know a registered name; it never asks which ranks the mode means."""
-    return Execute._members.get(name) or ExecuteMode(name)
-
-
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ValueMode:
-    """The mode of a named mesh, under the name that verl uses for it. `Dispatch.mesh` is the shorter spelling.
-
-    Batches are cut by the mesh's dp ranks and joined from its collecting ranks.
-
-    Raises:
-        TypeError: the name is not a non-empty string.
-    """
+    """`Dispatch.mesh` under the name that verl uses: batches are cut by the mesh's dp ranks and joined from its
+    collecting ranks. A `TypeError` if the name is not a non-empty string."""
     if not isinstance(mesh_name, str) or not mesh_name:
         raise TypeError(f"a mesh name is a non-empty string, got {mesh_name!r}")
     route = _MeshRoute(mesh_name)
@@ -366,17 +312,13 @@ def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[...
     return CustomMode(dispatch_fn, collect_fn)
 
 
-def _check_new_name(namespace: _Members, name: object) -> None:
-    where = namespace.__name__
-    if not isinstance(name, str):
-        raise ValueError(f"{where}: the name of a mode is a string, got {name!r}")
-    if name in namespace._members:
-        hint = "; update_dispatch_mode() replaces a mode" if namespace is Dispatch else ""
-        raise ValueError(f"{where}.{name} exists already{hint}")
-    usable = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
-    if not usable or hasattr(namespace, name):
+def _check_new_name(name: object) -> None:
+    if name in Dispatch:
+        raise ValueError(f"Dispatch.{name} exists already; update_dispatch_mode() replaces a mode")
+    usable = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+    if not usable or hasattr(Dispatch, str(name)):
         raise ValueError(
-            f"{where}: the name of a mode is an identifier without a leading underscore that {where} does not use "
+            "Dispatch: the name of a mode is an identifier without a leading underscore that Dispatch does not use "
             f"itself; got {name!r}"
         )
 

@@ -139,7 +139,7 @@ def plan_call(
     mode = declared.mode.mode
     if isinstance(mode, RefusedMode):
         raise DispatchError(f"{spec.label}() cannot be called from the driver: {mode.reason}", method=spec.name)
-    custom = mode if isinstance(mode, CustomMode) and declared.execute.ranks is None else None
+    custom = mode if isinstance(mode, CustomMode) and not declared.execute.rank_zero else None
     context: list[Any] = []
     if custom is not None:
         args, kwargs, *context = _call_dispatch_fn(spec, custom, group, args, kwargs)
@@ -154,8 +154,8 @@ def plan_call(
     if custom is not None:
         plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
         return replace(plan, collect=lambda results: custom.collect_fn(group, results, *context))
-    if declared.execute.ranks is not None:
-        return _plan_chosen(spec, layout, arguments)
+    if declared.execute.rank_zero:
+        return _plan_whole(spec, layout.rank_zero, Join.VALUE, arguments)
     if not isinstance(mode, Mode):
         raise TypeError(f"{spec.label}(): {mode!r} is not a dispatch mode")
     try:
@@ -319,20 +319,6 @@ def _computed(value: Any) -> Any:
 def _plan_whole(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
     whole = {key: _to_send(spec, value) for key, value in arguments.items()}
     return CallPlan(whole, (Shard(),), routing.shard_of, routing.collecting, join, None, deferred_in(arguments))
-
-
-def _plan_chosen(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any]) -> CallPlan:
-    """The execute mode chooses the ranks. They get the arguments uncut, in every dispatch mode."""
-    execute, world_size = spec.registration.execute, layout.world_size
-    chosen = tuple(execute.ranks(world_size)) if execute.ranks is not None else ()
-    if not chosen or len(set(chosen)) != len(chosen) or any(rank not in range(world_size) for rank in chosen):
-        raise DispatchError(
-            f"{spec.label}(): {execute!r} chose the ranks {list(chosen)} of a group of {world_size}; "
-            "it must return at least one rank of the group, without duplicates",
-            method=spec.name,
-        )
-    join = Join.VALUE if execute.bare_value else Join.LIST
-    return _plan_whole(spec, Routing.only(chosen, world_size), join, arguments)
 
 
 def _plan_lists(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any], source: str) -> CallPlan:

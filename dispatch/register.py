@@ -257,15 +257,8 @@ def check_arguments(name: str, signature: inspect.Signature, args: tuple[Any, ..
 def misfit(
     name: str, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError, options: Collection[str] = ()
 ) -> TypeError:
-    """The error of a call whose arguments do not fit: Python's, with the name and the signature added.
-
-    Args:
-        name: of what was called.
-        signature: its own.
-        kwargs: the keyword arguments.
-        error: of binding the arguments.
-        options: names of options of a call, which are not passed as arguments.
-    """
+    """The error of a call of ``name`` whose arguments do not fit: Python's own, ``error``, with the signature added.
+    Names in ``options`` are options of a call, which are not passed as arguments."""
     what = f"{error}; its"
     parameters = signature.parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -296,8 +289,10 @@ UNREGISTERED = Registration(Dispatch.ONE_TO_ALL)
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """The registered methods of a class by name. An override without @register keeps its base's declaration."""
-    specs = (method_spec(cls, name) for name in _attribute_names(cls))
+    """The registered methods of a class by name, in the order of definition, bases first. Evaluates no property. An
+    override without @register keeps its base's declaration."""
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    specs = (method_spec(cls, name) for name in names)
     return {spec.name: spec for spec in specs if spec is not None and spec.registration is not UNREGISTERED}
 
 
@@ -307,18 +302,7 @@ def method_spec(cls: type, name: str) -> MethodSpec | None:
     function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
     if not inspect.isfunction(function):
         return None
-    registration = getattr(function, _ATTRIBUTE, None) or next(
-        (inherited for base in cls.__mro__ if (inherited := _declared_in(base, name)) is not None),
-        UNREGISTERED,
-    )
+    given = (vars(base).get(name) for base in cls.__mro__)
+    declared = (getattr(getattr(one, "__func__", one), _ATTRIBUTE, None) for one in given)
+    registration = next(filter(None, declared), UNREGISTERED)
     return MethodSpec(cls.__name__, name, function, registration, not isinstance(found, staticmethod))
-
-
-def _declared_in(cls: type, name: str) -> Registration | None:
-    found = cls.__dict__.get(name)
-    return getattr(getattr(found, "__func__", found), _ATTRIBUTE, None)
-
-
-def _attribute_names(cls: type) -> list[str]:
-    """All attribute names in the order of definition, bases first. Evaluates no property."""
-    return list(dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)))

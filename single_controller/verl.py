@@ -24,10 +24,9 @@ class VerlWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the driver on every rank, with the worker as its first argument.
-
-        ``group.execute_with_func_generator(func, batch)`` shards the batch and joins the results, as
-        DP_COMPUTE_PROTO does. Without a batch it returns the list of all ranks' results.
+        """Run a function of the driver on every rank, with the worker as its first argument, in the mode
+        DP_COMPUTE_PROTO: ``group.execute_with_func_generator(func, batch)``. Without a batch it returns the list of all
+        ranks' results.
 
         Args:
             func: ``func(worker, *args, **kwargs)``. It is pickled and may be a lambda.
@@ -38,13 +37,7 @@ class VerlWorker:
 
     @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the driver on rank 0 alone, without the worker, and return its result.
-
-        Args:
-            func: ``func(*args, **kwargs)``.
-            args: its arguments, unchanged.
-            kwargs: likewise.
-        """
+        """Run ``func(*args, **kwargs)`` on rank 0 alone, without the worker, and return its result."""
         return func(*args, **kwargs)
 
     def _register_dispatch_collect_info(self: Any, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
@@ -52,11 +45,7 @@ class VerlWorker:
         self.register_mesh(mesh_name, dp_rank, is_collect)
 
     def query_collect_info(self: Any, mesh_name: str) -> bool:
-        """Whether this rank collects on a mesh that it has registered.
-
-        Raises:
-            LookupError: it has registered no such mesh.
-        """
+        """Whether this rank collects on a mesh that it has registered; a `LookupError` for any other."""
         meshes: dict[str, tuple[int, bool]] = self._layout_report.meshes
         if mesh_name not in meshes:
             known = ", ".join(meshes) or "none"
@@ -74,13 +63,8 @@ class VerlWorker:
     def set_dispatch_collect(
         self: Any, mesh_name: str, dispatch_dp_rank: Mapping[str, int], collect_dp_rank: Mapping[str, bool]
     ) -> None:
-        """Register a mesh with the coordinates of a worker that this one wraps:
+        """Register a mesh with the coordinates of a worker that this one wraps, on its only mesh or that of this name:
         ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect())``.
-
-        Args:
-            mesh_name: the name of the mesh here.
-            dispatch_dp_rank: the other worker's meshes; its only one is taken, or the one of this name.
-            collect_dp_rank: likewise.
 
         Raises:
             ValueError: the other worker has several meshes, none of this name, or has none.
@@ -121,29 +105,17 @@ class VerlGroup:
         return {name: list(mesh.dp_rank) for name, mesh in self.layout.meshes.items()}
 
     def _query_dispatch_info(self: Any, mesh_name: str) -> list[int]:
-        """``group.layout.mesh(mesh_name).dp_rank``, by rank.
-
-        Raises:
-            DispatchError: the workers have registered no such mesh.
-        """
+        """``group.layout.mesh(mesh_name).dp_rank``, by rank."""
         self._state.check_process()
         return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
 
     def fuse(self: Any, prefix_set: Iterable[str]) -> None:
-        """Check that the group has these roles. ``group.<role>`` works without this call.
-
-        Raises:
-            DispatchError: the group has no such role.
-        """
+        """Check that the group has these roles. ``group.<role>`` works without this call."""
         self.spawn(prefix_set)
 
     def start_worker_aliveness_check(self: Any, every_n_seconds: float = 1) -> Any:
         """`WorkerGroup.watch`. A death breaks the group; it does not abort the driver."""
         return self.watch(interval=every_n_seconds)
-
-    def execute_all(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Same as `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
 
     def execute_all_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on all ranks without waiting.
@@ -164,36 +136,22 @@ class VerlGroup:
         refs: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=False)
         return refs
 
-    def execute_all_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, but wait and return the results by rank.
+    execute_all = execute_all_async
 
-        Raises:
-            SingleControllerError: a rank raised or died, besides what `execute_all_async` raises.
-        """
+    def execute_all_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`execute_all_async`, but wait, return the results by rank, and raise as a call does."""
         results: list[Any] = self._execute(plan_execute, method_name, args, kwargs, wait=True)
         return results
 
-    def execute_rank_zero(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Same as `execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
-
     def execute_rank_zero_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on rank 0 alone, with unchanged arguments, without waiting.
-
-        Returns:
-            The transport's reference to the result; an ObjectRef on Ray.
-
-        Raises:
-            AttributeError: the worker has no such method.
-        """
+        """Call any method on rank 0 alone, with unchanged arguments, without waiting. Returns the transport's reference
+        to the result; an ObjectRef on Ray."""
         return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
 
-    def execute_rank_zero_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, but wait and return the value.
+    execute_rank_zero = execute_rank_zero_async
 
-        Raises:
-            SingleControllerError: the rank raised or died, besides what `execute_rank_zero_async` raises.
-        """
+    def execute_rank_zero_sync(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """`execute_rank_zero_async`, but wait, return the value, and raise as a call does."""
         return self._execute(plan_rank_zero, method_name, args, kwargs, wait=True)
 
 
@@ -216,12 +174,7 @@ _INSTEAD = {
 
 
 def check_verl_options(group: type, options: Mapping[str, Any]) -> None:
-    """Warn of each option, and raise for one that verl has not either.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: ``worker_nsight_options`` is given.
-    """
+    """Warn of each option, and raise for ``worker_nsight_options`` and for one that verl has not either."""
     for name, value in options.items():
         if name not in _INSTEAD:
             known = [other for other in inspect.signature(group).parameters if other != "verl"]
@@ -254,19 +207,11 @@ class MegatronGlobalInfo:
 
 
 class MegatronInfo:
-    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s.
-
-    Workers may initialize Megatron in their constructor or in a method that runs later. Before that, both methods raise
-    a `DispatchError`.
-    """
+    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s. Before these have
+    initialized Megatron, both methods raise a `DispatchError`."""
 
     def get_megatron_rank_info(self: Any, rank: int) -> MegatronRankInfo:
-        """The coordinates of a rank.
-
-        Raises:
-            IndexError: the group has no such rank.
-            DispatchError: the workers have not initialized Megatron yet.
-        """
+        """The coordinates of a rank; an `IndexError` if the group has no such rank."""
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank!r}: the group has the ranks 0 to {self.world_size - 1}")
         self.get_megatron_global_info()
@@ -274,9 +219,5 @@ class MegatronInfo:
         return MegatronRankInfo(**{f"{axis}_rank": layout.coordinate(axis, rank) for axis in ("tp", "dp", "pp", "cp")})
 
     def get_megatron_global_info(self: Any) -> MegatronGlobalInfo:
-        """The sizes of the axes.
-
-        Raises:
-            DispatchError: the workers have not initialized Megatron yet.
-        """
+        """The sizes of the axes."""
         return MegatronGlobalInfo(self.tp_size, self.dp_size, self.pp_size, self.cp_size)

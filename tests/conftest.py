@@ -24,7 +24,17 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDERS = [
     os.path.join(_HERE, folder)
-    for folder in ("", "groups", "megatron", "train", "train/backends", "rollout", "simdevice/on_device", "with_vllm")
+    for folder in (
+        "",
+        "groups",
+        "megatron",
+        "train",
+        "train/backends",
+        "rollout",
+        "simdevice/on_device",
+        "with_vllm",
+        "agents",
+    )
 ]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
 
@@ -220,6 +230,17 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.line(f"{count:4d} tests: {reason}")
         terminalreporter.line("Property tests ran on few examples, at up to 512 ranks.")
         terminalreporter.line("`make test-all` runs everything; `pytest --full FILE` runs all of a file.")
+
+
+if devices.SIMULATED:
+
+    @pytest.fixture(autouse=True)
+    def no_faults_of_devices(request):
+        """Fails a test in which a simulated device has found a fault, in any process."""
+        before = len(devices.simulated_faults())
+        yield
+        if request.path.name != "test_device.py":  # which makes them
+            assert devices.simulated_faults()[before:] == []
 
 
 @pytest.fixture(scope="session")

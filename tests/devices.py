@@ -2,6 +2,7 @@
 the number that the machine has. Otherwise they run on the CPU."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +17,9 @@ def need(count):
     """Skip the test on a machine that has devices, but fewer."""
     if 0 < DEVICES < count:
         pytest.skip(f"needs {count} devices, and this machine has {DEVICES}")
+
+
+def simulated_faults():
+    """What simulated devices have found so far, in all processes of this run: see `simdevice/simdevice.py`."""
+    file = Path(os.environ["SIMDEVICE_SESSION"], "faults")
+    return file.read_text().splitlines() if file.exists() else []

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.rollout.engines.rollout_engine import Completion as Completion
     from workers.rollout.engines.rollout_engine import EngineLoad as EngineLoad
     from workers.rollout.engines.rollout_engine import RolloutEngine as RolloutEngine
+    from workers.rollout.engines.rollout_engine import Row as Row
     from workers.rollout.engines.rollout_engine import SamplingMask as SamplingMask
     from workers.rollout.engines.rollout_engine import SamplingParams as SamplingParams
     from workers.rollout.engines.vllm_engine import VLLMEngine as VLLMEngine

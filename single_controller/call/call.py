@@ -93,9 +93,7 @@ DECLARED = CallOptions()
 
 
 class Call:
-    """One call, from when it is sent until no rank is running it any more.
-
-    Lock: the state's ``lock`` protects all fields.
+    """One call, from when it is sent until no rank is running it any more. The state's ``lock`` protects all fields.
 
     Args:
         state: the state of the group.
@@ -126,7 +124,7 @@ class Call:
         self.join, self.collect = plan.join, plan.collect
         self._collecting, self._deferred = plan.collecting, plan.deferred
         self._pending = {rank for rank, number in enumerate(plan.shard_of) if number is not None}
-        self._results: dict[int, RankResult] = {}
+        self.rank_results: dict[int, RankResult] = {}  # what has arrived
         self._source: CallResults | None = None
         self._sent: Sent | None = None
         self._state = state
@@ -225,11 +223,8 @@ class Call:
     def value(self, timeout: float | None = None) -> Any:
         """Wait until the call has an outcome, and return its value as its mode promises it.
 
-        Args:
-            timeout: seconds to wait; the call continues after that.
-
         Raises:
-            CallTimeoutError: the wait ended before the call did.
+            CallTimeoutError: the call had none after ``timeout`` seconds. It continues.
             ForkedProcessError: another process sent the call.
             SingleControllerError: the call's error.
         """
@@ -251,7 +246,9 @@ class Call:
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
         if not self.transport.connected:
             raise GroupBrokenError(f"the results of {self.label}() are lost: {TRANSPORT_GONE}")
-        results = [self._results[rank] for rank in self._collecting]  # without the lock: no rank is pending any more
+        results = [
+            self.rank_results[rank] for rank in self._collecting
+        ]  # without the lock: no rank is pending any more
         if any(result.kept for result in results):
             try:
                 value = join_results(self.results, results, self.join)
@@ -276,7 +273,7 @@ class Call:
     def is_plain(self) -> bool:
         """Whether the value is here, and made of plain data: reading it runs nobody's code."""
         simple = self.error is None and self.collect is None and self._device is None
-        return simple and all(map(_is_plain, self._results.values()))
+        return simple and all(map(_is_plain, self.rank_results.values()))
 
     def _death_of(self, error: ResultError) -> WorkerDiedError | None:
         """The death with which a result was lost that was still on its rank; None if the rank lives, or its death was
@@ -302,7 +299,9 @@ class Call:
         if not self.transport.connected:  # fetching a result would start another Ray
             return {}
         with self._lock:
-            arrived = {k: self._results[rank] for k, rank in enumerate(self._collecting) if rank in self._results}
+            arrived = {
+                k: self.rank_results[rank] for k, rank in enumerate(self._collecting) if rank in self.rank_results
+            }
         values = {}
         for k, result in arrived.items():
             if result.failure is None and result.died is None and not result.empty:
@@ -324,7 +323,7 @@ class Call:
             if rank not in self._pending:
                 return  # it was told dead before, or the call was abandoned
             self._pending.discard(rank)
-            self._results[rank] = result
+            self.rank_results[rank] = result
             if failure is not None and not failure.method:  # made by the transport, which does not know the call
                 failure.method, failure.role = self.method, self.role
             if result.died is None:
@@ -347,7 +346,7 @@ class Call:
                 # may run in the thread that reads connections.
                 ask = self.transport.synchronous
                 careful = self.dropped or self._deferred
-                if ask or not (careful and any(one.failure is not None for one in self._results.values())):
+                if ask or not (careful and any(one.failure is not None for one in self.rank_results.values())):
                     self._decide(time.monotonic(), ask=ask)
 
     def look(self, now: float, deaths: Mapping[int, str]) -> None:
@@ -380,29 +379,26 @@ class Call:
     # --- the outcome ----------------------------------------------------------------------------------------------
 
     def _decide(self, now: float, *, ask: bool = True) -> None:
-        """Settle the call if its outcome is known by now. A death wins over errors, which may be its echoes.
+        """Settle the call if its outcome is known by ``now``. A death wins over errors, which may be its echoes.
+        ``ask``: whether to ask if a call has failed whose future is an argument.
 
         The caller holds the lock. It is the thread that tells a result, or the monitor.
-
-        Args:
-            now: by the monotonic clock.
-            ask: whether to ask if a call has failed whose future is an argument.
         """
         if self._state.closed:  # its ranks were ended, which is no death
             self.abandon()
             return
-        failures = [result.failure for result in self._results.values() if result.failure is not None]
-        dead = sorted(rank for rank, result in self._results.items() if result.died is not None)
+        failures = [result.failure for result in self.rank_results.values() if result.failure is not None]
+        dead = sorted(rank for rank, result in self.rank_results.items() if result.died is not None)
         lost_input = next((error for future in self._deferred if (error := future.failed)), None) if ask else None
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
         if lost_input:
             self._withdrawn = True  # `look` tells the ranks
         if dead:
-            why = self._results[dead[0]].died or ""
+            why = self.rank_results[dead[0]].died or ""
             error = self._death(dead, why)
             for rank in dead:  # a later look must not report them again
-                del self._results[rank]
+                del self.rank_results[rank]
             self._state.deaths.append((self._state.restarts, error))
             self._settle(error)
             self._state.break_(str(error), dead, why)
@@ -448,7 +444,7 @@ class Call:
 
     def _ranks_over_time(self) -> list[int]:
         """A synchronous transport cannot interrupt a call: the ranks that took longer than its timeout."""
-        clocks = {rank: result.clock for rank, result in self._results.items()}
+        clocks = {rank: result.clock for rank, result in self.rank_results.items()}
         limit = self._timeout
         return sorted(
             rank for rank, clock in clocks.items() if limit is not None and clock and clock[-1] - clock[0] > limit
@@ -461,7 +457,7 @@ class Call:
             f"{ranks_text(late)} had not finished ({self._hosts(late)})"
         )
         where = f"\n\n{show_stacks(stacks)}" if stacks else ""
-        self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=stacks))
+        self._settle(CallTimeoutError(message + where, method=self.method, ranks=late, stacks=dict(stacks)))
         self._state.break_(message)
 
     def late_stacks(self, seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
@@ -546,17 +542,12 @@ class Call:
         where = "__init__" if self.starting else self.method
         during = label(self.role, where)
         message = f"{ranks_text(dead)} died during {during}() ({self._hosts(dead)}): {reason}"
-        error = WorkerDiedError(message, rank=dead[0], host=self.transport.host(dead[0]), method=where, ranks=dead)
-        error.role = self.role
-        return error
+        host = self.transport.host(dead[0])
+        return WorkerDiedError(message, rank=dead[0], host=host, method=where, ranks=tuple(dead), role=self.role)
 
     def _settle(self, error: Exception | Callable[[], Exception] | None, name: str | None = None) -> None:
-        """Give the call its outcome, unless it has one. The caller holds the lock, under which callbacks run too.
-
-        Args:
-            error: the error, or what makes it; None if the call has succeeded.
-            name: the name of the error's class, where it is made later.
-        """
+        """Give the call its outcome, unless it has one: an error, what makes one of the class ``name``, or None if the
+        call has succeeded. The caller holds the lock, under which callbacks run too."""
         if self.settled:
             return
         self._record.settled = time.time()
@@ -577,10 +568,6 @@ class Call:
 
     def _hosts(self, ranks: Sequence[int]) -> str:
         return hosts_text([self.transport.host(rank) for rank in ranks])
-
-    def rank_results(self) -> Mapping[int, RankResult]:
-        """The results by rank; only for a call that succeeded."""
-        return self._results
 
 
 def _is_plain(result: RankResult) -> bool:

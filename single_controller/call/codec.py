@@ -155,22 +155,16 @@ def can_encode(value: Any, *, in_process: bool = False) -> bool:
 
 
 def use_pickler(pickler: type[Any]) -> None:
-    """Set the base class of the encoder, a ``CloudPickler``.
-
-    A transport that has its own copy of cloudpickle sets it. Each copy keeps its own table of the classes that it
-    pickled by value, so that a class of ``__main__`` would otherwise arrive as two distinct classes.
-    """
+    """Set the base class of the encoder, a ``CloudPickler``. A transport that has its own copy of cloudpickle sets it:
+    each copy keeps its own table of the classes that it pickled by value, so that a class of ``__main__`` would
+    otherwise arrive as two distinct classes."""
     global _encoder
     _encoder = type("Encoder", (_Reducers, pickler), {})
 
 
 def add_reference_types(*types: type[Any], in_process: bool = False) -> None:
-    """Have instances of these types travel beside the pickle, in `Encoded.references`.
-
-    Args:
-        types: the types.
-        in_process: only where the readers are in this process. Elsewhere, their own ``__reduce__`` decides.
-    """
+    """Have instances of these types travel beside the pickle, in `Encoded.references`; with ``in_process``, only where
+    the readers are in this process. Elsewhere, their own ``__reduce__`` decides."""
     global _reference_types, _in_process_types
     if in_process:
         _in_process_types = tuple(dict.fromkeys((*_in_process_types, *types)))
@@ -500,15 +494,9 @@ def cannot_send(what: str, error: Exception, method: str, argument: str | None) 
 
 
 def decode_result(label: str, rank: int, encoded: Encoded | None, *, private: bool, shared: bool = True) -> Any:
-    """Decode the result of a rank.
-
-    Args:
-        label: the call's method, for messages.
-        rank: the rank.
-        encoded: the result; None stands for None.
-        private: whether the value needs memory of its own.
-        shared: whether others read the same buffers. If not, even a private value may stay in the shared memory, unless
-            this process already maps `MAX_MAPPED_BYTES`.
+    """Decode the result of a rank; None stands for None. ``private``: whether the value needs memory of its own. If
+    nobody else reads the same buffers, ``shared`` is false, and even a private value may stay in the shared memory,
+    unless this process already maps `MAX_MAPPED_BYTES`.
 
     Raises:
         ResultError: it cannot be unpickled in this process.

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import dispatch
@@ -64,22 +65,11 @@ class _RankError(SingleControllerError):
         role: role of the worker, if several share the process (`colocate`); otherwise None.
     """
 
+    rank: int | None = None
+    host: str | None = None
+    method: str | None = None
+    ranks: tuple[int, ...] = ()
     role: str | None = None
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        host: str | None = None,
-        method: str | None = None,
-        ranks: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.host = host
-        self.method = method
-        self.ranks = tuple(ranks)
 
 
 class WorkerError(_RankError):
@@ -96,21 +86,9 @@ class WorkerError(_RankError):
         results: rank -> value, of the collecting ranks that had returned when the call failed. Empty for a constructor.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        host: str | None = None,
-        method: str | None = None,
-        cause_type: str | None = None,
-        remote_traceback: str = "",
-        ranks: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message, rank=rank, host=host, method=method, ranks=ranks)
-        self.cause_type = cause_type
-        self.remote_traceback = remote_traceback
-        self.results: Mapping[int, Any] = {}
+    cause_type: str | None = None
+    remote_traceback: str = ""
+    results: Mapping[int, Any] = MappingProxyType({})
 
 
 class StartError(WorkerError):
@@ -120,6 +98,12 @@ class StartError(WorkerError):
 
 class WorkerDiedError(_RankError):
     """A worker's process ended. The group is broken."""
+
+    @classmethod
+    def during(cls, label: str, rank: int, host: str, reason: str) -> Self:
+        """From the label of the call that the rank was running, and why its process has ended."""
+        message = f"rank {rank} died during {label}() ({host}): {reason}"
+        return cls(message, rank=rank, host=host, method=label, ranks=(rank,))
 
 
 class ResultLostError(ResultError):
@@ -147,20 +131,17 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
             ones once.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        method: str | None = None,
-        ranks: Sequence[int] = (),
-        call_goes_on: bool = False,
-        stacks: Mapping[int, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.method = method
-        self.ranks = tuple(ranks)
-        self.call_goes_on = call_goes_on
-        self.stacks = dict(stacks or {})
+    method: str | None = None
+    ranks: tuple[int, ...] = ()
+    call_goes_on: bool = False
+    stacks: Mapping[int, str] = MappingProxyType({})
+
+    @classmethod
+    def of_wait(cls, label: str, seconds: float | None, ranks: Sequence[int] = ()) -> Self:
+        """From a wait for a call, by its label, that ended before the call did, and the ranks that are running it."""
+        running = f"; still running: {ranks_text(ranks)}" if ranks else ""
+        message = f"{label}() has not finished after a wait of {seconds:g} s{running}. It continues; wait again"
+        return cls(message, method=label, ranks=tuple(ranks), call_goes_on=True)
 
 
 class GroupBrokenError(SingleControllerError):
@@ -192,12 +173,8 @@ class ForkedProcessError(SingleControllerError):
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
-    """Ranks as text, three or more in a row as a range: ``rank 3``, ``ranks 0, 2, 5-7``.
-
-    Args:
-        ranks: the ranks, in increasing order.
-        limit: number of ranges and single ranks that are listed.
-    """
+    """Ranks, in increasing order, as text, three or more in a row as a range: ``rank 3``, ``ranks 0, 2, 5-7``. At most
+    ``limit`` ranges and single ranks are listed."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown: list[str] = []
@@ -213,12 +190,7 @@ def ranks_text(ranks: Sequence[int], limit: int = 16) -> str:
 
 
 def hosts_text(hosts: Sequence[str], limit: int = 4) -> str:
-    """Hosts as text, each once.
-
-    Args:
-        hosts: the hosts, in any number.
-        limit: how many are listed.
-    """
+    """Hosts as text, each once, and at most ``limit`` of them."""
     distinct = list(dict.fromkeys(hosts))
     more = f" and {len(distinct) - limit} more" if len(distinct) > limit else ""
     return "; ".join(distinct[:limit]) + more
@@ -294,12 +266,8 @@ class Failure:
         return errors[0] if errors and isinstance(errors[0], BaseException) else None
 
     def error(self, *, starting: bool = False, failures: Sequence[Failure] = ()) -> Exception:
-        """The exception that the driver raises for this failure; a new one each time.
-
-        Args:
-            starting: whether the worker's constructor raised.
-            failures: those of all ranks, if others have failed in the same call. The error names them too.
-        """
+        """The exception that the driver raises for this failure; a new one each time. ``starting``: whether a
+        constructor raised. ``failures`` are those of all ranks in the same call, which the error names too."""
         cause = self.exception()
         if self.ours and isinstance(cause, SingleControllerError):
             again = copy.copy(cause)
@@ -307,15 +275,14 @@ class Failure:
             return again
         where = "__init__" if starting else self.method
         if self.no_contact:
-            lost = ResultLostError(
+            return ResultLostError(
                 f"the result of {label(self.role, where)}() on rank {self.rank} ({self.host}) was lost, because "
                 f"the connection to the rank was lost: {self.message}. The rank is alive. It may have run the call",
                 rank=self.rank,
                 host=self.host,
                 method=where,
+                role=self.role,
             )
-            lost.role = self.role
-            return lost
         if self.lost and not starting:
             result = f"the result of rank {self.rank} ({self.host}), or an argument of the call,"
             text = f"{label(self.role, where)}(): {result} {self.message}"
@@ -328,8 +295,8 @@ class Failure:
             cause_type=self.cause_type,
             remote_traceback=self.remote_traceback,
             ranks=[failure.rank for failure in _by_cause(failures or [self])[self._what]],
+            role=self.role,
         )
-        error.role = self.role
         error = catchable_as(error, type(cause))
         error.__cause__ = cause
         return error
@@ -484,13 +451,8 @@ def _raised_by_library(error: BaseException) -> bool:
 
 
 def show_stacks(stacks: Mapping[int, str], most: int = MAX_STACKS) -> str:
-    """The stacks of many ranks as text, equal ones once. The rarest come first: the one rank for which all others wait
-    in a collective is among them.
-
-    Args:
-        stacks: rank -> its stack.
-        most: number of distinct stacks to show.
-    """
+    """The stacks of many ranks as text, equal ones once, ``most`` at most. The rarest come first: the one rank for
+    which all others wait in a collective is among them."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         by_text.setdefault(stacks[rank], []).append(rank)

@@ -37,17 +37,54 @@ class WorkerFuture(Deferred, Generic[R_co]):
     Args:
         call: the call, in the process that sent it.
         source: the call's results and how they are joined, in any other process.
+        sending: for a call that another thread sends, because the caller's event loop must not wait until it can be
+            sent: the method, and what is done when it was, with the call, or could not be, with the error.
     """
 
-    def __init__(self, call: Call | None, source: tuple[CallResults, Join] | None = None) -> None:
+    def __init__(
+        self,
+        call: Call | None,
+        source: tuple[CallResults, Join] | None = None,
+        sending: tuple[str, Future[Call | BaseException]] | None = None,
+    ) -> None:
         self._call = call
         self._elsewhere = source
+        self._sending = sending
+        self._told = False  # whether somebody was told of an error of sending
         self._value: list[R_co] = []  # a list, because of two threads that join, the first to append must win
 
     @property
     def label(self) -> str:  # type: ignore[override]
         """The method that computes the result."""
+        if self._sending is not None:
+            return self._sending[0]
         return self._call.label if self._call is not None else self._source()[0].label
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the call has yet to be sent."""
+        return self._sending is not None and not self._sending[1].done()
+
+    def _sent(self, timeout: float | None = None) -> Call | None:
+        """The call, in the process that sent it. It is waited for until it was."""
+        if self._sending is not None and self._call is None:
+            label, sending = self._sending
+            self._told = True
+            try:
+                found = sending.result(timeout)
+            except TimeoutError:
+                raise CallTimeoutError(
+                    f"{label}() has not been sent after a wait of {timeout:g} s: its group is being repaired, or its "
+                    "ranks are asked for their layout. The call continues; wait again",
+                    method=label,
+                    call_goes_on=True,
+                ) from None
+            if isinstance(found, SingleControllerError):
+                raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
+            if isinstance(found, BaseException):
+                raise found.with_traceback(None)  # one of the user's, which may not be copied
+            self._call = found
+        return self._call
 
     def result(self, timeout: float | None = None) -> R_co:
         """Wait for the call and return its value. Every call of this method returns the same object.
@@ -59,6 +96,10 @@ class WorkerFuture(Deferred, Generic[R_co]):
             CallTimeoutError: the wait ended (``call_goes_on`` is True), or the call's own timeout passed.
             SingleControllerError: the call's error.
         """
+        if self._call is None and self._sending is not None:
+            begun = time.monotonic()
+            self._sent(timeout)
+            timeout = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         if self._call is not None:
             self._call.check_process()
             if not self._value:
@@ -80,9 +121,12 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     def done(self) -> bool:
         """Whether the call has ended, with or without an error."""
-        if self._call is not None:
-            self._call.check_process()
-            return self._call.settled
+        if self._sending is not None and (self.unsent or self.failed is not None):
+            return not self.unsent
+        call = self._sent()
+        if call is not None:
+            call.check_process()
+            return call.settled
         try:
             self._source()[0].wait(timeout=0.0)
         except CallTimeoutError:
@@ -108,16 +152,23 @@ class WorkerFuture(Deferred, Generic[R_co]):
     @property
     def refs(self) -> list[Any]:
         """The transport's references to the results, one per collecting rank; ObjectRefs on Ray."""
-        return self._call.refs() if self._call is not None else self._source()[0].refs()
+        call = self._sent()
+        return call.refs() if call is not None else self._source()[0].refs()
 
     @property
     def failed(self) -> Exception | None:
-        return self._call.error if self._call is not None else None
+        found = self._call if self._sending is None else None if self.unsent else self._sending[1].result()
+        return found.error if isinstance(found, Call) else cast("Exception | None", found)
+
+    def wait_sent(self) -> Call | BaseException | None:
+        """Wait until it was sent, or could not be."""
+        return self._call if self._sending is None else self._sending[1].result()
 
     def wait(self) -> None:
         """Wait until the call has ended, with or without an error."""
-        if self._call is not None:
-            self._call.wait()
+        found = self.wait_sent()
+        if isinstance(found, Call):
+            found.wait()
 
     def check_argument(self) -> None:
         self._source()
@@ -129,7 +180,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def _source(self) -> tuple[CallResults, Join]:
         if self._elsewhere is not None:
             return self._elsewhere
-        call = self._call
+        call = self._sent()
         if call is None:
             raise RuntimeError("a future without a call")
         if call.collect is not None:
@@ -147,7 +198,9 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return self._outcome().__await__()
 
     async def _outcome(self) -> R_co:
-        call = self._call
+        if self._sending is not None:
+            await asyncio.wrap_future(self._sending[1])
+        call = self._sent()
         if call is None:  # in another process, only a thread can wait
             return await off_loop(self.result)
         call.check_process()
@@ -156,103 +209,25 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return self.result() if call.is_plain else await off_loop(self.result)
 
     def __del__(self) -> None:
-        call = getattr(self, "_call", None)
+        call, sending = getattr(self, "_call", None), getattr(self, "_sending", None)
         if call is not None:
             call.drop()
+        elif sending is not None:
+            sending[1].add_done_callback(functools.partial(_drop, sending[0], self._told))
 
     def __repr__(self) -> str:
-        if self._call is None:
+        if self._call is None and self._sending is None:
             return f"<WorkerFuture of {self.label}()>"
-        state = "running" if not self._call.settled else "failed" if self._call.error else "done"
-        return f"<WorkerFuture of {self._call.label}(), {state}>"
-
-
-class UnsentFuture(WorkerFuture[R_co]):
-    """The future of a call that another thread sends, because the caller's event loop must not wait until it can be
-    sent.
-
-    Args:
-        label: the method.
-        sent: done when the call was sent, with its future; or could not be, with the error.
-    """
-
-    def __init__(self, label: str, sent: Future[WorkerFuture[R_co] | BaseException]) -> None:
-        super().__init__(None)
-        self._label, self._sent = label, sent
-        self._told = False  # whether somebody was told of an error of sending
-
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return self._label
-
-    @property
-    def unsent(self) -> bool:
-        """Whether the call has yet to be sent."""
-        return not self._sent.done()
-
-    def _future(self, timeout: float | None = None) -> WorkerFuture[R_co]:
-        self._told = True
-        try:
-            found = self._sent.result(timeout)
-        except TimeoutError:
-            raise CallTimeoutError(
-                f"{self._label}() has not been sent after a wait of {timeout:g} s: its group is being repaired, or its "
-                "ranks are asked for their layout. The call continues; wait again",
-                method=self._label,
-                call_goes_on=True,
-            ) from None
-        if isinstance(found, BaseException):
-            if isinstance(found, SingleControllerError):
-                raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
-            raise found.with_traceback(None)  # one of the user's, which may not be copied
-        return found
-
-    def wait_sent(self) -> None:
-        """Wait until it was sent, or could not be."""
-        self._sent.result()
-
-    def result(self, timeout: float | None = None) -> R_co:
-        begun = time.monotonic()
-        future = self._future(timeout)
-        return future.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begun)))
-
-    def done(self) -> bool:
-        return not self.unsent and (self.failed is not None or self._future().done())
-
-    @property
-    def refs(self) -> list[Any]:
-        return self._future().refs
-
-    @property
-    def failed(self) -> Exception | None:
-        found = None if self.unsent else self._sent.result()
-        return found.failed if isinstance(found, WorkerFuture) else cast("Exception | None", found)
-
-    def wait(self) -> None:
-        found = self._sent.result()
-        if isinstance(found, WorkerFuture):
-            found.wait()
-
-    def _source(self) -> tuple[CallResults, Join]:
-        return self._future()._source()
-
-    async def _outcome(self) -> R_co:
-        await asyncio.wrap_future(self._sent)
-        return await self._future()
-
-    def __del__(self) -> None:
-        sent = getattr(self, "_sent", None)
-        if sent is not None and not self._told:
-            sent.add_done_callback(functools.partial(_log_not_sent, self._label))
-
-    def __repr__(self) -> str:
         state = "not sent" if self.unsent else "failed" if self.failed else "done" if self.done() else "running"
-        return f"<WorkerFuture of {self._label}(), {state}>"
+        return f"<WorkerFuture of {self.label}(), {state}>"
 
 
-def _log_not_sent(label: str, sent: Future[Any]) -> None:
-    found = sent.result()
-    if isinstance(found, BaseException):
+def _drop(label: str, told: bool, sending: Future[Call | BaseException]) -> None:
+    """A call was sent, or could not be, whose future nobody has any longer."""
+    found = sending.result()
+    if not isinstance(found, BaseException):
+        found.drop()
+    elif not told:
         logger.error("%s(), whose future was dropped, was not sent: %s: %s", label, type(found).__name__, found)
 
 
@@ -293,8 +268,8 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
     def __init__(self, future: WorkerFuture[R_co], made: Callable[[Any], object]) -> None:
         list.__init__(self)
         self._made = made
-        WorkerFuture.__init__(self, future._call, future._elsewhere)
-        future._call = None  # whoever drops it has not dropped this one
+        WorkerFuture.__init__(self, future._call, future._elsewhere, future._sending)
+        future._call = future._sending = None  # whoever drops it has not dropped this one
 
     def _filled(self) -> list[Any]:
         if not list.__len__(self):
@@ -325,21 +300,6 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
     __repr__ = WorkerFuture.__repr__
 
 
-class _UnsentReferencedFuture(ReferencedFuture[R_co], UnsentFuture[R_co]):
-    def __init__(self, future: UnsentFuture[R_co], made: Callable[[Any], object]) -> None:
-        list.__init__(self)
-        UnsentFuture.__init__(self, future._label, future._sent)
-        self._made = made
-        future._told = True  # whoever drops it has not dropped this one
-
-
-def referenced(future: WorkerFuture[R_co], made: Callable[[Any], object]) -> ReferencedFuture[R_co]:
-    """Return a `ReferencedFuture` in place of a future, which may be unsent."""
-    if isinstance(future, UnsentFuture):
-        return _UnsentReferencedFuture(future, made)
-    return ReferencedFuture(future, made)
-
-
 class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
     """A future of what a thread of this process computes. As an argument it is its value: the call waits for it before
     it is sent, also with ``.remote()``.
@@ -363,8 +323,7 @@ class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
         except TimeoutError:
             if self.done():  # it is the error of the computation
                 raise
-            message = f"{self.label}() has not finished after a wait of {timeout:g} s. It continues; wait again"
-            raise CallTimeoutError(message, method=self.label, call_goes_on=True) from None
+            raise CallTimeoutError.of_wait(self.label, timeout) from None
 
     @property
     def refs(self) -> list[Any]:

@@ -24,7 +24,7 @@ from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.codec import FutureInside, future_inside
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
-from single_controller.call.future import ComputedFuture, UnsentFuture, WorkerFuture, in_event_loop, off_loop
+from single_controller.call.future import ComputedFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
@@ -74,12 +74,10 @@ class MapOptions(TypedDict, total=False):
 
 
 class RemoteMethod(Generic[P, T, Called]):
-    """A registered method of a group's workers.
+    """A registered method of a group's workers, with the worker method's name, signature and docstring.
 
     ``group.m(x)`` calls it, ``group.m.remote(x)`` returns a future, ``group.m.options(timeout=60)(x)`` sets options for
-    one call. It has the worker method's name, signature and docstring.
-
-    Type parameters: the parameters, the call's value, and what calling returns: the value or a future of it.
+    one call. Type parameters: the parameters, the call's value, and what calling returns: the value or a future of it.
     """
 
     def __init__(self, spec: MethodSpec, invoke: Invoke, options: CallOptions = DECLARED) -> None:
@@ -271,17 +269,14 @@ class WorkerGroup(VerlGroup, Closing):
 
     def stats(self) -> Stats:
         """What the group's calls cost: bytes and seconds by method, and by call for the latest ones. Prints as a table.
-        For a group with roles: also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's
-        part."""
+        With roles, also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's part."""
         if self.roles:
             return Stats.together({role: one.stats.stats() for role, one in self._worker_classes.items()})
         return self._worker_classes[self._role].stats.stats()
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
-        """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`. Off by default:
-        the memory grows with the ranks, by about 400 bytes for each rank and call.
-
-        For a group with roles, this concerns its own calls and all roles'; ``group.<role>.record_ranks()`` one role's.
+        """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`; with roles, in
+        all roles' calls. Off by default: each rank takes about 400 bytes of each call.
 
         Args:
             calls: how many of the latest calls keep their ranks; 0 ends it and drops what was kept.
@@ -396,8 +391,8 @@ class WorkerGroup(VerlGroup, Closing):
     def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
         """Start a thread that notices deaths while no call is running. A death breaks the group.
 
-        The thread ends when the group or its `Watcher` is closed. It continues after a restart, and never keeps the
-        driver alive.
+        The thread ends when the group or its `Watcher` is closed, continues after a restart, and never keeps the driver
+        alive.
 
         Args:
             on_death: called in that thread, once per death, with the `WorkerDiedError`. It may call
@@ -410,10 +405,10 @@ class WorkerGroup(VerlGroup, Closing):
         return Watcher(self._state, on_death, interval)
 
     def restart(self, ranks: Sequence[int] | None = None) -> None:
-        """End the workers and start new ones: in the same slots, with the same constructor arguments.
+        """End the workers and start new ones, in the same slots and with the same constructor arguments. Then repeat
+        the latest successful call of each method with ``replay=True``, in the order of those calls.
 
-        Then the latest successful call of each method that is registered with ``replay=True`` is repeated, in the
-        order of those calls. Running calls raise. Other threads' calls wait until the restart is done.
+        Running calls raise. Other threads' calls wait until the restart is done.
 
         Args:
             ranks: restart only these ranks, in a group that was created with ``collectives=False``. The others keep
@@ -464,9 +459,8 @@ class WorkerGroup(VerlGroup, Closing):
     ) -> Iterator[Any]:
         """Call a method with one batch after another, a few in flight, and yield the results.
 
-        A death costs only what had not returned. In a group with ``collectives=False`` each rank gets its shard in a
-        call of its own: those that live end theirs, and only the shards of those that died are sent again. Otherwise
-        all batches in flight are. Nothing is sent while the caller holds the generator.
+        With ``collectives=False`` each rank gets its shard in a call of its own, and only the shards of ranks that died
+        are sent again; otherwise all batches in flight. Nothing is sent while the caller holds the generator.
 
         Args:
             method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument
@@ -474,8 +468,7 @@ class WorkerGroup(VerlGroup, Closing):
             batches: any iterable; an item is taken when there is room for it.
             in_flight: how many batches the ranks have at most, so that they need not wait for the driver.
             retries: how often a batch is sent again of which a rank may have died: the oldest in flight. Before that,
-                dead ranks are replaced, as ``on_death`` says, or else by `restart`: of these ranks alone with
-                ``collectives=False``, otherwise of all.
+                dead ranks are replaced, as ``on_death`` says, or else by `restart`, of these ranks alone if possible.
             ordered: yield the results in the order of the batches; otherwise as they come.
             progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
 
@@ -506,15 +499,8 @@ class WorkerGroup(VerlGroup, Closing):
         *,
         may_wait: bool = False,
     ) -> Any:
-        """Plan a call, send it, and wait for it or return its future.
-
-        Args:
-            spec: the method.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            options: those of this call.
-            may_wait: also in the thread of an event loop, because nothing needs to be waited for.
-        """
+        """Plan a call, send it, and wait for it or return its future. ``may_wait``: also in the thread of an event
+        loop, because nothing needs to be waited for; the call is returned."""
         begun = time.time()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         if not (blocking or may_wait) and in_event_loop():
@@ -527,7 +513,7 @@ class WorkerGroup(VerlGroup, Closing):
         call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        return call.value() if blocking else WorkerFuture(call)
+        return call if may_wait else call.value() if blocking else WorkerFuture(call)
 
     def _invoke_in_loop(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -540,12 +526,12 @@ class WorkerGroup(VerlGroup, Closing):
         if not sending.acquire(blocking=False):
             return self._send_later(spec, invoke)
         try:
-            must_wait = self._must_wait(spec, dict(enumerate(args)) | kwargs)
+            if self._must_wait(spec, dict(enumerate(args)) | kwargs):
+                return self._send_later(spec, invoke)
             try:
-                future: WorkerFuture[Any] = self._send_later(spec, invoke) if must_wait else invoke()
+                return WorkerFuture(invoke())
             except FutureInside:  # whose value or call may have to be waited for
-                future = self._send_later(spec, invoke)
-            return future
+                return self._send_later(spec, invoke)
         finally:
             sending.release()
 
@@ -559,15 +545,12 @@ class WorkerGroup(VerlGroup, Closing):
             return False
         # The call takes the values of the futures of this process, and a dispatch_fn those of all.
         custom = isinstance(mode, CustomMode)
-        waits = WorkerFuture if custom else (UnsentFuture, ComputedFuture)
-        values = arguments.values()
+        takes, values = WorkerFuture if custom else ComputedFuture, arguments.values()
         found = (*deferred_in(arguments), *(one for value in values for one in futures_in(value, everywhere=custom)))
-        futures = [one for one in found if isinstance(one, waits)]
-        if self._must_recover() or any(
-            one.unsent if isinstance(one, UnsentFuture) else not one.done() for one in futures
-        ):
+        futures = [one for one in found if isinstance(one, WorkerFuture)]
+        if self._must_recover() or any(one.unsent or (isinstance(one, takes) and not one.done()) for one in futures):
             return True
-        needed = mode.in_layout if isinstance(mode, Mode) and spec.registration.execute.ranks is None else None
+        needed = mode.in_layout if isinstance(mode, Mode) and not spec.registration.execute.rank_zero else None
         return needed is not None and self._known_layout(needed) is None
 
     def _wait_for_unsent(self) -> None:
@@ -585,10 +568,10 @@ class WorkerGroup(VerlGroup, Closing):
         # The call of a handed-out reference may have ended by a death that the group does not know of.
         return self._state.recovers and bool(self._state.dead or self._state.referred)
 
-    def _send_later(self, spec: MethodSpec, invoke: Callable[[], WorkerFuture[Any]]) -> WorkerFuture[Any]:
+    def _send_later(self, spec: MethodSpec, invoke: Callable[[], Call]) -> WorkerFuture[Any]:
         """Have a thread send a call, after those that it has to send already."""
         state = self._state
-        sent: Future[WorkerFuture[Any] | BaseException] = Future()
+        sent: Future[Call | BaseException] = Future()
         sent.set_running_or_notify_cancel()  # cancelling the task that waits must not cancel it for others
 
         def send() -> None:
@@ -610,7 +593,7 @@ class WorkerGroup(VerlGroup, Closing):
                         method=spec.name,
                     ) from error
             state.unsent.append(send)
-        return UnsentFuture(spec.label, sent)
+        return WorkerFuture(None, sending=(spec.label, sent))
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
@@ -631,14 +614,8 @@ class WorkerGroup(VerlGroup, Closing):
         return call.value() if wait else call.refs()
 
     def _check(self) -> None:
-        """Raise unless the group takes calls. During a restart, wait for its end first. If ranks have died before, do
-        what ``on_death`` says.
-
-        Raises:
-            ForkedProcessError: this is a fork of the process that made the group.
-            GroupClosedError: it was closed.
-            GroupBrokenError: it is broken; the message says why.
-        """
+        """Raise the error of a group that takes no calls. During a restart, wait for its end first. If ranks have died
+        before, do what ``on_death`` says."""
         state = self._state
         if os.getpid() != state.pid:
             state.check_process()
@@ -659,7 +636,7 @@ class WorkerGroup(VerlGroup, Closing):
         registration, transport = spec.registration, self._state.transport
         mode = registration.mode.mode
         layout = _without_coordinates(0 if transport is None else transport.world_size)
-        if isinstance(mode, Mode) and mode.in_layout is not None and registration.execute.ranks is None:
+        if isinstance(mode, Mode) and mode.in_layout is not None and not registration.execute.rank_zero:
             try:
                 layout = self._layout_with(mode.in_layout)
             except DispatchError as error:
@@ -683,7 +660,7 @@ class WorkerGroup(VerlGroup, Closing):
         """
         state = self._state
         for future in plan.deferred:
-            if isinstance(future, UnsentFuture):  # before the lock, which the thread that sends it needs
+            if isinstance(future, WorkerFuture):  # before the lock, which the thread that sends it needs
                 future.wait_sent()
         try:
             with state.sending:
@@ -730,8 +707,9 @@ class WorkerGroup(VerlGroup, Closing):
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
         layout = self._known_layout(sufficient)
         if layout is None:
-            known = self._class.layout = self._ask_layout()
-            layout = known[1]
+            call = self._send(self._any_method("_report"), CallPlan.empty(self.world_size), recorded=False)
+            layout = layout_from(call.value())
+            self._class.layout = {rank: one.layout_version for rank, one in call.rank_results.items()}, layout
         return layout
 
     def _known_layout(self, sufficient: Callable[[Layout], bool]) -> Layout | None:
@@ -742,12 +720,6 @@ class WorkerGroup(VerlGroup, Closing):
         if known is None or any(version > known[0].get(rank, 0) for rank, version in latest.items()):
             return None
         return known[1] if sufficient(known[1]) else None
-
-    def _ask_layout(self) -> tuple[dict[int, int], Layout]:
-        spec = self._any_method("_report")
-        call = self._send(spec, CallPlan.empty(self.world_size), recorded=False)
-        reports = call.value()
-        return {rank: result.layout_version for rank, result in call.rank_results().items()}, layout_from(reports)
 
     def _axis_size(self, axis: str) -> int:
         self._check()
@@ -779,11 +751,8 @@ class WorkerGroup(VerlGroup, Closing):
         timeout: float | None,
         state: GroupState | None = None,
     ) -> None:
-        """Have the ranks of a plan run their constructors, by a call that ``send`` sends, and raise its error.
-
-        Args:
-            state: the state that the call belongs to; by default the group's.
-        """
+        """Have the ranks of a plan run their constructors, by a call that ``send`` sends and that belongs to ``state``,
+        the group's by default; and raise its error."""
         spec = cast(MethodSpec, method_spec(Worker, "__init__"))
         options = CallOptions(timeout=timeout)
         call = Call(state or self._state, spec, plan, transport, options, starting=True)
@@ -910,11 +879,8 @@ class WorkerGroup(VerlGroup, Closing):
 
 
 def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the ranks that a method of a group was given.
-
-    Raises:
-        ValueError: they are not distinct ranks of the group.
-    """
+    """Return the ranks that a method of a group was given. Raises a `ValueError` unless they are distinct ranks of the
+    group."""
     chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(world_size)):
         raise ValueError(
@@ -932,8 +898,8 @@ def _without_coordinates(world_size: int) -> Layout:
 class RoleGroup(WorkerGroup):
     """One role of a colocated group: ``group.actor``. Its methods are the registered methods of the role's class.
 
-    Layout, meshes and stats belong to the role. The processes are shared: ``workers``, ``alive()`` and
-    ``resource_pool`` are the same for every role, and closing or restarting one role closes or restarts all.
+    Layout, meshes and stats belong to the role. The processes are shared: closing or restarting one role does so for
+    all.
 
     Args:
         whole: the colocated group.

@@ -100,11 +100,7 @@ class Located:
         return source.only(self.which), replace(self, which=tuple(range(len(self.which))))
 
     def fetch(self, source: CallResults, *, private: bool) -> Any:
-        """Fetch the value.
-
-        Args:
-            source: the other call's results.
-            private: whether the value needs memory of its own.
+        """Fetch the value of the other call's results; ``private``: in memory of its own.
 
         Raises:
             ResultError: a result is lost, or the results cannot be joined.
@@ -220,13 +216,8 @@ def _values_to_join(source: CallResults, which: Sequence[int], private: bool) ->
 
 
 def _overlaps(starts: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(result, start, stop) of the row ranges of consecutive results that make up rows ``start:stop``.
-
-    Args:
-        starts: the first row of each result, and the number of all rows.
-        start: the first row.
-        stop: the row behind the last.
-    """
+    """(result, start, stop) of the row ranges of consecutive results that make up rows ``start:stop``. ``starts`` has
+    the first row of each result, and the number of all rows."""
     found = []
     k = bisect.bisect_right(starts, start) - 1
     while start < stop:

@@ -4,61 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec
 from single_controller.call.call import Call, CallOptions
 from single_controller.call.errors import GroupBrokenError, WorkerDiedError
-from single_controller.call.state import GroupState
 
 Part = tuple[int, ...]
 """The ranks of one call for a batch: all that the method has, or one, if ranks are independent."""
 
 
-class Group(Protocol):
-    """What a `BatchMap` needs of a `WorkerGroup`."""
-
-    _state: GroupState
-
-    @property
-    def collectives(self) -> bool: ...
-    @property
-    def world_size(self) -> int: ...
-    def alive(self) -> list[bool]: ...
-    def restart(self, ranks: Sequence[int] | None = None) -> None: ...
-    def _check(self) -> None: ...
-    def _plan(
-        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> CallPlan: ...
-    def _send(self, spec: MethodSpec, plan: CallPlan, options: CallOptions) -> Call: ...
-
-
 @dataclass(eq=False)
 class _Batch:
-    """A batch that was taken from the caller.
+    """A batch that was taken from the caller."""
 
-    Attributes:
-        number: its position.
-        batch: what the caller gave.
-        plan: for it, as the group's ranks are; None before it is sent.
-        calls: those that were sent and not read.
-        values: what was returned.
-        deaths: how many it may have caused.
-        restarts: how often the group had been repaired when the last of its calls was sent.
-    """
-
-    number: int
-    batch: Any
-    plan: CallPlan | None = None
-    calls: dict[Part, Call] = field(default_factory=dict)
-    values: dict[Part, Any] = field(default_factory=dict)
-    deaths: int = 0
-    restarts: int = 0
+    number: int  # its position
+    batch: Any  # what the caller gave
+    plan: CallPlan | None = None  # for it, as the group's ranks are; None before it is sent
+    calls: dict[Part, Call] = field(default_factory=dict)  # those that were sent and not read
+    values: dict[Part, Any] = field(default_factory=dict)  # what was returned
+    deaths: int = 0  # how many it may have caused
+    restarts: int = 0  # how often the group had been repaired when the last of its calls was sent
 
     @property
     def done(self) -> bool:
@@ -66,11 +37,11 @@ class _Batch:
 
 
 class BatchMap:
-    """The calls of one ``group.map``. See `WorkerGroup.map` for the arguments."""
+    """The calls of one ``group.map``. See `WorkerGroup.map`, whose module imports this one, for the arguments."""
 
     def __init__(
         self,
-        group: Group,
+        group: Any,
         spec: MethodSpec,
         options: CallOptions,
         batches: Iterable[Any],

@@ -202,11 +202,7 @@ class GroupState:
     @contextlib.contextmanager
     def restart(self) -> Iterator[None]:
         """Inside, the group gets other workers. Its running calls end, and calls of other threads wait. The body calls
-        `reopen` when the workers have started. If it raises, the group stays broken. The caller holds ``sending``.
-
-        Raises:
-            GroupClosedError: the group was closed.
-        """
+        `reopen` when the workers have started. If it raises, the group stays broken. The caller holds ``sending``."""
         self.check_closed()
         self.restarting = True
         self.break_("it is being restarted")
@@ -224,11 +220,7 @@ class GroupState:
             self.restarting = False
 
     def reopen(self) -> None:
-        """Take calls of the new workers, or end these if another thread has closed the group meanwhile.
-
-        Raises:
-            GroupClosedError: the group was closed.
-        """
+        """Take calls of the new workers, or end these and raise if another thread has closed the group meanwhile."""
         with self.lock:
             if not self.closed:
                 self.broken = self.broken or "it was restarted"  # what calls of the old workers are told
@@ -376,8 +368,8 @@ class Watcher(Closing):
     when the group is garbage collected. It holds no lock while it calls ``on_death``.
 
     Args:
-        state: the group's state. The watcher keeps only a weak reference to it: the state has the transport, and the
-            transport has the handles of the workers, which end when the last reference to them is gone.
+        state: the group's state. Kept weakly: it has the transport, and with it the handles of the workers, which end
+            when the last reference to them is gone.
         on_death: called in the watcher's thread for each death.
         interval: seconds between two looks.
 

@@ -72,12 +72,8 @@ class Sent(NamedTuple):
 
 
 class PartlySentError(Exception):
-    """`Transport.send` failed after some ranks had been sent the call. ``__cause__`` is the exception.
-
-    Args:
-        reached: the ranks that have the call.
-        failed: the rank that the exception is about. Ranks behind it have not been tried.
-    """
+    """`Transport.send` failed after some ranks had been sent the call. ``__cause__`` is the exception, which is about
+    the rank ``failed``; ranks behind it have not been tried."""
 
     def __init__(self, reached: Sequence[int], failed: int) -> None:
         super().__init__(f"sent to {len(reached)} ranks, but not to rank {failed}")
@@ -114,13 +110,9 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
-        """Send a call to the ranks of its plan without waiting. Each distinct shard is sent once.
-
-        Args:
-            spec: the method.
-            plan: which rank gets what.
-            call: told each rank's result, possibly before this method returns. The transport refers to it weakly: the
-                group keeps it as long as its results matter.
+        """Send a call to the ranks of its plan without waiting. Each distinct shard is sent once. ``call`` is told each
+        rank's result, possibly before this method returns. It is kept weakly: the group keeps it as long as its results
+        matter.
 
         Raises:
             DispatchError: an argument cannot be sent. No rank has seen the call.
@@ -135,25 +127,16 @@ class Transport(ABC):
 
     def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
         """Find out whether ranks are alive that may be dead although `deaths` does not say so yet. Does not wait.
-
-        Returns:
-            rank -> why it is dead, or None if it is alive. A rank of which nothing is known yet is missing: ask again.
-        """
+        Returns rank -> why it is dead, or None if it is alive. A rank of which nothing is known yet is missing: ask
+        again."""
         deaths = self.deaths()
         return {rank: deaths.get(rank) for rank in ranks}
 
     @abstractmethod
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
-        """Where some ranks are now.
-
-        Args:
-            ranks: the ranks.
-            seconds: how long they may take to answer.
-
-        Returns:
-            rank -> the Python stack of each thread that runs a call, taken in the rank's process while it runs, or why
-            it could not be taken. Ranks that could not be asked in time may be missing.
-        """
+        """Where some ranks are now, which may take some seconds to answer: rank -> the Python stack of each thread that
+        runs a call, taken in the rank's process while it runs, or why it could not be taken. Ranks that could not be
+        asked in time may be missing."""
 
     @property
     @abstractmethod
@@ -162,16 +145,8 @@ class Transport(ABC):
 
     @abstractmethod
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
-        """What some ranks run now.
-
-        Args:
-            ranks: the ranks.
-            seconds: how long they may take to answer.
-
-        Returns:
-            rank -> its calls, the oldest first, or why they are unknown. Ranks that could not be asked in time may be
-            missing.
-        """
+        """What some ranks run now: rank -> its calls, the oldest first, or why they are unknown. Otherwise as
+        `stacks`."""
 
     @abstractmethod
     def kill(self) -> None:

@@ -39,29 +39,20 @@ class _OnRayOnly:
 class LocalWorkerGroup(WorkerGroup):
     """Workers of one class, or of several roles, in the driver's own process and without Ray: to debug and test them.
 
-    Classes, decorators, modes, layouts, futures, errors, roles, stats, `watch` and `restart` are those of a group on
-    Ray. So are arguments and results: each rank has its own copy of what it gets (with ``inputs="view"``, one that the
+    It behaves as a group on Ray: each rank has its own copy of its arguments (with ``inputs="view"``, one that the
     ranks share), results are the driver's own, and a value that cannot be pickled is refused.
 
     By default the ranks run one after the other in the caller's thread, and a call has ended when it returns, even
-    ``group.m.remote(x)``. ``breakpoint()`` in a method stops there, below the driver's line;
-    `single_controller.local.set_trace` steps from the driver's line into the method. If Ray was started in the same
-    process, ``breakpoint()`` belongs to Ray's debugger: call ``pdb.set_trace()``. Ctrl-C, or "quit" in a debugger,
-    leaves the call at once: earlier ranks have run it, later ranks have not. An ``async def`` method runs in the
-    thread of the worker's event loop. Nothing interrupts a call, so its timeout and ``start_timeout`` are compared
-    with the time that each rank took after it has ended, and the time that you spend at a breakpoint counts.
-
-    With ``threads=True`` each rank has a thread: futures are asynchronous, ranks overlap, ``concurrent=True`` methods
-    overtake others, and a rank that does not end in time breaks the group. A thread cannot be stopped, so its method
+    ``group.m.remote(x)``. Ctrl-C, or "quit" in a debugger, leaves the call at once: earlier ranks have run it, later
+    ranks have not. Nothing interrupts a call: timeouts are compared with the time that each rank took, time at a
+    breakpoint included. With ``threads=True`` each rank has a thread: futures are asynchronous, ranks overlap,
+    ``concurrent=True`` methods overtake others, and a rank that does not end in time breaks the group. Its method
     continues where a process would be killed.
 
     Several ranks in one process cannot run collectives: `workers.distributed.initialize_distributed`,
-    ``self.master_addr`` and ``self.master_port`` raise `LocalGroupError`. In a group of one rank they work, and the
-    process group of `initialize_distributed` ends with the group. Torch knows nothing of this: a worker that calls
-    ``torch.distributed.init_process_group()`` itself gets torch's own error, because RANK and the other variables are
-    not in the environment, which all ranks share. In a group of one rank it may pass explicit arguments, and must then
-    destroy the process group itself. ``sys.exit()`` in a method ends that rank; ``os._exit()`` or a signal ends the
-    driver.
+    ``self.master_addr`` and ``self.master_port`` raise `LocalGroupError`. In a group of one rank they work. RANK and
+    the other variables are not in the environment, which all ranks share, so ``torch.distributed.init_process_group()``
+    needs explicit arguments. ``sys.exit()`` in a method ends that rank; ``os._exit()`` or a signal ends the driver.
 
     Args:
         world_size: number of ranks.
@@ -72,8 +63,7 @@ class LocalWorkerGroup(WorkerGroup):
         worker_env: refused, because the ranks share the driver's environment.
         start_timeout: seconds that each constructor may take, or None.
         error_grace: seconds that the other ranks have to end a call after one raised.
-        collectives: whether ranks wait for each other in collectives when the group runs on Ray. With False,
-            ``restart(ranks=[3])`` may restart some of them alone.
+        collectives: whether ranks wait for each other in collectives when the group runs on Ray; see `RayWorkerGroup`.
 
     Raises:
         StartError: a constructor raised.
@@ -175,11 +165,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._state.transport = transport
 
     def _encode_arguments(self) -> Encoded:
-        """role -> (args, kwargs) of its constructor. The classes are encoded only to find out whether they can be.
-
-        Raises:
-            DispatchError: a class or an argument cannot be pickled.
-        """
+        """role -> (args, kwargs) of its constructor. The classes are encoded only to find out whether they can be."""
         arguments = {role: (made.args, made.kwargs) for role, made in self._constructors.items()}
         try:
             encode(list(self._classes().values()))

@@ -52,28 +52,19 @@ Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class LocalRank:
-    """One rank: its workers, and, with ``threads``, its thread.
+    """One rank: its workers, and, with ``threads``, its thread. Otherwise its calls run in the caller's thread.
 
     Threads: one named "local-rank-<n>" runs the calls in the order in which they were sent. `end` ends it, or the
     garbage collection of a group that nobody closed. A running method cannot be interrupted; the thread then ends when
     the method returns. Each concurrent call has a thread "local-rank-<n>-concurrent", which ends with the call. They
     are daemon threads and not those of a ThreadPoolExecutor, because the interpreter joins those at exit: one method
-    that hangs would keep the process alive.
-    Lock: ``_lock`` makes "is the rank alive, then queue a job" atomic, so that no job is queued behind the end of the
-    thread. It also protects ``_futures``. It is a leaf.
-
-    Args:
-        rank: 0 .. world_size - 1.
-        world_size: number of ranks of the group.
-        threads: whether the rank has a thread. Otherwise its calls run in the caller's thread.
-
-    Attributes:
-        died: why the rank takes no more calls, or None.
+    that hangs would keep the process alive. Lock: ``_lock`` makes "is the rank alive, then queue a job" atomic, so that
+    no job is queued behind the end of the thread. It also protects ``_futures``. It is a leaf.
     """
 
     def __init__(self, rank: int, world_size: int, threads: bool) -> None:
         self.rank = rank
-        self.died: str | None = None
+        self.died: str | None = None  # why the rank takes no more calls, or None
         self._lock = threading.Lock()
         # Weak, so that a result lives only as long as somebody may read it.
         self._futures: weakref.WeakSet[cf.Future[RankResult]] = weakref.WeakSet()
@@ -86,48 +77,35 @@ class LocalRank:
         self._info = RankInfo(rank, world_size, rank, world_size, host, port, one_process=world_size > 1)
         # What leaves the executor: SystemExit, which ends the rank, and in the driver's thread the driver's exceptions.
         reraise = _ends_rank if threads else _is_for_driver
-        self._executor = Executor(HOST, _fetch, in_process=True, reraise=reraise)
+        self.executor = Executor(HOST, _fetch, in_process=True, reraise=reraise)  # has its workers
         self._jobs: Jobs | None = queue.SimpleQueue() if threads else None
         if self._jobs is not None:
             threading.Thread(target=_serve, args=(self._jobs,), name=f"local-rank-{rank}", daemon=True).start()
         # Must not refer to this object, or it would never be collected. Not at exit: nothing is left to clean up then.
-        self._finalize = weakref.finalize(self, _release, self._jobs, self._executor, rendezvous)
+        self._finalize = weakref.finalize(self, _release, self._jobs, self.executor, rendezvous)
         self._finalize.atexit = False
 
     def start(self, classes: Mapping[str | None, type[Worker]], arguments: Encoded) -> cf.Future[RankResult]:
-        """Create the workers.
-
-        Args:
-            classes: role -> class.
-            arguments: role -> (args, kwargs) of its constructor, encoded.
-        """
+        """Create the workers of these classes; ``arguments`` has those of their constructors by role, encoded."""
 
         def constructors() -> dict[str | None, Constructor]:
             given = arguments.decode()
             return {role: (cls, *given[role]) for role, cls in classes.items()}
 
-        return self.submit(lambda: self._executor.start(self._info, constructors))
+        return self.submit(lambda: self.executor.start(self._info, constructors))
 
     def call(
         self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, *, concurrent: bool
     ) -> cf.Future[RankResult]:
         """Run a call. See `Executor.run`; ``concurrent``: whether it may overtake and overlap others."""
-        return self.submit(lambda: self._executor.run(message, whole, shard, time.time()), concurrent=concurrent)
+        return self.submit(lambda: self.executor.run(message, whole, shard, time.time()), concurrent=concurrent)
 
     def fail(self, error: Exception, spec: MethodSpec) -> cf.Future[RankResult]:
         """The outcome of a call that cannot begin, for a reason outside this rank."""
-        result = self._executor.failed(error, spec.name, spec.role)
+        result = self.executor.failed(error, spec.name, spec.role)
         if result.failure is not None:
             result.failure.ours = result.failure.alike = True  # raised as it is: this rank's method did not raise it
         return self.submit(lambda: result)
-
-    def stacks(self) -> str:
-        """Where its calls are. See `Executor.stacks`."""
-        return self._executor.stacks()
-
-    def running(self) -> tuple[RunningCall, ...]:
-        """What it runs. See `Executor.running`."""
-        return self._executor.running()
 
     def end(self, reason: str) -> None:
         """Take no more calls. Those that have not ended get the reason as their result."""
@@ -170,12 +148,7 @@ class LocalRank:
 
 
 class LocalTransport(Transport):
-    """Carries calls to ranks of this process.
-
-    Args:
-        ranks: the ranks, in order.
-        threads: whether each rank has a thread. Otherwise `send` runs the calls.
-    """
+    """Carries calls to ranks of this process. Without ``threads`` for each rank, `send` runs them."""
 
     def __init__(self, ranks: Sequence[LocalRank], threads: bool) -> None:
         self.ranks = tuple(ranks)
@@ -223,15 +196,15 @@ class LocalTransport(Transport):
         return {rank.rank: rank.died for rank in self.ranks if rank.died is not None}
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
-        return {rank: self.ranks[rank].stacks() for rank in ranks}
+        return {rank: self.ranks[rank].executor.stacks() for rank in ranks}
 
     @property
     def processes(self) -> tuple[RankProcess, ...]:
-        """See `Transport.processes`: this process, for each rank."""
+        """This process, for each rank."""
         return (RankProcess(socket.gethostname(), "in the driver's process", os.getpid()),) * self.world_size
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:
-        return {rank: self.ranks[rank].running() for rank in ranks}
+        return {rank: self.ranks[rank].executor.running() for rank in ranks}
 
     def kill(self) -> None:
         """A method that is running in a thread cannot be stopped: the thread ends after it."""
@@ -259,15 +232,9 @@ def _tell(weak: weakref.ref[Receiver], future: cf.Future[RankResult]) -> None:
 
 
 class LocalResults:
-    """The results of one call. See `single_controller.call.joining.CallResults`.
+    """The results of one call. See `single_controller.call.joining.CallResults`. ``futures`` has all called ranks.
 
     Lock: ``_lock`` protects ``_located``. It is a leaf.
-
-    Args:
-        label: the call's method, for messages.
-        futures: rank -> future, of all called ranks.
-        collecting: the collecting ranks, in order.
-        outcome: the call's.
     """
 
     def __init__(
@@ -284,7 +251,8 @@ class LocalResults:
         try:
             failed = self._outcome.result(timeout)
         except TimeoutError:
-            raise self.late([rank for rank, future in self.futures.items() if not future.done()], timeout) from None
+            late = [rank for rank, future in self.futures.items() if not future.done()]
+            raise CallTimeoutError.of_wait(self.label, timeout, late) from None
         if failed is not None:
             raise copy.copy(failed()) from failed().__cause__
         return [self.futures[rank].result() for rank in self._collecting]
@@ -315,24 +283,7 @@ class LocalResults:
         """The error of one rank, or None."""
         if result.failure is not None:
             return result.failure.error()
-        if result.died is None:
-            return None
-        return WorkerDiedError(
-            f"rank {result.rank} died during {self.label}(): {result.died}",
-            rank=result.rank,
-            host=HOST,
-            method=self.label,
-            ranks=(result.rank,),
-        )
-
-    def late(self, ranks: Sequence[int], timeout: float | None) -> CallTimeoutError:
-        """The error of a wait that ended before the call did."""
-        return CallTimeoutError(
-            f"{self.label}() has not ended after a wait of {timeout:g} s; still running on ranks {list(ranks)}",
-            method=self.label,
-            ranks=ranks,
-            call_goes_on=True,
-        )
+        return None if result.died is None else WorkerDiedError.during(self.label, result.rank, HOST, result.died)
 
     def __reduce__(self) -> Any:
         raise LocalGroupError(
@@ -350,21 +301,13 @@ class LocalRef:
         self._rank = rank
 
     def get(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it.
-
-        Args:
-            timeout: seconds to wait.
-
-        Raises:
-            CallTimeoutError: the wait ended before the call did.
-            WorkerDiedError: the rank died.
-            Exception: whatever the method raised, as ``ray.get`` raises it.
-        """
+        """Wait for the result and return it, or raise what the method raised, as ``ray.get`` does. A `CallTimeoutError`
+        after ``timeout`` seconds."""
         results, rank = self._results, self._rank
         try:
             result = results.futures[rank].result(timeout)
         except TimeoutError:
-            raise results.late([rank], timeout) from None
+            raise CallTimeoutError.of_wait(results.label, timeout, [rank]) from None
         cause = None if result.failure is None else result.failure.cause
         error = cause if isinstance(cause, Exception) else results.error(result)
         if error is not None:

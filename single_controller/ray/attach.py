@@ -42,11 +42,7 @@ def find_workers(
     namespace: str | None = None,
 ) -> RunningWorkers:
     """Ask running workers who they are. Takes exactly one of the first three arguments; the class narrows a prefix.
-
-    Raises:
-        ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
-        WorkerDiedError: a worker is dead.
-    """
+    Raises as `RayWorkerGroup.from_detached` does."""
     given = [value for value in (name_prefix, worker_names, worker_handles) if value is not None]
     if len(given) != 1:
         raise ValueError("from_detached() takes exactly one of name_prefix, worker_names and worker_handles")
@@ -114,10 +110,8 @@ def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> t
 
 
 def end_detached(name: str, namespace: str | None = None) -> int:
-    """End detached workers without asking them, and remove their placement groups.
-
-    Use it for a group whose driver has ended and to which you cannot attach, because workers have died, hang in a
-    collective, or were never started. Everything else in those placement groups ends too.
+    """End detached workers without asking them, and remove their placement groups, with everything else in those: for a
+    group to which you cannot attach, because workers have died, hang in a collective, or were never started.
 
     Args:
         name: name of the group: its ``name_prefix`` with the name of its class.

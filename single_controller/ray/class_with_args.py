@@ -69,26 +69,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
         _check_settable(f"@ray.remote(...) on {getattr(cls, '__name__', cls)}", options)
         super().__init__(cls, *args, **kwargs)
-        self._options = options
-        self._additional_resource: dict[str, float] = {}
-        self._python: str | None = None
+        self.options = options  # Ray's actor options, besides those that the group sets
+        self.additional_resource: dict[str, float] = {}  # custom resources of each worker
+        self.python: str | None = None  # the Python that the workers run in; None for the driver's
         if python is not None:
             self.set_python(python)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Ray's actor options, besides those that the group sets."""
-        return dict(self._options)
-
-    @property
-    def additional_resource(self) -> dict[str, float]:
-        """Custom resources of each worker."""
-        return dict(self._additional_resource)
-
-    @property
-    def python(self) -> str | None:
-        """The Python that the workers run in; None for the driver's."""
-        return self._python
 
     def update_options(self, options: Mapping[str, Any]) -> None:
         """Set Ray's actor options, such as ``{"num_cpus": 0.5}``. They override the group's.
@@ -98,30 +83,28 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """
         _check_settable("update_options()", options)
         ray.remote(_Probe).options(**options)  # Ray checks names and values
-        check_one_python("update_options()", self._python, options.get("runtime_env"))
-        self._options.update(options)
+        check_one_python("update_options()", self.python, options.get("runtime_env"))
+        self.options.update(options)
 
     def set_python(self, python: str | os.PathLike[str]) -> None:
         """Run the workers in another Python, such as that of a virtual environment, which has packages of its own.
 
-        The file must exist on every node that the workers run on. It needs the driver's minor version of Python and the
-        driver's version of Ray. This library need not be installed there: workers use the driver's copy. A group
-        checks this before it creates workers.
+        The file must exist on every node that the workers run on, with the driver's minor version of Python and version
+        of Ray; workers use the driver's copy of this library. A group checks this before it creates workers.
 
         Args:
             python: its path; a relative one begins at the driver's current directory.
 
         Raises:
-            TypeError: it is not a path.
-            ValueError: it is empty, or the actor options choose a Python too.
+            TypeError, ValueError: it is not a path, it is empty, or the actor options choose a Python too.
         """
         if not isinstance(python, (str, os.PathLike)) or not isinstance(path := os.fspath(python), str):
             raise TypeError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")
         if not path or "\0" in path:
             raise ValueError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")
-        check_one_python("set_python()", path, self._options.get("runtime_env"))
+        check_one_python("set_python()", path, self.options.get("runtime_env"))
         # Links stay: the interpreter of a virtual environment is one, and knows its environment by the link's path.
-        self._python = os.path.abspath(os.path.expanduser(path))
+        self.python = os.path.abspath(os.path.expanduser(path))
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
         """Set custom resources that each worker takes, such as ``{"disk": 1}``.
@@ -129,7 +112,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         Raises:
             ValueError: an amount is not a positive number.
         """
-        self._additional_resource = check_amounts("set_additional_resource()", additional_resource)
+        self.additional_resource = check_amounts("set_additional_resource()", additional_resource)
 
 
 _SET_BY_GROUP = frozenset(
@@ -159,11 +142,7 @@ CHOOSE_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri"
 
 
 def check_one_python(what: str, python: str | None, runtime_env: Mapping[str, Any] | None) -> None:
-    """Check that a runtime_env does not choose a Python if ``python`` does.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise a `ValueError` if a runtime_env chooses a Python although ``python`` does."""
     both = [key for key in CHOOSE_PYTHON if python is not None and (runtime_env or {}).get(key)]
     if both:
         raise ValueError(
@@ -179,27 +158,19 @@ class _Probe:
 class ProcessSpec:
     """What runs in the process of a rank: one worker class, or one per role.
 
-    Args:
-        made: the class with its arguments, or several of them colocated.
-
-    Attributes:
-        roles: role -> class with arguments; the role of the group's own class is None.
-        name: for the names of actors and groups.
-        options: Ray's actor options.
-        additional_resource: custom resources of each process.
-        python: the Python that the process runs; None for the driver's.
-
     Raises:
         TypeError: a class was not given as `RayClassWithInitArgs`.
         ValueError: the roles ask for different options, or a different Python, of the process that they share.
     """
 
     def __init__(self, made: RayClassWithInitArgs | Colocated) -> None:
+        # Role -> class with arguments; the role of the group's own class is None
         self.roles: dict[str | None, RayClassWithInitArgs] = {}
-        self.options: dict[str, Any] = {}
-        self.additional_resource: dict[str, float] = {}
+        self.options: dict[str, Any] = {}  # Ray's actor options
+        self.additional_resource: dict[str, float] = {}  # custom resources of each process
+        # For the names of actors and groups
         self.name = made.name if isinstance(made, Colocated) else made.cls.__name__
-        self.python: str | None = None
+        self.python: str | None = None  # the Python that the process runs; None for the driver's
         for role, member in constructors(made).items():
             if not isinstance(member, RayClassWithInitArgs):
                 raise TypeError(f"a group on Ray is made of RayClassWithInitArgs(YourWorker, ...), got {member!r}")

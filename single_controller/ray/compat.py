@@ -1,28 +1,7 @@
 """Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
 
-Ray offers no public way to these things. Replace a function when there is one:
-
-- `death_of` (``ActorHandle._get_local_state``, ``ray._private.state.actors``): liveness, without the dashboard that
-  ``ray.util.state`` needs, from a state that Ray keeps up to date in each process.
-- `node_service` (fields of ``ray.nodes()``): where the Ray process of a node listens.
-- `death_seconds` (``ray._raylet.Config``): the settings of the health checks.
-- `interface_of`, `tcp_connections`, `resident_memory` (psutil, which Ray brings along).
-- `all_actors`, `worker_pools` (the control store's tables): dead actors and causes of death; which actor created a
-  placement group.
-- `living_jobs` (``ray._private.state.jobs``): whether a driver is running.
-- `write_record`, `read_records`, `delete_record` (``ray._raylet.GcsClient``): the control store's keys and values.
-- `free_resources` (``available_resources_per_node``): what is missing on which node, for `PlacementError`.
-- `accelerator_names` (``ray._private.accelerators``): the resources whose units have ids.
-- `device_lists_before` (``original_visible_accelerator_ids`` of Ray's worker): the lists of visible devices before Ray
-  set them. Not needed if an actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env.
-- `name_lines` (the log monitor's marker): log lines with class and rank, which an actor learns after its creation.
-- `declared_class` (attributes of ``ActorClass``): the class and the options under ``@ray.remote``.
-- `ray_worker` (``ray._private.worker.global_worker``): an id of the connection, which each call compares.
-- `exit_process` (``drain_and_exit_worker`` of Ray's core worker): ``ray.actor.exit_actor`` for a thread that runs no
-  task of Ray.
-- `exit_detail` (the text of Ray's errors): why a process has ended, in one line.
-- `single_controller.ray.python_env.command` (``py_executable`` of a runtime_env is run by a shell): extends PYTHONPATH
-  on the node.
+Replace a function when Ray offers a public way to the same thing. One is elsewhere: `python_env.command` extends
+PYTHONPATH on the node, because a shell runs the ``py_executable`` of a runtime_env.
 """
 
 from __future__ import annotations
@@ -67,7 +46,7 @@ def node_service(node_id: str) -> tuple[str, int] | None:
 
 
 def death_seconds() -> float:
-    """How long the control store of this cluster takes to notice that a node is gone, at most.
+    """How long the control store of this cluster takes to notice that a node is gone, at most, by its settings.
 
     Known are Ray's defaults and what ``ray start --head`` was given with ``--system-config``. Settings in the
     environment of the control store's process (``RAY_health_check_*``) are not.
@@ -113,11 +92,6 @@ def all_actors() -> dict[str, ActorInfo]:
             death.reason in (death.RAY_KILL, death.OUT_OF_SCOPE, death.REF_DELETED),
         )
     return found
-
-
-def own_job() -> str:
-    """Id of this process's job, in hex."""
-    return str(ray.get_runtime_context().get_job_id())
 
 
 def living_jobs() -> frozenset[str]:

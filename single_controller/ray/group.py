@@ -1,10 +1,9 @@
 """RayWorkerGroup: workers as Ray actors, one per slot of a pool.
 
-`replace`, `shrink` and `grow` change which processes are a group's ranks, and end in the same way. The processes that
-stay leave the collectives in which they wait, and their process groups; new processes run their constructors; and all
-join a new rendezvous. Then the calls with ``replay=True`` are repeated on the new ranks, and
-`Worker.on_membership_change` runs on all. In a group without collectives, the processes that stay notice nothing but
-their new numbers.
+`replace`, `shrink` and `grow` change which processes are a group's ranks, and end in the same way: those that stay
+leave their collectives and process groups, new ones run their constructors, and all join a new rendezvous. Then calls
+with ``replay=True`` are repeated on the new ranks, and `Worker.on_membership_change` runs on all. In a group without
+collectives, the processes that stay notice nothing but their new numbers.
 """
 
 from __future__ import annotations
@@ -80,12 +79,10 @@ class RayWorkerGroup(WorkerGroup):
 
     Args:
         resource_pool: the pool.
-        ray_cls_with_init: the worker class with its constructor's arguments, or several classes per process
-            (`colocate`).
+        ray_cls_with_init: the worker class with its constructor's arguments, or several per process (`colocate`).
         bin_pack: whether each entry of the pool must be on one node. The pool's first group decides.
         name_prefix: prefix of the actors' names. Need not be unique unless the group is detached.
-        detached: whether the workers outlive the driver. Their names are then exactly
-            ``<name_prefix><class>_<rank>``.
+        detached: whether the workers outlive the driver. Their names are then exactly ``<name_prefix><class>_<rank>``.
         master_addr: address of the rendezvous; by default that of rank 0's node.
         master_port: port of the rendezvous; by default a free one that rank 0 holds.
         worker_env: environment variables of this group's workers, set before user code runs.
@@ -93,9 +90,7 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout: seconds that the constructors may take, or None.
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
         collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
-        standby: how many of the pool's slots, the last ones, have a standby instead of a rank: a process that has
-            imported the class and waits for a rank that dies, see `replace`. A pool whose last slots are on a host of
-            their own keeps them there.
+        standby: how many of the pool's slots, the last ones, have a standby instead of a rank; see `replace`.
         on_death: what a call does if a rank has died before: ``"error"`` raises `GroupBrokenError`, ``"replace"`` calls
             `replace` first, and ``"shrink"`` calls `replace` if there are enough standbys, and otherwise `shrink`. The
             call in which the rank died raises `WorkerDiedError` in all cases.
@@ -109,9 +104,7 @@ class RayWorkerGroup(WorkerGroup):
         CallTimeoutError: the constructors took longer than ``start_timeout``.
         GroupClosedError: the pool is closed.
         DispatchError: the class cannot be pickled, or registers a method with a name that the group uses itself.
-        TypeError: the arguments of a constructor are missing.
-        ValueError: an option has an invalid value, ``worker_nsight_options`` is given, or ``python=`` and Ray's
-            runtime_env both choose a Python.
+        TypeError, ValueError: an argument of a constructor is missing, or an option has an invalid value.
     """
 
     resource_pool: RayResourcePool | None = None
@@ -226,10 +219,9 @@ class RayWorkerGroup(WorkerGroup):
             ray_cls_with_init: their class. By default the workers are asked for it. Distinguishes groups with one
                 prefix.
             namespace: Ray's namespace of the names; by default the driver's own, or any other if it has no such names.
-            own: take the workers over after their driver has ended. The group can then do what that driver's could:
-                `close` ends the workers and removes their placement groups, with everything else in those; `restart`
-                and `replace` work, also if ranks have died meanwhile. Calls registered with ``replay=True`` that the
-                former driver made are not repeated. With ``worker_handles``, it can close alone.
+            own: take the workers over after their driver has ended: `close` ends them and removes their placement
+                groups, and `restart` and `replace` work, also if ranks have died. Calls with ``replay=True`` of the
+                former driver are not repeated. With ``worker_handles``, the group can be closed alone.
 
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
@@ -337,8 +329,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def takeover_data(self) -> Any:
-        """A value for the driver that takes this group over, which finds it here. Setting it has no effect on other
-        drivers unless the group is detached. It must be picklable, and small: Ray's control store keeps it."""
+        """A small, picklable value for the driver that takes this detached group over, which finds it here."""
         return self._takeover_data
 
     @takeover_data.setter
@@ -377,14 +368,9 @@ class RayWorkerGroup(WorkerGroup):
     def replace(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
         """Replace the ranks that have died. The others keep their processes and their workers.
 
-        The dead ranks are filled with standbys, or with new processes in their slots. Collectives in which other ranks
-        wait are aborted, and their process groups destroyed. All ranks then have a new rendezvous: ``master_port`` and
-        the environment change, and local ranks too if a standby is elsewhere. The latest successful call of each method
-        that is registered with ``replay=True`` is repeated on the new ranks alone, so such a method must not run
-        collectives. Finally `Worker.on_membership_change` runs on all ranks.
-
-        In a group that was created with ``collectives=False`` nothing happens on the other ranks, as with
-        ``restart(ranks)``.
+        Standbys, or new processes in the same slots, take the dead ranks. Collectives in which other ranks wait are
+        aborted, and all ranks get a new rendezvous. Calls with ``replay=True`` are repeated on the new ranks, then
+        `Worker.on_membership_change` runs on all. With ``collectives=False`` nothing happens on the other ranks.
 
         Args:
             ranks: living ranks to end and replace too, such as one that hangs.
@@ -394,11 +380,10 @@ class RayWorkerGroup(WorkerGroup):
             The ranks that were replaced.
 
         Raises:
-            GroupClosedError: the group was closed.
-            GroupBrokenError: another driver started these workers.
+            GroupClosedError, GroupBrokenError: the group was closed, or another driver started these workers.
             ValueError: the group has no such ranks.
-            CallTimeoutError: a rank takes longer than ``timeout``, because it computes, or waits for something else
-                than a collective. The message shows where it is. Include it in ``ranks``, or call `restart`.
+            CallTimeoutError: a rank computes, or waits for something else than a collective, for longer than
+                ``timeout``. The message shows where. Include it in ``ranks``, or call `restart`.
             SingleControllerError: what starting workers, a repeated call or `Worker.on_membership_change` raises. The
                 group then stays broken.
         """
@@ -425,11 +410,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def shrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
         """Go on without the ranks that have died. The others keep their processes and their workers, and get the
-        numbers 0, 1, ... in the same order.
+        numbers 0, 1, ... in the same order. Otherwise it does what `replace` does.
 
         Whole data-parallel replicas are dropped (`Worker.dp_replica`): living ranks of a replica that has lost a rank
-        end too. What happens on the ranks that are left is described at `replace`. Workers that have registered a
-        layout must register it again in `Worker.on_membership_change`. `grow` and `restart` take ranks back.
+        end too. Workers must register a layout again in `Worker.on_membership_change`.
 
         Args:
             ranks: living ranks to drop too.
@@ -439,11 +423,9 @@ class RayWorkerGroup(WorkerGroup):
             The ranks that were dropped, by the numbers that they had.
 
         Raises:
-            GroupClosedError: the group was closed.
-            GroupBrokenError: no complete replica would be left, so the group stays as it is, and broken if ranks have
-                died; or another driver started these workers.
-            ValueError: the group has no such ranks.
-            CallTimeoutError, SingleControllerError: as `replace`.
+            GroupBrokenError: no complete replica would be left, so the group stays as it is; or another driver started
+                these workers.
+            GroupClosedError, ValueError, CallTimeoutError, SingleControllerError: as `replace`.
         """
         numbers, dropped = list(range(self.world_size)), list[int]()  # numbers: by rank, the one that it had
         end = time.monotonic() + check_seconds("timeout", timeout)
@@ -466,13 +448,11 @@ class RayWorkerGroup(WorkerGroup):
         """Add ranks in the pool's slots that have none, such as those that `shrink` has dropped. They come after the
         others.
 
-        Processes are started, and their constructors run, while the group goes on. Then it waits until the running
-        calls have ended, and all ranks join a new rendezvous, as `replace` describes. In a group that was created with
-        ``collectives=False``, running calls go on.
+        The group goes on while processes start and run their constructors. Then running calls end, and all ranks join a
+        new rendezvous, as in `replace`; with ``collectives=False``, calls go on.
 
         Args:
-            count: how many ranks; by default as many as there is room for. Whole data-parallel replicas are added
-                (`Worker.dp_replica`).
+            count: how many ranks, in whole replicas (`Worker.dp_replica`); by default as many as there is room for.
             timeout: seconds that the ranks may take to end the calls that they are in, and to start.
 
         Returns:
@@ -586,9 +566,7 @@ class RayWorkerGroup(WorkerGroup):
         """Replace or drop the dead ranks, again if further ones die meanwhile.
 
         Args:
-            method: the caller, for messages.
             ranks: living ranks that count as dead.
-            timeout: seconds.
             prepare: gets the dead ranks, checks whether the group can do without them, and returns a function that
                 replaces or drops them within some seconds. If it raises, the group stays as it is.
         """
@@ -742,6 +720,5 @@ class NVMegatronRayWorkerGroup(MegatronInfo, RayWorkerGroup):
     """A `RayWorkerGroup` with the two methods of verl's group of this name."""
 
 
-def attach(name: str, namespace: str | None = None, *, own: bool = False) -> RayWorkerGroup:
-    """Attach to workers that another driver started detached. See `RayWorkerGroup.attach`."""
-    return RayWorkerGroup.attach(name, namespace, own=own)
+attach = RayWorkerGroup.attach
+"""Attach to workers that another driver started detached: `RayWorkerGroup.attach`."""

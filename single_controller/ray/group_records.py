@@ -124,7 +124,7 @@ class Registration:
 def _record(state: GroupState, transport: RayTransport) -> GroupRecord:
     return GroupRecord(
         state.name,
-        compat.own_job(),
+        ray.get_runtime_context().get_job_id(),
         f"{socket.gethostname()}, pid {os.getpid()}",
         state.broken,
         state.restarts,

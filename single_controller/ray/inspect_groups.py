@@ -24,14 +24,7 @@ DUMP_SECONDS = 45.0
 
 
 def status(name: str | None) -> str:
-    """The status of a group, or of all groups, as text.
-
-    Args:
-        name: the name, as for `stacks`; None for all groups.
-
-    Raises:
-        LookupError: there is no such group.
-    """
+    """The status of a group, by name as for `stacks`, or of all groups, as text."""
     records = read()
     tables = [str(status_of(record, records)) for record in _chosen(records, name)]
     return "\n\n".join(tables) or "no group is running in this cluster"

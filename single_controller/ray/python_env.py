@@ -75,17 +75,8 @@ def command(python: str) -> str:
 
 
 def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[Location], name: str) -> None:
-    """Check that workers can run in a Python: once on each node, on all nodes at the same time.
-
-    Args:
-        python: its path.
-        env_vars: what the workers' runtime_env adds to the environment.
-        nodes: where they will run.
-        name: the group, for messages.
-
-    Raises:
-        StartError: they cannot on some node. The message says why, and what to do.
-    """
+    """Raise a `StartError` that says why, and what to do, unless workers can run in a Python: tried once on each node,
+    on all at the same time. ``env_vars`` are what the workers' runtime_env adds to the environment."""
     here = ray.get_runtime_context().get_node_id()
     environment = [f"{key}={value}" for key, value in sorted(env_vars.items())]
     unknown = {}

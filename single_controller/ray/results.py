@@ -36,7 +36,7 @@ from single_controller.call.joining import CallResults, Located, RankResult, loc
 from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled
-from single_controller.wire.handshake import BESIDE, KEPT, REPLY
+from single_controller.wire.handshake import Kind
 from single_controller.wire.link import Reply
 
 # Here, because drivers and ranks both import this module. Ray has its own copy of cloudpickle. With another one, a
@@ -64,32 +64,22 @@ Kept = tuple[RankResult, "list[ray.ObjectRef] | None"]
 
 @dataclass(eq=False, slots=True)
 class RankReply(Reply):
-    """The reply of one rank to one call, on the driver.
+    """The reply of one rank to one call, on the driver."""
 
-    Attributes:
-        rank: the rank.
-        host: its host, for messages.
-        actor: its handle.
-        call: the call, which is told the result.
-        result: the result, once it has arrived.
-        kept: Ray's reference to what `RankActor._sc_result` returns, once somebody has asked for it.
-        fetched: what that task has returned, once it was read.
-    """
-
-    rank: int
-    host: str
-    actor: Any
-    call: weakref.ref[Receiver]
-    result: RankResult | None = None
-    kept: Any = None
-    fetched: Kept | None = None
+    rank: int  # the rank
+    host: str  # its host, for messages
+    actor: Any  # its handle
+    call: weakref.ref[Receiver]  # the call, which is told the result
+    result: RankResult | None = None  # the result, once it has arrived
+    kept: Any = None  # Ray's reference to what `RankActor._sc_result` returns, once somebody has asked for it
+    fetched: Kept | None = None  # what that task has returned, once it was read
 
     def arrive(self) -> None:
         reason = "its reference could not be requested"
         try:
-            if self.kind != REPLY:  # at once, so that what the rank keeps is the driver's to drop
+            if self.kind != Kind.REPLY:  # at once, so that what the rank keeps is the driver's to drop
                 self.request()
-            if self.kind == BESIDE:
+            if self.kind == Kind.BESIDE:
                 self.kept.future().add_done_callback(self._take_beside)
                 return
         except Exception as error:  # Ray was shut down, for example
@@ -124,16 +114,12 @@ class RankReply(Reply):
     def request(self) -> Any:
         """Ray's reference to what the rank keeps of the call; None if it has replied and keeps nothing."""
         with self.link.lock:
-            if self.kept is None and (self.kind in (KEPT, BESIDE) or self.link.want(self)):
+            if self.kept is None and (self.kind in (Kind.KEPT, Kind.BESIDE) or self.link.want(self)):
                 self.kept = self._task("_sc_result").remote(self.link.session, self.number)
             return self.kept
 
     def fetch(self) -> Kept:
-        """What the rank keeps of a call that has ended.
-
-        Raises:
-            RayError: it is lost.
-        """
+        """What the rank keeps of a call that has ended; a `RayError` if it is lost."""
         if self.fetched is None:
             self.fetched = ray.get(self.request())
         return self.fetched
@@ -143,7 +129,7 @@ class RankReply(Reply):
         ref = self.request()
         if ref is not None:
             return ref
-        if self.kind == REPLY:  # the thread that reads connections may not have told it yet
+        if self.kind == Kind.REPLY:  # the thread that reads connections may not have told it yet
             return RankResult(*pickle.loads(self.payload)), None
         lost = Failure.lost_contact(self.rank, self.host, "the connection was closed")
         return self.result or RankResult(self.rank, failure=lost), None
@@ -187,7 +173,6 @@ class RayResults:
         self._refs: list[ray.ObjectRef] | None = None
 
     def refs(self) -> list[ray.ObjectRef]:
-        """See `CallResults.refs`."""
         if self._refs is None:
             replies = [entry for entry in self._entries[: self._count] if isinstance(entry, RankReply)]
             if len(replies) < self._count:
@@ -196,7 +181,6 @@ class RayResults:
         return list(self._refs)
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
-        """See `CallResults.wait`."""
         found: dict[int, RankResult] = {}
         if self._outcome is not None:
             try:
@@ -231,12 +215,7 @@ class RayResults:
 
     def _late(self, found: Mapping[int, RankResult], timeout: float | None) -> CallTimeoutError:
         late = sorted(rank for k, rank in enumerate(self._ranks) if k not in found)
-        return CallTimeoutError(
-            f"{self.label}() has not ended after a wait of {timeout:g} s; ranks {late} are running",
-            method=self.label,
-            ranks=late,
-            call_goes_on=True,
-        )
+        return CallTimeoutError.of_wait(self.label, timeout, late)
 
     def _look(self, found: dict[int, RankResult], seconds: float) -> None:
         """Wait for what is missing, and read what has come."""
@@ -252,21 +231,14 @@ class RayResults:
                 found[refs[ref]] = self._kept(refs[ref])[0]
 
     def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        """See `CallResults.locate`."""
         return locate(self, join, argument)
 
     def only(self, which: Sequence[int]) -> RayResults:
-        """See `CallResults.only`."""
         ranks, hosts = [self._ranks[k] for k in which], [self._hosts[k] for k in which]
         entries = [self._entries[k] for k in which]
         return RayResults(self.label, ranks, entries, len(which), hosts, self._outcome)
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        """See `CallResults.values`.
-
-        Raises:
-            ResultError: a result is lost, or cannot be fetched or unpickled.
-        """
         encoded: dict[int, Encoded | None] = {}
         refs: dict[int, Any] = {}
         for k in which:
@@ -329,9 +301,7 @@ class RayResults:
             raise self._lost(k, error) from error
 
     def _died(self, k: int, reason: str) -> WorkerDiedError:
-        rank, host = self._ranks[k], self._hosts[k]
-        text = f"rank {rank} died during {self.label}() ({host}): {reason}"
-        return WorkerDiedError(text, rank=rank, host=host, method=self.label, ranks=(rank,))
+        return WorkerDiedError.during(self.label, self._ranks[k], self._hosts[k], reason)
 
     def _lost(self, k: int, error: RayError) -> ResultError:
         rank, host = self._ranks[k], self._hosts[k]
@@ -386,7 +356,6 @@ class LocatedResults(Deferred):
         """See `dispatch.batch.Deferred`. The future was checked when the call was planned."""
 
     def locate(self, argument: DeferredArgument) -> tuple[CallResults, Located]:
-        """See `dispatch.batch.Deferred`."""
         try:
             found: dict[Parameter | None, Any] = ray.get(self._ref)
         except TaskCancelledError as error:
@@ -411,12 +380,8 @@ class LocatedResults(Deferred):
 
 
 def fetch(value: Any) -> Any:
-    """As in Ray, an ObjectRef given as an argument arrives as its value. Anything else is returned unchanged.
-
-    Raises:
-        RayTaskError: the task that computes it raised. Ray raises it as an instance of the task's own exception too.
-        ResultError: the object is lost.
-    """
+    """As in Ray, an ObjectRef given as an argument arrives as its value. Anything else is returned unchanged. A failed
+    task raises what Ray raises, a lost object a `ResultError`."""
     if not isinstance(value, ray.ObjectRef):
         return value
     try:
@@ -428,11 +393,7 @@ def fetch(value: Any) -> Any:
 
 
 def put(encoded: Encoded) -> ray.ObjectRef:
-    """Store encoded arguments in Ray's store.
-
-    Raises:
-        DispatchError: there is no room for them.
-    """
+    """Store encoded arguments in Ray's store; a `DispatchError` if there is no room for them."""
     try:
         return ray.put(encoded)
     except RayError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from single_controller.call.errors import ForkedProcessError
-from single_controller.ray.compat import death_seconds, free_resources
+from single_controller.ray.compat import free_resources
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +23,7 @@ HEALTH_CHECKS = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""Settings of a Ray that this library starts, and recommended for others: a node that is gone is noticed within 5
-seconds."""
-
-UNTUNED_SECONDS = 10.0
-"""A cluster that takes longer to notice that a node is gone gets a warning."""
-
-_checked: set[str | None] = set()
-"""The connections to Ray whose clusters were checked."""
-
+"""Settings of a Ray that this library starts: a node that is gone is noticed within 5 seconds."""
 
 _forked = False
 """Whether this process is a fork of one that was connected to Ray. A fork has none of Ray's threads, so a request to
@@ -64,12 +55,12 @@ def ensure_ray() -> None:
     if _forked:
         raise ForkedProcessError.of("the connection to Ray")
     if ray.is_initialized():
-        _check_cluster()
         return
     address = os.environ.get("RAY_ADDRESS") or "auto"
     if address != "local":
         try:
             ray.init(address=address)
+            return
         except ConnectionError as error:
             if address != "auto":
                 # Ray says so in its C++ log alone if the reason is the token.
@@ -79,30 +70,9 @@ def ensure_ray() -> None:
                     "host and on all hosts of the cluster, or set RAY_AUTH_MODE=disabled on all of them. See 'Several "
                     "hosts' in docs/hosts.md"
                 ) from error
-        else:
-            _check_cluster()
-            return
     cpus = max(LOCAL_CPUS, os.cpu_count() or 1)
     logger.info("no Ray cluster is running; starting a local one with %d logical CPUs", cpus)
     ray.init("local", num_cpus=cpus, include_dashboard=False, _system_config=HEALTH_CHECKS)
-
-
-def _check_cluster() -> None:
-    """Warn once of a cluster of several hosts that takes long to notice that one is gone."""
-    current = session()
-    if current in _checked:
-        return
-    _checked.add(current)
-    seconds, hosts = death_seconds(), {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    if len(hosts) > 1 and seconds > UNTUNED_SECONDS:
-        logger.warning(
-            "this Ray cluster has %d hosts, and may take up to %.0f s to notice that one of them has lost its power or "
-            "network. Calls wait that long for its ranks. To make it 5 s, start the head with: "
-            "ray start --head --system-config='%s'",
-            len(hosts),
-            seconds,
-            json.dumps(HEALTH_CHECKS),
-        )
 
 
 def session() -> str | None:

@@ -25,14 +25,14 @@ from dispatch.plan import CallPlan
 from single_controller.call.call import Call
 from single_controller.call.errors import PlacementError, WorkerDiedError
 from single_controller.call.transport import Sent
-from single_controller.call.worker.worker import RANK_ENVIRONMENT
+from single_controller.call.worker.worker import RANK_ENVIRONMENT, RankInfo
 from single_controller.ray import python_env
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.compat import death_of
 from single_controller.ray.placement.pool import RayResourcePool, local_ranks
 from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot
-from single_controller.ray.rank.actor import Location, StartMessage, actor_class
+from single_controller.ray.rank.actor import Location, actor_class
 from single_controller.ray.rank.devices import before_start
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
@@ -76,11 +76,8 @@ WaitForConstructors = Callable[[RayTransport, CallPlan, Callable[[Call], Sent]],
 def start(
     plan: StartPlan, wait: WaitForConstructors, again: bool = False, generation: int = 0
 ) -> tuple[RayTransport, tuple[str, int]]:
-    """Start the workers, and wait for their constructors. If it raises, all actors were ended.
-
-    Args:
-        again: whether workers of the same names were just ended, so that their names may still be taken.
-        generation: of the group that starts.
+    """Start the workers of a group, and wait for their constructors. If it raises, all actors were ended. ``again``:
+    whether workers of the same names were just ended, so that their names may still be taken.
 
     Returns:
         The transport, and the address and port of the rendezvous.
@@ -102,11 +99,8 @@ def start(
 
 def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: Any, generation: int) -> RayTransport:
     """End some ranks, dead or alive, and fill them with standbys or, where there is none, with new actors in their
-    slots. No user code runs on them before `join`. If it raises, the new actors were ended.
-
-    Returns:
-        The transport that follows the group's present one, for a group of this generation.
-    """
+    slots. No user code runs on them before `join`. If it raises, the new actors were ended. Returns the transport that
+    follows the group's present one, for a group of this generation."""
     _end(before, chosen)
     ranks, standbys = list(before.ranks), living_standbys(before)
     lost = [one.slot for one in before.standbys if one not in standbys]
@@ -374,13 +368,9 @@ def _transport(
     before: RayTransport | None = None,
     fresh: frozenset[int] = frozenset(),
 ) -> RayTransport:
-    """Return a transport to these ranks, each with what it is told when it joins.
-
-    Args:
-        generation: of the group when they have joined.
-        before: the group's transport so far; its links to ranks that are left are used again.
-        fresh: ranks with new processes, on which calls are to be repeated.
-    """
+    """Return a transport to these ranks, each with what it is told when it joins, for a group of this generation. Links
+    of the transport ``before`` to ranks that are left are used again. ``fresh``: ranks with new processes, on which
+    calls are to be repeated."""
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     homes = [rank.slot.home for rank in ranks if rank.slot is not None]
@@ -389,8 +379,8 @@ def _transport(
     for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True)):
         replacement = plan.collectives and number in fresh
         node_rank = node_ranks[nodes[number]]
-        message = StartMessage(number, len(ranks), *local, environment, node_rank, generation, replacement)
-        told.append(replace(rank, message=message))
+        info = RankInfo(number, len(ranks), *local, "", 0, node_rank, generation=generation, replacement=replacement)
+        told.append(replace(rank, message=(info, environment)))
     transport = RayTransport(told, plan.pool, {} if before is None else before.links)
     transport.fresh = fresh
     return transport
@@ -402,11 +392,7 @@ def _worker_environment(plan: StartPlan) -> dict[str, str]:
 
 
 def checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``worker_env``.
-
-    Raises:
-        TypeError, ValueError: it is invalid.
-    """
+    """Return ``worker_env``; a `TypeError` or `ValueError` if it is invalid."""
     if not isinstance(environment, Mapping):
         raise TypeError(f"worker_env is a dict of strings, got {environment!r}")
     for key, value in environment.items():
@@ -420,11 +406,7 @@ def checked_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def checked_master(address: str | None, port: int | str | None) -> tuple[str | None, int | None]:
-    """Return ``master_addr``, and ``master_port`` as a number.
-
-    Raises:
-        ValueError: one of them is invalid.
-    """
+    """Return ``master_addr``, and ``master_port`` as a number; a `ValueError` if one of them is invalid."""
     if address is not None and (not isinstance(address, str) or not address):
         raise ValueError(f"master_addr is a host name or address, got {address!r}")
     if port is None:

@@ -43,7 +43,7 @@ from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import LOCATE, TAKE, Location, StartMessage, running_calls
 from single_controller.ray.results import LocatedResults, RankReply, RayResults, one_line, put
 from single_controller.wire.connection import hub
-from single_controller.wire.handshake import CALL, CONCURRENT, JOIN
+from single_controller.wire.handshake import Kind
 from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Link, ask, wait_open
 
 logger = logging.getLogger(__name__)
@@ -66,45 +66,26 @@ FORGET_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's actor.
+    """One rank's actor."""
 
-    Attributes:
-        actor: its handle, a ray.actor.ActorHandle.
-        name: the actor's name.
-        location: where it runs.
-        slot: its slot in the pool; None in a group that did not start its workers.
-        message: what it was told at its start; likewise.
-    """
-
-    actor: Any
-    name: str
-    location: Location
-    slot: Slot | None = None
-    message: StartMessage | None = None
+    actor: Any  # its handle, a ray.actor.ActorHandle
+    name: str  # the actor's name
+    location: Location  # where it runs
+    slot: Slot | None = None  # its slot in the pool; None in a group that did not start its workers
+    message: StartMessage | None = None  # what it was told at its start; likewise
 
 
 @dataclass(frozen=True)
 class Standby:
-    """A process without a rank. It has imported the worker's class, and waits to replace a rank that dies.
+    """A process without a rank. It has imported the worker's class, and waits to replace a rank that dies."""
 
-    Attributes:
-        actor: its handle, a ray.actor.ActorHandle.
-        name: the actor's name.
-        slot: its slot in the pool.
-        prepared: a reference to its location and its resident memory in bytes, once it is ready.
-    """
-
-    actor: Any
-    name: str
-    slot: Slot
-    prepared: Any
+    actor: Any  # its handle, a ray.actor.ActorHandle
+    name: str  # the actor's name
+    slot: Slot  # its slot in the pool
+    prepared: Any  # a reference to its location and its resident memory in bytes, once it is ready
 
     def location(self) -> Location:
-        """Where it runs. Waits until it is ready.
-
-        Raises:
-            RayError: it has died, or the worker's class could not be imported.
-        """
+        """Where it runs. Waits until it is ready; a `RayError` if it has died, or cannot import the worker's class."""
         location: Location = ray.get(self.prepared)[0]
         return location
 
@@ -137,27 +118,18 @@ class RayTransport(Transport):
         ranks: the actors, in order of rank.
         pool: the pool that they run in. Kept alive as long as a call of theirs is.
         links: links of an earlier transport. Those of ranks that are left are used again, and the others closed.
-
-    Attributes:
-        links: by Ray's id of the actor.
-        standbys: processes without a rank in the same pool.
-        fresh: ranks with new processes, on which the calls to be repeated have not been repeated yet.
     """
 
     def __init__(
-        self, ranks: Sequence[Rank], pool: object = None, links: Mapping[bytes, Link] = MappingProxyType({})
+        self, ranks: Sequence[Rank], pool: object = None, links: Mapping[bytes, _HeldLink] = MappingProxyType({})
     ) -> None:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
-        self.links = {_key(rank): links.get(_key(rank)) or _link(rank) for rank in self.ranks}
+        self.links = {_key(rank): links.get(_key(rank)) or _HeldLink(rank) for rank in self.ranks}  # by the actor's id
         for key in links.keys() - self.links.keys():
-            links[key].close()
-        for link in self.links.values():
-            link.use()
-        # The hub keeps open connections, so a group that is dropped without being closed must give them up.
-        weakref.finalize(self, _release, list(self.links.values())).atexit = False
+            links[key].link.close()
         self._hosts = [f"{rank.location.hostname}, {rank.location.address}" for rank in self.ranks]
-        self._links = [self.links[_key(rank)] for rank in self.ranks]
+        self._links = [self.links[_key(rank)].link for rank in self.ranks]
         self._pool = pool
         self._pid = os.getpid()
         self._ray = ray_worker()
@@ -166,7 +138,8 @@ class RayTransport(Transport):
         self._asking = threading.Lock()
         self._suspects: dict[int, _Suspect] = {}
         self._located = itertools.count()
-        self.standbys: list[Standby] = []
+        self.standbys: list[Standby] = []  # processes without a rank in the same pool
+        # Ranks with new processes, on which the calls to be repeated have not been repeated yet
         self.fresh: frozenset[int] = frozenset()
 
     @property
@@ -209,7 +182,7 @@ class RayTransport(Transport):
                             inside.append(part)
                     frames[id(message)] = pickle.dumps(inside, protocol=5), beside
                 messages.append((rank, *frames[id(message)]))
-            kind = CONCURRENT if spec.registration.concurrent else CALL
+            kind = Kind.CONCURRENT if spec.registration.concurrent else Kind.CALL
             replies = self._send(kind, messages, spec.label, call)
         except BaseException:
             if withdraw is not None:
@@ -231,11 +204,7 @@ class RayTransport(Transport):
         return Sent(results, nbytes, withdraw)
 
     def check_reachable(self, ranks: Sequence[int]) -> None:
-        """Wait until connections to ranks are open.
-
-        Raises:
-            StartError: one cannot be opened although its process is alive.
-        """
+        """Wait until connections to ranks are open; a `StartError` if one is not although its process is alive."""
         closed = set(map(id, wait_open([self._links[rank] for rank in ranks], OPEN_SECONDS)))
         for rank in ranks if closed else ():
             if id(self._links[rank]) in closed and rank not in self.deaths():
@@ -255,15 +224,12 @@ class RayTransport(Transport):
             rendezvous: Ray's reference to the address and port.
             call: told when they have.
             leave: whether processes that have workers leave their process groups.
-
-        Raises:
-            StartError: only some ranks were reached.
         """
         messages = [
             (rank, pickle.dumps((self.ranks[rank].message, leave), protocol=5), [made, rendezvous]) for rank in chosen
         ]
         try:
-            replies = list(self._send(JOIN, messages, "__init__", call).values())
+            replies = list(self._send(Kind.JOIN, messages, "__init__", call).values())
         except PartlySentError as error:
             cause = error.__cause__
             raise StartError(
@@ -386,7 +352,7 @@ class RayTransport(Transport):
                     known[rank] = None
                 elif not suspect.asked and link.connected:  # again after each loss of the connection
                     suspect.asked = True
-                    link.ask("alive", suspect.take)
+                    link.ask("alive").add_done_callback(suspect.take)
                 if rank in known:
                     del self._suspects[rank]  # the next loss of contact is another one
         return known
@@ -405,11 +371,8 @@ class RayTransport(Transport):
             remove_pools_of(rank.actor for rank in self.ranks)
 
     def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Callable[[], None] | None]:
-        """Have the first rank locate the deferred arguments for all ranks. See `Executor.locate_arguments`.
-
-        Returns:
-            The plan with references to what that rank finds, and what ends its wait if it waits in vain.
-        """
+        """Have the first rank locate the deferred arguments for all ranks: see `Executor.locate_arguments`. Returns the
+        plan with references to what that rank finds, and what ends its wait if it waits in vain."""
         first = plan.ranks[0]
         values = [plan.whole, *(shard.values for shard in plan.shards)]
         wanted = [
@@ -446,39 +409,35 @@ class RayTransport(Transport):
         return replace(plan, whole=located[0], shards=shards), withdraw
 
 
-class _Suspect:
-    """A rank that may be dead.
+class _HeldLink:
+    """The link to a rank, for the transports that share it. It is closed with the last of them: the hub keeps open
+    connections, also of a group that is dropped without being closed."""
 
-    Attributes:
-        since: when the first question about it was asked, by the monotonic clock.
-        looked: when the last one was.
-        asked: whether it has been asked over a connection that has not been lost since.
-        answered: whether it has answered.
-    """
+    def __init__(self, rank: Rank) -> None:
+        if rank.location.wire is None:
+            raise ValueError(f"{rank.name} does not say where it listens")
+        self.link = Link(rank.location.wire)
+        # In the hub's thread: the garbage collector may have interrupted whoever holds the link's lock.
+        weakref.finalize(self, hub.soon, self.link.close).atexit = False
+
+
+class _Suspect:
+    """A rank that may be dead."""
 
     def __init__(self, now: float) -> None:
-        self.since = self.looked = now
-        self.asked = self.answered = False
+        self.since = now  # when the first question about it was asked, by the monotonic clock
+        self.looked = now  # when the last one was
+        self.asked = False  # whether it has been asked over a connection that has not been lost since
+        self.answered = False
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: Future[Answer]) -> None:
         """Take its answer, in the hub's thread, or that there will be none."""
-        self.asked = self.answered = answer.told
-
-
-def _release(links: Sequence[Link]) -> None:
-    for link in links:
-        hub.soon(link.release)  # not here: the garbage collector may have interrupted whoever holds its lock
+        self.asked = self.answered = answer.result().told
 
 
 def _key(rank: Rank) -> bytes:
     key: bytes = rank.actor._actor_id.binary()
     return key
-
-
-def _link(rank: Rank) -> Link:
-    if rank.location.wire is None:
-        raise ValueError(f"{rank.name} does not say where it listens")
-    return Link(rank.location.wire)
 
 
 def _cancel(replies: Sequence[RankReply]) -> None:

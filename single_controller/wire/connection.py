@@ -45,7 +45,7 @@ _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 class Hub:
     """Reads connections, and runs timers. `hub` is the process's instance.
 
-    Locks: ``_starting`` protects the start of the thread and the timers. It is a leaf. The selector needs none: the
+    Locks: ``_starting`` protects the start of the thread. It is a leaf. The selector needs none: the
     kernel's own may be changed while another thread waits in it, and Python's dictionary beside it changes atomically.
     """
 
@@ -57,13 +57,13 @@ class Hub:
         self._starting = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap, of the thread alone
+        self._new: queue.SimpleQueue[tuple[float, int, Callable[[], None]]] = queue.SimpleQueue()
         self._order = itertools.count()
-        self._soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._take_wake)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda _: self._woken.recv(4096))
 
     def _leave_to_parent(self) -> None:
         # Without shutdown: the connections are the parent's. A fork that kept one would hide the parent's death.
@@ -91,15 +91,11 @@ class Hub:
     def later(self, seconds: float, run: Callable[[], None]) -> None:
         """Run a short function in this thread."""
         self._start()
-        with self._starting:
-            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), run))
-        if threading.current_thread() is not self._thread:
-            with contextlib.suppress(BlockingIOError):
-                self._wake.send(b"\0")
+        self.soon(run, seconds)
 
-    def soon(self, run: Callable[[], None]) -> None:
+    def soon(self, run: Callable[[], None], seconds: float = 0.0) -> None:
         """Run a short function in this thread. Takes no lock: the garbage collector may call this, wherever it runs."""
-        self._soon.put(run)
+        self._new.put((time.monotonic() + seconds, next(self._order), run))
         with contextlib.suppress(OSError):  # it is full, so the thread wakes anyway
             self._wake.send(b"\0")
 
@@ -111,32 +107,22 @@ class Hub:
                     thread.start()
                     self._thread = thread
 
-    def _take_wake(self, _: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
-        while not self._soon.empty():
-            try:
-                self._soon.get()()
-            except Exception:  # whatever one did, the others are due too
-                logger.exception("a function that was to run soon has failed")
-
     def _run(self) -> None:
         while True:
             try:
-                with self._starting:
-                    left = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+                while not self._new.empty():
+                    heapq.heappush(self._timers, self._new.get())
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    try:
+                        heapq.heappop(self._timers)[2]()  # in no variable: it may be all that keeps its owner alive
+                    except Exception:  # whatever one did, the others are due too
+                        logger.exception("a function that was to run later has failed")
+                left = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
                 for key, events in self._selector.select(left):
                     try:
                         key.data(events)
                     except Exception:  # whatever one handler did, the other connections need this thread
                         logger.exception("a connection could not be handled")
-                while True:
-                    with self._starting:
-                        if not self._timers or self._timers[0][0] > time.monotonic():
-                            break
-                        _, _, run = heapq.heappop(self._timers)
-                    run()
-                    del run  # it may be all that keeps a connection's owner alive
             except Exception:
                 logger.exception("the thread that reads connections goes on after an error")
 
@@ -205,10 +191,6 @@ class Connection:
                 self._shut()
                 raise
 
-    def close(self) -> None:
-        """Close it, also for forks of this process. ``on_lost`` is not called."""
-        self._close()
-
     def forget(self) -> None:
         """In a fork: close the file, and leave the connection to the parent."""
         self._lost = True
@@ -218,7 +200,8 @@ class Connection:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _close(self) -> bool:
+    def close(self) -> bool:
+        """Close it, also for forks of this process, and return whether it was open. ``on_lost`` is not called."""
         with self._sending:
             if self._lost:
                 return False
@@ -238,11 +221,11 @@ class Connection:
                 self._receive()
         except OSError as error:
             self.timed_out = isinstance(error, TimeoutError)
-            if self._close():
+            if self.close():
                 self.on_lost(str(error) or type(error).__name__)
         except Exception as error:  # a frame that its reader does not understand
             logger.warning("a connection is closed after an error", exc_info=True)
-            if self._close():
+            if self.close():
                 self.on_lost(f"{type(error).__name__}: {error}")
 
     def _shake_hands(self) -> bool:

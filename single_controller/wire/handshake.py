@@ -19,8 +19,13 @@ KEY_BYTES = 32
 MAX_HANDSHAKE_BYTES = 128
 """More than any frame of the handshake has: a stranger cannot make the other side keep more."""
 
-NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN, REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, COMMAND, ANSWER = range(15)
-"""Kinds of frames. ``KEPT``: a reply whose value stays on the rank. ``BESIDE``: a reply that stays there as a whole."""
+
+class Kind:
+    """Kinds of frames. ``KEPT``: a reply whose value stays on the rank. ``BESIDE``: a reply that stays there whole."""
+
+    NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN = range(6)
+    REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, COMMAND, ANSWER = range(6, 15)
+
 
 _RECEIVED = struct.Struct("<Q")
 
@@ -30,20 +35,13 @@ WELCOME_BYTES = 32 + _RECEIVED.size
 
 
 class WireAddress(NamedTuple):
-    """Where a rank takes calls and commands.
+    """Where a rank takes calls and commands."""
 
-    Attributes:
-        host: the node's address.
-        port: the port.
-        key: what both sides know, 32 random bytes.
-        pid: the process.
-        frames: the file in its ``/proc`` folder to which it writes its Python frames: see `frames_file`; -1 without.
-    """
-
-    host: str
-    port: int
-    key: bytes
-    pid: int
+    host: str  # the node's address
+    port: int  # the port
+    key: bytes  # what both sides know, 32 random bytes
+    pid: int  # the process
+    # the file in its ``/proc`` folder to which it writes its Python frames: see `frames_file`; -1 without
     frames: int = -1
 
 

@@ -16,25 +16,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
 from single_controller.wire.handshake import (
-    ACK,
-    ANSWER,
-    BESIDE,
-    CANCEL,
-    COMMAND,
-    DROP,
-    HELLO,
-    KEPT,
     MAX_HANDSHAKE_BYTES,
-    NONCE,
-    REPLY,
-    WANT,
-    WELCOME,
     HandshakeError,
+    Kind,
     WireAddress,
     hello,
     new_nonce,
@@ -59,34 +49,21 @@ ACK_BYTES = 1 << 20
 
 
 class Answer(NamedTuple):
-    """What one rank answers to a command.
+    """What one rank answers to a command."""
 
-    Attributes:
-        text: what the command's handler returned, or why there is no answer.
-        ok: whether the handler succeeded.
-        told: whether the rank has answered at all. If not, it may do so later.
-    """
-
-    text: str
-    ok: bool = True
-    told: bool = True
+    text: str  # what the command's handler returned, or why there is no answer
+    ok: bool = True  # whether the handler succeeded
+    told: bool = True  # whether the rank has answered at all. If not, it may do so later.
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Reply:
-    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread.
+    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread."""
 
-    Attributes:
-        link: the link that carries the call.
-        number: number of the call on the link.
-        kind: ``REPLY``, ``KEPT`` or ``BESIDE`` once it has arrived.
-        payload: the frame that has arrived.
-    """
-
-    link: Link
-    number: int = field(default=0, init=False)
-    kind: int = field(default=0, init=False)
-    payload: bytes = field(default=b"", init=False)
+    link: Link  # the link that carries the call
+    number: int = field(default=0, init=False)  # number of the call on the link
+    kind: int = field(default=0, init=False)  # ``REPLY``, ``KEPT`` or ``BESIDE`` once it has arrived
+    payload: bytes = field(default=b"", init=False)  # the frame that has arrived
 
     def arrive(self) -> None:
         """It has arrived."""
@@ -105,18 +82,12 @@ class Link:
 
     Args:
         address: where the rank listens.
-
-    Attributes:
-        opened: set once the rank has been reached for the first time.
-        session: the id of this driver's session there.
-        users: how many transports have it. The last one to go closes it.
     """
 
     def __init__(self, address: WireAddress) -> None:
         self.address = address
-        self.opened = threading.Event()
-        self.session = new_nonce()
-        self.users = 0
+        self.opened = threading.Event()  # set once the rank has been reached for the first time
+        self.session = new_nonce()  # the id of this driver's session there
         self.lock = threading.RLock()
         self._connection: Connection | None = None
         self._dialling: Connection | socket.socket | None = None
@@ -125,7 +96,7 @@ class Link:
         self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
         # ``WANT`` and ``CANCEL`` frames. Repeated with each new connection, because a lost one would hold up a rank.
         self._notes: set[tuple[int, int]] = set()
-        self._asked: dict[int, Callable[[Answer], None]] = {}
+        self._asked: dict[int, Future[Answer]] = {}
         self._heard = time.monotonic()
         self._failures = 0  # dials since the last connection
         self._refused_since: float | None = None
@@ -163,34 +134,32 @@ class Link:
         """Tell the rank that the arguments of a call, or of a task with a higher number, will not come."""
         with self.lock:
             if number in self._unanswered or number > self._sent:
-                self._notes.add((CANCEL, number))
-                self._note(CANCEL, number)
+                self._notes.add((Kind.CANCEL, number))
+                self._note(Kind.CANCEL, number)
 
     def want(self, reply: Reply) -> bool:
         """Have the rank keep the reply to a call that has not arrived. Returns whether it does."""
         with self.lock:
             if reply.number not in self._unanswered:
                 return False
-            self._notes.add((WANT, reply.number))
-            self._note(WANT, reply.number)
+            self._notes.add((Kind.WANT, reply.number))
+            self._note(Kind.WANT, reply.number)
             return True
 
-    def ask(self, command: str, answer: Callable[[Answer], None]) -> None:
-        """Send a command. ``answer`` is called in the hub's thread, or at once if the rank cannot be reached."""
+    def ask(self, command: str) -> Future[Answer]:
+        """Send a command. The future is done in the hub's thread, or at once if the rank cannot be reached. Cancel it
+        to wait no longer."""
+        answer: Future[Answer] = Future()
         with self.lock:
             connection = self._connection
             if connection is not None:
                 self._sent += 1
+                self._asked = {number: one for number, one in self._asked.items() if not one.cancelled()}
                 self._asked[self._sent] = answer
-                self._send(connection, COMMAND, self._sent, command.encode())
-                return
-        host, port = self.address[:2]
-        answer(Answer(f"unknown: port {port} of {host} cannot be reached", ok=False, told=False))
-
-    def forget(self, answer: Callable[[Answer], None]) -> None:
-        """Wait for an answer no longer."""
-        with self.lock:
-            self._asked = {number: one for number, one in self._asked.items() if one is not answer}
+                self._send(connection, Kind.COMMAND, self._sent, command.encode())
+                return answer
+        _no_answer(answer, f"port {self.address.port} of {self.address.host} cannot be reached")
+        return answer
 
     def gone(self) -> str | None:
         """Why the process cannot live, as far as the network tells: "refused" or "silent"; None if it may live."""
@@ -214,11 +183,7 @@ class Link:
         return self._connection is not None
 
     def close(self, dead: str | None = None) -> None:
-        """Close the connection. What has not arrived is lost.
-
-        Args:
-            dead: why the rank's process has ended, if it has.
-        """
+        """Close the connection. What has not arrived is lost. ``dead``: why the rank's process has ended, if it has."""
         with self.lock:
             self._closed = self._closed or (dead or "the connection was closed", dead is not None)
             connection, self._connection = self._connection, None
@@ -229,19 +194,6 @@ class Link:
                 hub.remove(one)
             if one is not None:
                 one.close()
-
-    def use(self) -> None:
-        """Count another user."""
-        with self.lock:
-            self.users += 1
-
-    def release(self) -> None:
-        """Count one user less."""
-        with self.lock:
-            self.users -= 1
-            if self.users > 0:
-                return
-        self.close()
 
     def _note(self, kind: int, number: int) -> None:
         if self._connection is not None:
@@ -264,36 +216,36 @@ class Link:
             if reply is not None:
                 hub.soon(functools.partial(reply.lose, reason, dead=dead))  # not now: the caller holds the lock
         for answer in asked.values():
-            hub.soon(functools.partial(answer, Answer(f"unknown: {reason}", ok=False, told=False)))
+            hub.soon(functools.partial(_no_answer, answer, reason))
 
     # --- the hub's thread ---------------------------------------------------------------------------------------------
 
     def _take(self, connection: Connection, kind: int, number: int, _: int, payload: bytes) -> None:
         self._heard = time.monotonic()
-        if kind == ANSWER:
+        if kind == Kind.ANSWER:
             with self.lock:
                 answer = self._asked.pop(number, None)
-            if answer is not None:
+            if answer is not None and answer.set_running_or_notify_cancel():
                 text = payload.decode(errors="replace")
-                answer(Answer(text[1:], ok=text[:1] == "+"))
+                answer.set_result(Answer(text[1:], ok=text[:1] == "+"))
             return
-        if kind not in (REPLY, KEPT, BESIDE):
+        if kind not in (Kind.REPLY, Kind.KEPT, Kind.BESIDE):
             raise HandshakeError(f"it has sent a frame of kind {kind}")
         with self.lock:
             call = self._unanswered.pop(number, None)
             if call is None:
                 return  # a copy of a reply that has arrived before
             self._highest = max(self._highest, number)
-            self._notes -= {(WANT, number), (CANCEL, number)}
+            self._notes -= {(Kind.WANT, number), (Kind.CANCEL, number)}
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
             if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
-                self._send(connection, ACK, 0)
+                self._send(connection, Kind.ACK, 0)
             reply = call[2]()
             if reply is not None:
                 reply.kind, reply.payload = kind, payload
-            elif kind != REPLY:
-                self._note(DROP, number)  # if it is lost, the rank keeps the value as long as the session
+            elif kind != Kind.REPLY:
+                self._note(Kind.DROP, number)  # if it is lost, the rank keeps the value as long as the session
         if reply is not None:
             reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
 
@@ -330,12 +282,12 @@ class Link:
         def greet(kind: int, number: int, acknowledged: int, frame: bytes) -> None:
             nonlocal of_rank
             self._heard = time.monotonic()
-            if kind == NONCE:
+            if kind == Kind.NONCE:
                 of_rank = frame
                 proof = hello(self.address.key, of_rank, nonce, self.session)
                 with self.lock:
-                    connection.send(HELLO, 0, proof, self._acknowledged)
-            elif kind == WELCOME and of_rank:
+                    connection.send(Kind.HELLO, 0, proof, self._acknowledged)
+            elif kind == Kind.WELCOME and of_rank:
                 self._open(connection, welcomed(self.address.key, of_rank, nonce, self.session, frame))
             else:
                 raise HandshakeError("it does not follow the protocol")
@@ -383,7 +335,7 @@ class Link:
             if not self._closed:
                 self._redial(reason, tried=not welcomed_before)
         for answer in asked.values():
-            answer(Answer(f"unknown: the connection was lost: {reason}", ok=False, told=False))
+            _no_answer(answer, f"the connection was lost: {reason}")
 
     def _dial_failed(self, sock: socket.socket, code: int) -> None:
         sock.close()
@@ -432,32 +384,23 @@ class Session:
 
     Lock: ``changed`` protects all fields, and wakes who waits for parts or results. Frames are sent under it, so that
     they are in order also when the driver has dialled again.
-
-    Attributes:
-        key: the driver's id of the session.
-        connection: the driver's present connection, or None.
-        received: number of the last call that has arrived.
-        replies: number -> kind and payload of the replies that the driver has not acknowledged.
-        kept: number -> what the rank keeps of a call for `RankActor._sc_result`.
-        wanted: numbers of calls whose small replies are to be kept too.
-        given: numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
-        parts: number -> arguments that came beside the call.
-        cancelled: numbers of calls for which the driver has no arguments, because what computes them failed.
-        left: when the last connection was lost, by the monotonic clock.
     """
 
     def __init__(self, key: bytes) -> None:
-        self.key = key
+        self.key = key  # the driver's id of the session
         self.changed = threading.Condition()
-        self.connection: Connection | None = None
-        self.received = 0
+        self.connection: Connection | None = None  # the driver's present connection, or None
+        self.received = 0  # number of the last call that has arrived
+        # Number -> kind and payload of the replies that the driver has not acknowledged
         self.replies: dict[int, tuple[int, bytes]] = {}
-        self.kept: dict[int, Any] = {}
-        self.wanted: set[int] = set()
+        self.kept: dict[int, Any] = {}  # number -> what the rank keeps of a call for `RankActor._sc_result`
+        self.wanted: set[int] = set()  # numbers of calls whose small replies are to be kept too
+        # Numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
         self.given: set[int] = set()
-        self.parts: dict[int, tuple[Any, ...]] = {}
+        self.parts: dict[int, tuple[Any, ...]] = {}  # number -> arguments that came beside the call
+        # Numbers of calls for which the driver has no arguments, because what computes them failed
         self.cancelled: set[int] = set()
-        self.left = time.monotonic()
+        self.left = time.monotonic()  # when the last connection was lost, by the monotonic clock
 
     def reply(self, kind: int, number: int, payload: bytes, kept: Any = None) -> None:
         """Send the reply to a call, and keep it until it is acknowledged. ``kept``: for `take_kept`."""
@@ -502,52 +445,29 @@ class Session:
             self.given = {one for one in self.given if one > number}
 
 
+def _no_answer(answer: Future[Answer], reason: str) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(Answer(f"unknown: {reason}", ok=False, told=False))
+
+
 def ask(links: Mapping[int, Link], command: str, seconds: float) -> dict[int, Answer]:
-    """Send a command to ranks at once.
-
-    Args:
-        links: rank -> its link.
-        command: a command that they have a handler for.
-        seconds: how long they may take to answer.
-
-    Returns:
-        rank -> its answer, or why there is none.
-    """
-    answers: dict[int, Answer] = {}
-    all_here = threading.Event()
-    waiting: dict[int, Callable[[Answer], None]] = {}
-
-    def taker(rank: int) -> Callable[[Answer], None]:
-        def take(answer: Answer) -> None:
-            answers[rank] = answer
-            if len(answers) == len(links):
-                all_here.set()
-
-        return take
-
+    """Send a command to ranks at once, each over its link, and return rank -> its answer within ``seconds``, or why
+    there is none."""
     end = time.monotonic() + seconds
-    for rank, link in links.items():
-        waiting[rank] = taker(rank)
-        link.ask(command, waiting[rank])
-    if links:
-        all_here.wait(max(0.0, end - time.monotonic()))
-    for rank, link in links.items():
-        if rank not in answers:
-            link.forget(waiting[rank])
-    late = Answer(
-        f"unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL",
-        ok=False,
-        told=False,
-    )
-    found = {rank: answers.get(rank, late) for rank in links}
-    return {
-        rank: answer
-        if answer is not late
-        else late._replace(
-            text=f"{late.text}. Run `py-spy dump --native --pid {links[rank].address.pid}` on its host to see more"
+    asked = {rank: link.ask(command) for rank, link in links.items()}
+    wait(asked.values(), max(0.0, end - time.monotonic()))
+    answers = {}
+    for rank, answer in asked.items():
+        if not answer.cancel():
+            answers[rank] = answer.result()
+            continue
+        answers[rank] = Answer(
+            f"unknown: it did not answer within {seconds:g} s. Its process is stopped, or C code holds the GIL. Run "
+            f"`py-spy dump --native --pid {links[rank].address.pid}` on its host to see more",
+            ok=False,
+            told=False,
         )
-        for rank, answer in found.items()
-    }
+    return answers
 
 
 def ask_at(addresses: Mapping[int, WireAddress], command: str, seconds: float) -> dict[int, Answer]:

@@ -18,21 +18,10 @@ from collections.abc import Callable, Mapping
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, Connection, hub, tls_context
 from single_controller.wire.handshake import (
-    ACK,
-    ANSWER,
-    CALL,
-    CANCEL,
-    COMMAND,
-    CONCURRENT,
-    DROP,
-    HELLO,
-    JOIN,
     KEY_BYTES,
     MAX_HANDSHAKE_BYTES,
-    NONCE,
-    WANT,
-    WELCOME,
     HandshakeError,
+    Kind,
     WireAddress,
     new_nonce,
     received_text,
@@ -61,9 +50,6 @@ class Listener:
         commands: command -> what answers it, in a thread of its own. It must not acquire a lock of this library that a
             busy method may hold.
         frames: see `WireAddress`.
-
-    Attributes:
-        address: where it listens.
     """
 
     def __init__(
@@ -79,7 +65,7 @@ class Listener:
         self._listener = listen(host)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
-        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)
+        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)  # where it listens
         hub.add(self._listener, selectors.EVENT_READ, self._accept)
 
     def session(self, key: bytes) -> Session:
@@ -98,7 +84,7 @@ class Listener:
         nonce = new_nonce()
 
         def greeted(kind: int, number: int, acknowledged: int, frame: bytes) -> None:
-            if kind != HELLO:
+            if kind != Kind.HELLO:
                 raise HandshakeError("it does not follow the protocol")
             self._welcome(connection, nonce, frame, acknowledged)
 
@@ -117,7 +103,7 @@ class Listener:
             del self._strangers[oldest]
             oldest.close()
         hub.later(HANDSHAKE_SECONDS, too_late)
-        connection.send(NONCE, 0, nonce)
+        connection.send(Kind.NONCE, 0, nonce)
 
     def _welcome(self, connection: Connection, nonce: bytes, frame: bytes, acknowledged: int) -> None:
         key, proof = welcome(self.address.key, nonce, frame)
@@ -129,7 +115,7 @@ class Listener:
                 session.connection.close()
             session.connection = connection
             session.acknowledge(acknowledged)
-            connection.send(WELCOME, 0, received_text(proof, session.received))
+            connection.send(Kind.WELCOME, 0, received_text(proof, session.received))
             for number, (kind, payload) in session.replies.items():
                 connection.send(kind, number, payload)
         connection.on_frame = lambda *frame: self._take(session, connection, *frame)
@@ -139,31 +125,31 @@ class Listener:
     def _take(self, session: Session, connection: Connection, kind: int, number: int, acked: int, data: bytes) -> None:
         with session.changed:
             session.acknowledge(acked)
-            if kind in (CALL, CONCURRENT, JOIN):
+            if kind in (Kind.CALL, Kind.CONCURRENT, Kind.JOIN):
                 if number <= session.received:
                     return  # it has arrived already, and its reply is sent, or will be
                 session.received = number
-            elif kind == CANCEL:
+            elif kind == Kind.CANCEL:
                 session.cancelled.add(number)
                 session.changed.notify_all()
-            elif kind == WANT and number not in session.kept and number not in session.given:
+            elif kind == Kind.WANT and number not in session.kept and number not in session.given:
                 if number in session.replies:
                     session.kept[number] = session.replies[number][1], None
                     session.changed.notify_all()
                 else:
                     session.wanted.add(number)
-            elif kind == DROP:
+            elif kind == Kind.DROP:
                 session.kept.pop(number, None)
-        if kind in (CALL, CONCURRENT, JOIN):
+        if kind in (Kind.CALL, Kind.CONCURRENT, Kind.JOIN):
             self._on_call(kind, session, number, data)
-        elif kind == COMMAND:
+        elif kind == Kind.COMMAND:
             name = data.decode(errors="replace")
             thread = threading.Thread(target=self._answer, args=(connection, number, name), name="command", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the process has as many threads as it may have
                 self._answer(connection, number, name)
-        elif kind not in (ACK, CANCEL, WANT, DROP):
+        elif kind not in (Kind.ACK, Kind.CANCEL, Kind.WANT, Kind.DROP):
             raise HandshakeError(f"it has sent a frame of kind {kind}")
 
     def _answer(self, connection: Connection, number: int, name: str) -> None:
@@ -175,7 +161,7 @@ class Listener:
                 text = "+" + handler()
             except Exception as error:  # for example, a thread of the user's has changed what is being read
                 text = f"-{name} failed: {type(error).__name__}: {error}"
-        connection.send(ANSWER, number, text.encode(errors="replace")[:MAX_FRAME_BYTES])
+        connection.send(Kind.ANSWER, number, text.encode(errors="replace")[:MAX_FRAME_BYTES])
 
     @staticmethod
     def _lost(session: Session, connection: Connection) -> None:

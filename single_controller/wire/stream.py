@@ -112,16 +112,13 @@ class StreamListener:
         host: this host's address, where it listens.
         serve: gets each stream, in a thread of its own. What it raises as OSError or ValueError is logged.
         name: what the streams bring, for the threads' names and the log.
-
-    Attributes:
-        address: what `connect` needs.
     """
 
     def __init__(self, host: str, serve: Callable[[Stream], None], name: str) -> None:
         self._serve, self._name, self._closed = serve, name, False
         self._listener = listen(host)
         port = self._listener.getsockname()[1]
-        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid())
+        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid())  # what `connect` needs
         threading.Thread(target=self._accept, name=f"{name}-server", daemon=True).start()
 
     def close(self) -> None:
@@ -159,15 +156,8 @@ class StreamListener:
 
 
 def connect(address: WireAddress, end: float) -> Stream:
-    """Connect to a `StreamListener`.
-
-    Args:
-        address: of the listener.
-        end: when the stream gives up, as `time.monotonic` counts.
-
-    Raises:
-        OSError: nobody listens there, it does not know the key, or the time is over.
-    """
+    """Connect to a `StreamListener`, and give up at ``end``, as `time.monotonic` counts. An OSError if nobody listens
+    there, it does not know the key, or the time is over."""
     stream = Stream(socket.create_connection(address[:2], _left(end)), server=False, end=end)
     try:
         of_listener, nonce, session = stream.read(NONCE_BYTES), new_nonce(), new_nonce()

@@ -8,9 +8,7 @@ import zlib
 
 import numpy as np
 
-from single_controller import Dispatch, Execute, Worker, collect_all_to_all, register
-
-OTHERS = Execute.register("ALL_BUT_RANK_ZERO", lambda world_size: range(world_size - 1, 0, -1))
+from single_controller import Dispatch, Worker, collect_all_to_all, register
 
 START = (0, 0)
 """The state of a sequence of calls before the first one: how many there were, and a checksum of all of them."""
@@ -104,11 +102,6 @@ class Journal(Worker):
     @register(Dispatch.RANK_ZERO)
     def zero(self, call, data=None):
         with self._entry(call, "zero") as state:
-            return state, digest(data)
-
-    @register(Dispatch.ONE_TO_ALL, OTHERS)
-    def others(self, call, data=None):
-        with self._entry(call, "others") as state:
             return state, digest(data)
 
     @register(Dispatch.DP_COMPUTE)

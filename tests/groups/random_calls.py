@@ -161,11 +161,6 @@ class Sender:
         call, states = self.begin("zero", [0])
         return Request("zero", (call, data), (states[0], digest(data)))
 
-    def others(self):
-        data = self.data()
-        call, states = self.begin("others", range(self.size - 1, 0, -1))
-        return Request("others", (call, data), [(state, digest(data)) for state in states])
-
     def items(self):
         data = [self.data() for _ in self.all]
         call, states = self.begin("items", self.all)
@@ -240,8 +235,8 @@ class Sender:
 
     def of_argument(self, argument, value):
         """A call of one of several methods with an argument that somebody else computes. Without it, no method runs."""
-        method = self.rng.choice(["small", "small", "zero", "others"])
-        ranks = {"small": self.all, "zero": [0], "others": range(self.size - 1, 0, -1)}[method]
+        method = self.rng.choice(["small", "small", "zero"])
+        ranks = {"small": self.all, "zero": [0]}[method]
         if isinstance(value, Fails):
             self.number += 1
             return Request(method, ((self.name, self.number), argument), value)
@@ -411,7 +406,6 @@ REQUESTS = {
     "small": 30,
     "make": 5,
     "zero": 6,
-    "others": 6,
     "items": 6,
     "rows": 5,
     "by_layout": 5,
@@ -427,7 +421,7 @@ REQUESTS = {
 }
 """What is called, with weights."""
 
-VALUES = ("small", "make", "zero", "others", "items", "rows", "by_layout", "sleep")
+VALUES = ("small", "make", "zero", "items", "rows", "by_layout", "sleep")
 """Those that succeed, and whose futures may be arguments."""
 
 WAYS_WITHOUT_INTERRUPTS = {

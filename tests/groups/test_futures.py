@@ -37,7 +37,7 @@ from single_controller import (
     register,
     register_batch_type,
 )
-from single_controller.call.future import ComputedFuture, UnsentFuture, referenced
+from single_controller.call.future import ComputedFuture, ReferencedFuture
 
 TRANSPORTS = ("ray", "local", "local-threads")
 overlapping = pytest.mark.transports("ray", "local-threads")
@@ -889,7 +889,7 @@ class TestUnsentCalls:
     def test_blocking_calls_come_after_them(self, plain):
         async def main():
             sending_held(plain)
-            assert isinstance(plain.see.remote(1), UnsentFuture)
+            assert plain.see.remote(1)._sending is not None
             return plain.see(2)
 
         assert asyncio.run(main()) == [[1, 2]] * 2
@@ -905,7 +905,7 @@ class TestUnsentCalls:
     def test_with_references(self, plain):
         async def main():
             sending_held(plain)
-            return await referenced(plain.see.remote(1), lambda ref: None)
+            return await ReferencedFuture(plain.see.remote(1), lambda ref: None)
 
         assert asyncio.run(main()) == [[1]] * 2
 

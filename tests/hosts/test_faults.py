@@ -3,18 +3,13 @@
 Ray takes 12 s here to notice that a host is gone, so that a network that fails for 5 s is not taken for a death.
 """
 
-import json
-import re
 import textwrap
 import time
 
 import pytest
-from host_cluster import SETUP, cluster, window
+from host_cluster import SETUP, cluster
 from host_driver import Driver
-from host_network import Network
 from waits import wait_until
-
-from single_controller.ray.runtime import HEALTH_CHECKS
 
 pytestmark = [pytest.mark.full("faults between hosts: killed, cut off, slow"), pytest.mark.timeout(300)]
 
@@ -327,33 +322,6 @@ def test_process_group_of_hosts_whose_names_stand_for_the_loopback():
         )
         show("names that stand for 127.0.1.1", outcome)
         assert outcome.value == [1.0, 1.0], outcome.trace
-
-
-# --- clusters that others started ---------------------------------------------------------------------------
-
-
-def test_cluster_with_rays_default_settings_is_reported_once():
-    with Network(2) as network:
-        network.start_ray()
-        driver = Driver(network.hosts[0], SETUP)
-        driver.do(
-            """
-            import logging
-            heard = []
-            class Listener(logging.Handler):
-                def emit(self, record):
-                    heard.append(record.getMessage())
-            logging.getLogger("single_controller").addHandler(Listener())
-            for _ in range(2):
-                RayResourcePool([1], use_gpu=False).close()
-            """
-        )
-        (warning,) = driver.do("heard")
-        print(f"\n{warning}")
-        assert "2 hosts" in warning and "up to 65 s" in warning
-        config = json.loads(re.search(r"--system-config='(.*)'", warning).group(1))
-        assert (config, window(config)) == (HEALTH_CHECKS, 4.5)
-        driver.close()
 
 
 # --- data ---------------------------------------------------------------------------------------------------

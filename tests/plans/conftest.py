@@ -15,5 +15,4 @@ def registries(monkeypatch):
     for name, mode in modes._BUILT_IN.items():
         monkeypatch.setattr(built_in[name], "mode", mode)
     monkeypatch.setattr(modes.Dispatch, "_members", built_in)
-    monkeypatch.setattr(modes.Execute, "_members", {name: modes.Execute[name] for name in ("ALL", "RANK_ZERO")})
     register_batch_type(Table, **table_functions())

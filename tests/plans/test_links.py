@@ -18,18 +18,7 @@ from single_controller.call.errors import WorkerDiedError
 from single_controller.call.joining import RankResult
 from single_controller.ray.results import RankReply, RayResults
 from single_controller.wire import connection, link, listener, stream
-from single_controller.wire.handshake import (
-    CALL,
-    HELLO,
-    NONCE,
-    REPLY,
-    HandshakeError,
-    hello,
-    new_nonce,
-    received_text,
-    welcome,
-    welcomed,
-)
+from single_controller.wire.handshake import HandshakeError, Kind, hello, new_nonce, received_text, welcome, welcomed
 from single_controller.wire.link import Link, Reply, ask, ask_at
 from single_controller.wire.listener import Listener
 from single_controller.wire.stream import StreamListener, connect
@@ -52,11 +41,12 @@ class Rank:
         return "waited"
 
     def call(self, kind, session, number, payload):
-        assert kind == CALL
+        assert kind == Kind.CALL
         self.ran.append((number, payload))
-        threading.Timer(self.delay, session.reply, (REPLY, number, payload)).start() if self.delay else session.reply(
-            REPLY, number, payload
-        )
+        if self.delay:
+            threading.Timer(self.delay, session.reply, (Kind.REPLY, number, payload)).start()
+        else:
+            session.reply(Kind.REPLY, number, payload)
 
 
 @pytest.fixture
@@ -90,7 +80,7 @@ class Replied(Reply):
 
 def call(to_rank, payload):
     reply = Replied(to_rank)
-    to_rank.send(CALL, payload, reply)
+    to_rank.send(Kind.CALL, payload, reply)
     return reply
 
 
@@ -142,9 +132,9 @@ class TestHandshake:
         "sent",
         [
             b"GET / HTTP/1.0\r\n\r\n" * 20,
-            connection.HEADER.pack(1 << 30, HELLO, 0, 0),
-            connection.HEADER.pack(3, CALL, 1, 0) + b"now",
-            connection.HEADER.pack(16, NONCE, 0, 0) + b"n" * 16,
+            connection.HEADER.pack(1 << 30, Kind.HELLO, 0, 0),
+            connection.HEADER.pack(3, Kind.CALL, 1, 0) + b"now",
+            connection.HEADER.pack(16, Kind.NONCE, 0, 0) + b"n" * 16,
         ],
     )
     def test_strangers_are_dropped_and_others_served(self, rank, to_rank, sent):
@@ -184,7 +174,8 @@ class TestFrames:
     @given(st.lists(st.binary(max_size=40), max_size=8), st.data())
     def test_frames_arrive_whole_wherever_the_stream_is_split(self, payloads, data):
         stream = b"".join(
-            connection.HEADER.pack(len(payload), CALL, number, 0) + payload for number, payload in enumerate(payloads)
+            connection.HEADER.pack(len(payload), Kind.CALL, number, 0) + payload
+            for number, payload in enumerate(payloads)
         )
         cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
         ours, theirs = socket.socketpair()
@@ -331,7 +322,7 @@ class TestEncryption:
     def test_whoever_does_not_encrypt_gets_nowhere(self, rank):
         with socket.create_connection(rank.listener.address[:2], 5) as sock:
             sock.settimeout(5)
-            sock.sendall(connection.HEADER.pack(3, CALL, 1, 0) + b"now")
+            sock.sendall(connection.HEADER.pack(3, Kind.CALL, 1, 0) + b"now")
             heard = b""
             with contextlib.suppress(ConnectionError):
                 while data := sock.recv(4096):
@@ -442,10 +433,10 @@ class Told:
 
 def test_reply_that_cannot_be_read_is_a_lost_result():
     """Otherwise the connection would be closed, and whoever waits for the call would do so for ever."""
-    listener = Listener("127.0.0.1", lambda kind, session, number, _: session.reply(REPLY, number, b"garbage"), {})
+    listener = Listener("127.0.0.1", lambda kind, session, number, _: session.reply(Kind.REPLY, number, b"garbage"), {})
     to_rank, told = Link(listener.address), Told()
     reply = RankReply(to_rank, 0, "here", None, weakref.ref(told))
-    to_rank.send(CALL, b"", reply)
+    to_rank.send(Kind.CALL, b"", reply)
     wait_until(lambda: told.results)
     to_rank.close()
     assert told.results[0].failure.no_contact and "cannot be read" in told.results[0].failure.message

@@ -34,7 +34,7 @@ class Model:
         self.size, self.staleness, self.on_stale, self.order = groups_per_batch, max_staleness, on_stale, order
         self.window, self.interval = window or 2 * groups_per_batch, update_interval
         self.num_batches, self.limit = num_batches, float("inf") if max_filtered is None else max_filtered
-        self.state, self.born, self.partial = {}, {}, {}
+        self.state, self.born, self.partial, self.journal = {}, {}, {}, {}
         self.flat, self.trained, self.dropped = {}, [], []
         self.updates, self.updated_at = 1, 0
         self.keep, self.kept, self.updates_when, self.rewound = keep_batches, set(), {}, False
@@ -72,7 +72,8 @@ class Model:
         self.state[number] = "flying"
         if self.born.get(number) is None:
             self.born[number] = self.updates
-        return number, self.partial.pop(number, None)
+        self.journal[number] = self.partial.pop(number, None)
+        return number, self.journal[number]
 
     def drop(self, number):
         if number in self.undecided():
@@ -83,6 +84,7 @@ class Model:
 
     def arrive(self, number, born, flat):
         self.state[number], self.born[number] = "ready", born
+        self.journal.pop(number, None)
         if number not in self.decided():
             self.flat[number] = flat and self.flat.get(number, True)
         for other in self.filtered():
@@ -118,6 +120,7 @@ class Model:
         return [n for n in self.of("ready") if self.flat.get(n) and n not in decided]
 
     def give_back(self, number, partial):
+        self.journal.pop(number, None)
         if self.too_old(number):
             self.drop(number)
             return
@@ -180,8 +183,12 @@ class Model:
 
     def after_resume(self, lost):
         for number in [*self.of("flying"), *lost]:
-            self.state[number], self.born[number] = "pending", None
+            self.state[number] = "pending"
             self.partial.pop(number, None)
+            if (known := self.journal.pop(number, None)) is not None:
+                self.partial[number] = known
+            else:
+                self.born[number] = None
         self.first, self.kept = self.batches, set()
 
 
@@ -201,7 +208,7 @@ class History:
 
     def step(self):
         events = [self.begin, self.begin, self.put, self.put, self.put, self.give_back, self.take, self.take]
-        events += [self.update, self.send_again, self.save, self.resume, self.abort_expired, self.rewind]
+        events += [self.update, self.send_again, self.save, self.resume, self.abort_expired, self.rewind, self.journal]
         self.draw.choice(events)()
         self.check()
 
@@ -248,6 +255,13 @@ class History:
             partial = version if self.draw.random() < 0.5 else None
             self.buffer.give_back(number, partial)
             self.model.give_back(number, partial)
+
+    def journal(self):
+        """A report of the workers, or one that says nothing."""
+        if (number := self.one_in_flight()) is not None:
+            known = self.flying[number] if self.draw.random() < 0.8 else None
+            self.buffer.journal(number, known)
+            self.model.journal[number] = known
 
     def abort_expired(self):
         for number in self.buffer.expired():
@@ -339,6 +353,9 @@ class History:
             self.version += 1
             self.model.update()
             self.updates_at[self.version] = self.model.updates
+        for number in self.model.of("pending"):
+            if self.model.too_old(number):  # expired in flight
+                self.model.drop(number)
         self.model.updated_at = self.model.batches
         assert self.buffer.version == self.version and self.buffer.batches == self.model.batches
 

@@ -1,5 +1,6 @@
 // A simulated CUDA device for a CPU build of torch. Kernels run on the CPU by way of copies; the memory of the device
-// is not accessible at the addresses that tensors report; non-blocking copies happen when they are waited for.
+// is not accessible at the addresses that tensors report; non-blocking copies happen when they are waited for. Kernels
+// happen at once, and what a stream has not waited for is found by vector clocks.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -16,6 +17,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <torch/extension.h>
 #include <unistd.h>
 
@@ -56,7 +58,30 @@ const bool LAZY = env("SIMDEVICE_LAZY", 1), STRICT = env("SIMDEVICE_STRICT", 1);
 thread_local DeviceIndex the_device = 0;
 thread_local int inside = 0;            // a kernel: copies happen at once
 std::map<std::string, int64_t> counts;  // copies, host reads
+std::map<std::string, int64_t> moved;   // bytes by kind of copy
 std::vector<std::string> faults;
+void copied(const std::string& kind, size_t nbytes) {
+  Hold hold(lock);
+  counts[kind]++;
+  moved[kind] += nbytes;
+}
+
+// A folder of all processes of one run: what they have reserved on each device, and their faults.
+std::string session_file(const std::string& name) {
+  auto* folder = getenv("SIMDEVICE_SESSION");
+  if (!folder) return "";
+  mkdir(folder, 0700);
+  return std::string(folder) + "/" + name;
+}
+void fault(const std::string& what) {
+  Hold hold(lock);
+  faults.push_back(what);
+  int fd = ::open(session_file("faults").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (fd < 0) return;
+  auto line = what + "\n";
+  (void)!write(fd, line.data(), line.size());
+  close(fd);
+}
 
 // The ids of the devices that this process sees. As in CUDA, the list is fixed when memory is first allocated.
 std::vector<std::string> the_ids;
@@ -105,9 +130,12 @@ Region& new_region(int fd, size_t begin, size_t size, DeviceIndex device) {
 }
 
 // ---- streams
+struct Queue;
+using Clock = std::map<Queue*, uint64_t>;  // of each stream, the number of its last operation that came before
 struct Queue {
   std::deque<std::function<void()>> todo;
   uint64_t added = 0, done = 0;
+  Clock before;  // what this stream has waited for
 };
 std::map<std::pair<DeviceIndex, c10::StreamId>, Queue> queues;
 thread_local std::map<DeviceIndex, c10::StreamId> current;
@@ -147,7 +175,66 @@ struct Event {
   Queue* queue = nullptr;
   uint64_t until = 0;
   double time = 0;
+  Clock before;
 };
+
+// ---- order. An operation comes after another one of the same stream, after what its stream has waited for by events,
+// and after what the host had waited for. Two that use the same memory, of which one writes, must be ordered.
+Clock host_before;
+void join(Clock& clock, const Clock& other) {
+  for (auto& [queue, number] : other) clock[queue] = std::max(clock[queue], number);
+}
+Event reached(Queue& q) { return {&q, q.added, 0, q.before}; }
+void join(Clock& clock, const Event& e) {
+  if (!e.queue) return;
+  join(clock, e.before);
+  clock[e.queue] = std::max(clock[e.queue], e.until);
+}
+void host_waits(const Stream& s) {
+  Hold hold(lock);
+  drain(s);
+  join(host_before, reached(queue_of(s)));
+}
+void host_waits_for_device(DeviceIndex d) {
+  Hold hold(lock);
+  drain_device(d);
+  for (auto& [key, q] : queues)
+    if (key.first == d || d < 0) join(host_before, reached(q));
+}
+std::string name_of(Queue* queue) {
+  for (auto& [key, q] : queues)
+    if (&q == queue)
+      return (key.second < 0 ? "process group " : "stream ") + std::to_string(std::abs(key.second)) + " of device " +
+             std::to_string(key.first);
+  return "?";
+}
+struct Use {
+  size_t begin, end;  // bytes of the region
+  Queue* queue;
+  uint64_t number;
+  bool writes;
+  std::string what;
+};
+// Compare the last operation of a stream with the earlier uses of a block, and add it to them. What it makes superfluous
+// is dropped: whoever waits for it has waited for that too.
+void add_use(std::vector<Use>& uses, Use mine) {
+  auto after = [&](const Clock& clock, const Use& u) {
+    auto it = clock.find(u.queue);
+    return it != clock.end() && it->second >= u.number;
+  };
+  std::vector<Use> kept;
+  for (auto& u : uses) {
+    if (after(host_before, u)) continue;
+    const bool ordered = u.queue == mine.queue || after(mine.queue->before, u);
+    if (!ordered && u.begin < mine.end && mine.begin < u.end && (u.writes || mine.writes))
+      fault(mine.what + " on " + name_of(mine.queue) + (mine.writes ? " writes" : " reads") + " memory that " + u.what +
+            " on " + name_of(u.queue) + (u.writes ? " writes" : " reads") + ", and has not waited for it");
+    const bool covered = mine.begin <= u.begin && u.end <= mine.end && (mine.writes || !u.writes);
+    if (!ordered || !covered) kept.push_back(u);
+  }
+  kept.push_back(std::move(mine));
+  uses = std::move(kept);
+}
 
 // ---- allocator: per device a region; freed blocks are kept for the stream that allocated them
 struct Block {
@@ -161,10 +248,62 @@ struct Pool {
   std::map<std::pair<c10::StreamId, size_t>, std::vector<size_t>> cached;
   std::map<size_t, Block> used;
   std::vector<std::pair<size_t, Block>> limbo;
+  std::map<size_t, std::vector<Use>> uses;  // by the offset of the block; they outlive it, until its memory is given back
+  uint64_t* shared = nullptr;               // what each process has reserved; see `reserve`
+  int file = -1, slot = -1;
   size_t allocated = 0, reserved = 0, peak = 0, peak_reserved = 0;
   pid_t owner = 0;
 };
 std::map<DeviceIndex, Pool> pools;
+
+// All processes of a run share the memory of a device: each writes what it has reserved into a slot of a file, on which
+// it holds a lock for as long as it lives.
+constexpr int SLOTS = 1024;
+bool locked(int fd, int how, int slot) {
+  struct flock range {};
+  range.l_type = F_WRLCK;
+  range.l_start = slot;
+  range.l_len = 1;
+  return fcntl(fd, how, &range) == 0 && (how != F_GETLK || range.l_type != F_UNLCK);
+}
+void open_shared(Pool& p, const std::string& id) {
+  p.file = ::open(session_file("device-" + id).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (p.file < 0 || ftruncate(p.file, SLOTS * sizeof(uint64_t))) return;
+  p.shared = (uint64_t*)mmap(nullptr, SLOTS * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_SHARED, p.file, 0);
+  TORCH_CHECK(p.shared != MAP_FAILED, "mmap: ", strerror(errno));
+  for (p.slot = 0; p.slot < SLOTS && !locked(p.file, F_SETLK, p.slot);) ++p.slot;
+  TORCH_CHECK(p.slot < SLOTS, "too many processes use device ", id);
+  p.shared[p.slot] = 0;
+}
+size_t reserved_by_others(Pool& p) {
+  size_t sum = 0;
+  for (int slot = 0; p.shared && slot < SLOTS; ++slot) {
+    if (slot == p.slot || !p.shared[slot]) continue;
+    if (locked(p.file, F_GETLK, slot))
+      sum += p.shared[slot];
+    else
+      p.shared[slot] = 0;  // that process has ended
+  }
+  return sum;
+}
+bool reserve(Pool& p, size_t size) {
+  if (p.shared) locked(p.file, F_SETLKW, SLOTS);
+  const bool free = reserved_by_others(p) + p.reserved + size <= TOTAL;
+  if (free) p.peak_reserved = std::max(p.peak_reserved, p.reserved += size);
+  if (p.shared) {
+    p.shared[p.slot] = p.reserved;
+    struct flock range {};
+    range.l_type = F_UNLCK;
+    range.l_start = SLOTS;
+    range.l_len = 1;
+    fcntl(p.file, F_SETLK, &range);
+  }
+  return free;
+}
+size_t free_memory(Pool& p) {
+  const size_t used = p.reserved + reserved_by_others(p);
+  return used < TOTAL ? TOTAL - used : 0;
+}
 size_t rounded(size_t n) { return std::max<size_t>(512, (n + 511) / 512 * 512); }
 
 Pool& pool_of(DeviceIndex d) {
@@ -177,6 +316,7 @@ Pool& pool_of(DeviceIndex d) {
     TORCH_CHECK(fd >= 0 && !ftruncate(fd, TOTAL), "memfd: ", strerror(errno));
     p.region = &new_region(fd, 0, TOTAL, d);
     p.gaps[0] = TOTAL;
+    open_shared(p, ids()[d]);
   }
   return p;
 }
@@ -228,6 +368,8 @@ void settle(Pool& p, bool wait) {
       if (wait) drain(*e.queue, e.until);
       over = over && e.queue->done >= e.until;
     }
+    for (auto& e : block.users)
+      if (over) join(host_before, e);
     if (over)
       p.cached[{block.stream.id(), block.size}].push_back(at);
     else
@@ -236,15 +378,17 @@ void settle(Pool& p, bool wait) {
 }
 void empty_cache(DeviceIndex d) {
   Hold hold(lock);
-  drain_device(d);
+  host_waits_for_device(d);
   auto& p = pool_of(d);
   settle(p, true);
   for (auto& [key, list] : p.cached)
     for (auto at : list) {
       give_back(p, at, key.second);
+      p.uses.erase(at);
       p.reserved -= key.second;
     }
   p.cached.clear();
+  reserve(p, 0);
 }
 void* take(size_t n, DeviceIndex d) {
   if (!n) return nullptr;
@@ -263,18 +407,21 @@ void* take(size_t n, DeviceIndex d) {
     }
     for (auto& [begin, room] : p.gaps)
       if (room >= size) {
+        if (!reserve(p, size)) break;
         at = begin;
         auto rest = room - size;
         p.gaps.erase(begin);
         if (rest) p.gaps[at + size] = rest;
-        p.reserved += size;
-        p.peak_reserved = std::max(p.peak_reserved, p.reserved);
         break;
       }
     if (at == SIZE_MAX && !attempt) empty_cache(d);
   }
-  if (at == SIZE_MAX)
-    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory (simulated): tried to allocate " + std::to_string(n));
+  if (at == SIZE_MAX) {
+    auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
+    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory. Tried to allocate " + mib(n) + ". GPU " + std::to_string(d) +
+                                          " has a total capacity of " + mib(TOTAL) + " of which " + mib(free_memory(p)) +
+                                          " is free. This process has " + mib(p.reserved) + " memory in use. (simulated)");
+  }
   p.used.emplace(at, Block{size, s, {}});
   p.allocated += size;
   p.peak = std::max(p.peak, p.allocated);
@@ -283,6 +430,8 @@ void* take(size_t n, DeviceIndex d) {
     memset(shadow, 0xFF, size);
   else
     enqueue(s, [shadow, size] { memset(shadow, 0xFF, size); });  // NaN: what nobody wrote is noticed
+  auto& q = queue_of(s);
+  add_use(p.uses[at], {at, at + size, &q, q.added, true, "an allocation"});
   return p.region->base + at;
 }
 struct SimAllocator final : c10::DeviceAllocator {
@@ -313,7 +462,10 @@ struct SimAllocator final : c10::DeviceAllocator {
     p.peak = p.allocated;
     p.peak_reserved = p.reserved;
   }
-  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex d) override { return {TOTAL - pool_of(d).reserved, TOTAL}; }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex d) override { 
+    Hold hold(lock);
+    return {free_memory(pool_of(d)), TOTAL};
+  }
 } allocator;
 
 // ---- pinned memory
@@ -400,7 +552,7 @@ struct Hooks final : at::CUDAHooksInterface {
   int getNumGPUs() const override { return count(); }
   DeviceIndex current_device() const override { return the_device; }
   c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
-  void deviceSynchronize(DeviceIndex d) const override { drain_device(d); }
+  void deviceSynchronize(DeviceIndex d) const override { host_waits_for_device(d); }
   std::string showConfig() const override { return "simulated"; }
 #endif
   bool isBuilt() const override { return true; }
@@ -460,39 +612,48 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Hold hold(lock);
     auto& q = queue_of(s);
     if (!*e) *e = new Event;
-    *(Event*)*e = {&q, q.added, (double)clock() / CLOCKS_PER_SEC * 1e3};
+    *(Event*)*e = reached(q);
+    ((Event*)*e)->time = (double)clock() / CLOCKS_PER_SEC * 1e3;
   }
   void block(void* e, const Stream& s) const override {
     if (!e) return;
     Event copy = *(Event*)e;
     if (!copy.queue || copy.queue == &queue_of(s)) return;
+    Hold hold(lock);
     enqueue(s, [copy] { drain(*copy.queue, copy.until); });
+    join(queue_of(s).before, copy);
   }
   bool queryEvent(void* e) const override {
     if (!e) return true;
     Hold hold(lock);
     auto* v = (Event*)e;
-    return v->queue->done >= v->until;
+    if (v->queue->done < v->until) return false;
+    join(host_before, *v);
+    return true;
   }
   DeviceIndex deviceCount() const noexcept override { return count(); }
   bool queryStream(const Stream& s) const override {
     Hold hold(lock);
     auto& q = queue_of(s);
-    return q.done >= q.added;
+    if (q.done < q.added) return false;
+    join(host_before, reached(q));
+    return true;
   }
   void synchronizeStream(const Stream& s) const override {
     counts["sync:stream"]++;
-    drain(s);
+    host_waits(s);
   }
   void synchronizeEvent(void* e) const override {
     if (!e) return;
     counts["sync:event"]++;
     auto v = *(Event*)e;
+    Hold hold(lock);
     drain(*v.queue, v.until);
+    join(host_before, v);
   }
   void synchronizeDevice(const DeviceIndex d) const override {
     counts["sync:device"]++;
-    drain_device(d);
+    host_waits_for_device(d);
   }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override { allocator.recordStream(p, s); }
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
@@ -528,7 +689,29 @@ at::Tensor seen(const at::Tensor& t) {  // the same memory as a CPU tensor
   if (t.is_neg()) a._set_neg(true);
   return a;
 }
-const c10::Storage& storage_of(const at::Tensor& t) { return t.storage(); }
+void use(const at::Tensor& t, Queue& q, bool writes, const std::string& what) {  // by the last operation of a stream
+  if (!t.defined() || t.device().type() != KIND || t.layout() != at::kStrided || !t.has_storage() || !t.numel()) return;
+  Hold hold(lock);
+  auto* first = (char*)t.const_data_ptr();
+  auto* r = region_of(first);
+  if (!r) return;
+  auto& p = pools[r->device];
+  if (p.region != r) return;  // memory of another process
+  size_t elements = 1, at = first - r->base;
+  for (int64_t i = 0; i < t.dim(); ++i) elements += (t.size(i) - 1) * t.stride(i);
+  auto block = p.used.upper_bound(at);
+  if (block == p.used.begin()) return;
+  --block;
+  add_use(p.uses[block->first], {at, at + elements * t.itemsize(), &q, q.added, writes, what});
+}
+Queue& start_at_once(const Stream& s) {  // an operation that happens now, after what its stream has to do before
+  Hold hold(lock);
+  drain(s);
+  auto& q = queue_of(s);
+  ++q.added;
+  ++q.done;
+  return q;
+}
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   if (self.is_same(src) || !self.numel()) return self;
@@ -542,11 +725,19 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
     return self;
   }
   if (to && from) {
-    if (src.device() != self.device()) {
-      drain(stream_of(src.device().index()));
-      counts["copy:p2p"]++;
-    }
-    drain(s);
+    Hold hold(lock);
+    const bool peers = src.device() != self.device();
+    auto there = stream_of(src.device().index());
+    if (peers) {  // the two streams wait for each other, before and after
+      drain(there);
+      join(queue_of(s).before, reached(queue_of(there)));
+      copied("copy:p2p", self.nbytes());
+    } else
+      moved["copy:d2d"] += self.nbytes();
+    auto& q = start_at_once(s);
+    use(src, q, false, "a copy");
+    use(self, q, true, "a copy");
+    if (peers) join(queue_of(there).before, reached(q));
     seen(self).copy_(seen(src));
     return self;
   }
@@ -556,7 +747,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   const bool pin = is_pinned(there.const_data_ptr());
   if (to) {
     if (non_blocking && plain && pin) {
-      counts["copy:h2d async"]++;
+      copied("copy:h2d async", self.nbytes());
       char* d = host(self.data_ptr());
       const void* p = src.const_data_ptr();
       size_t n = src.numel() * src.itemsize();
@@ -564,7 +755,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
         auto weak = c10::weak_intrusive_ptr<c10::StorageImpl>(src.storage().getWeakStorageImpl());
         enqueue(s, [d, p, n] {
           if (!is_pinned(p)) {
-            faults.push_back("h2d copy from host memory that was freed before the copy was done");
+            fault("h2d copy from host memory that was freed before the copy was done");
             return;
           }
           memcpy(d, p, n);
@@ -573,8 +764,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
         auto keep = src.storage();
         enqueue(s, [d, p, n, keep] { memcpy(d, p, n); });
       }
+      use(self, queue_of(s), true, "a copy from the host");
     } else {
-      counts[non_blocking ? "copy:h2d staged" : "copy:h2d sync"]++;
+      copied(non_blocking ? "copy:h2d staged" : "copy:h2d sync", self.nbytes());
       auto tmp =
           at::empty_strided(self.sizes(), self.strides(), src.options().dtype(self.dtype()).pinned_memory(false));
       tmp.copy_(src.expand_as(self));
@@ -583,19 +775,20 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
         Below b;
         a.copy_(tmp);
       });
-      if (!non_blocking) drain(s);
+      use(self, queue_of(s), true, "a copy from the host");
+      if (!non_blocking) host_waits(s);
     }
     return self;
   }
   if (non_blocking && plain && pin) {
-    counts["copy:d2h async"]++;
+    copied("copy:d2h async", self.nbytes());
     void* p = self.data_ptr();
     char* d = host(src.const_data_ptr());
     size_t n = src.numel() * src.itemsize();
     if (is_registered(p))
       enqueue(s, [d, p, n] {
         if (!is_pinned(p)) {
-          faults.push_back("d2h copy to host memory that was freed before the copy was done");
+          fault("d2h copy to host memory that was freed before the copy was done");
           return;
         }
         memcpy(p, d, n);
@@ -604,10 +797,12 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
       auto keep = self.storage();
       enqueue(s, [d, p, n, keep] { memcpy(p, d, n); });
     }
+    use(src, queue_of(s), false, "a copy to the host");
     return self;
   }
-  counts[non_blocking ? "copy:d2h non_blocking but waits" : "copy:d2h sync"]++;
-  drain(s);
+  copied(non_blocking ? "copy:d2h non_blocking but waits" : "copy:d2h sync", self.nbytes());
+  use(src, start_at_once(s), false, "a copy to the host");
+  host_waits(s);
   self.copy_(seen(src));
   return self;
 }
@@ -645,8 +840,7 @@ void resize_storage(c10::StorageImpl* s, size_t n) {
   auto old = s->nbytes();
   auto data = allocator.allocate(n);
   if (auto size = std::min(old, n)) {
-    auto st = stream_of(s->device().index());
-    drain(st);
+    start_at_once(stream_of(s->device().index()));
     memcpy(host(data.get()), host(s->data()), size);
   }
   s->set_data_ptr_noswap(std::move(data));
@@ -662,8 +856,12 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
   return self;
 }
 at::Scalar local_scalar(const at::Tensor& self) {
-  if (!inside) counts["host read: item()"]++;
-  drain(stream_of(self.device().index()));
+  if (!inside) {
+    counts["host read: item()"]++;
+    auto s = stream_of(self.device().index());
+    use(self, start_at_once(s), false, "item()");
+    host_waits(s);
+  }
   Below below;
   return seen(self).item();
 }
@@ -729,7 +927,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(!STRICT, "Expected all tensors to be on the same device, but found at least two devices, ", *first,
                 " and ", t.device(), "! (", name, ")");
   };
-  auto each = [&](auto f) {
+  auto each = [](at::ArrayRef<c10::IValue> args, auto f) {
     for (const auto& v : args) {
       if (v.isTensor())
         f(v.toTensor());
@@ -741,15 +939,25 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         }
     }
   };
-  each(look);
-  if (!inside) each(check);
+  each(args, look);
+  if (!inside) each(args, check);
   auto s = stream_of(first ? first->index() : the_device);
   if (!inside) {
-    drain(s);
     Hold hold(lock);
+    auto& q = start_at_once(s);
+    for (size_t i = 0; i < n; ++i) {
+      const auto* alias = schema.arguments()[i].alias_info();
+      bool writes = alias && alias->isWrite();
+      if (alias)
+        for (auto& inner : alias->containedTypes()) writes = writes || inner.isWrite();
+      each(args.slice(i, 1), [&](const at::Tensor& t) { use(t, q, writes, name); });
+    }
     counts["kernels"]++;
     const bool told = name == "aten::repeat_interleave.Tensor" && !args[1].isNone();  // its output's size
-    if (WAITS.count(name) && !told) counts["host read: " + name]++;
+    if (WAITS.count(name) && !told) {
+      counts["host read: " + name]++;
+      host_waits(s);
+    }
     if (name == "aten::_index_put_impl_") count_waits_of_index_put(args);
   }
   std::optional<at::ScalarType> counted;  // CUDA counts integers, the CPU does not
@@ -788,23 +996,22 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 // ---- nccl: gloo, which works on copies. What a collective writes is in device memory when it is waited for, and garbage
-// before. Each device has one stream for all groups.
-Stream comm_stream(DeviceIndex d) { return Stream(Stream::UNSAFE, Device(KIND, d), -1); }
-
+// before. Each group has a stream of its own.
 struct SimNccl;
 struct Done : c10d::Work {
   c10::intrusive_ptr<c10d::Work> inner;
-  std::vector<at::Tensor> outputs, inputs, copies;  // inputs are compared with the copies that gloo reads
+  std::vector<at::Tensor> outputs, inputs;  // the inputs are kept until it is waited for, as nccl's are
   Device device;
-  uint64_t until = 0;
-  bool waited = false;
-  Done(std::vector<at::Tensor> outputs, Device device) : outputs(std::move(outputs)), device(device) {
+  Event end;
+  Done(std::vector<at::Tensor> outputs, Stream stream) : outputs(std::move(outputs)), device(stream.device()) {
     Hold hold(lock);
-    until = queue_of(comm_stream(device.index())).added;
+    end = reached(queue_of(stream));
   }
   bool isCompleted() override {
     if (inner && !inner->isCompleted()) return false;
-    drain(queue_of(comm_stream(device.index())), until);
+    Hold hold(lock);
+    drain(*end.queue, end.until);
+    join(host_before, end);
     return true;
   }
   bool isSuccess() const override { return true; }  // as nccl's, which only the group's error says
@@ -827,6 +1034,10 @@ struct SimNccl : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   c10::intrusive_ptr<Opts> opts;
   uint64_t number = 0;
+  const c10::StreamId stream = [] {
+    static std::atomic<c10::StreamId> last{0};
+    return --last;
+  }();
   const bool only_reports;  // TORCH_NCCL_ASYNC_ERROR_HANDLING=2: an error ends nothing, and the group has it
   std::shared_ptr<std::atomic<bool>> failed = std::make_shared<std::atomic<bool>>(false);
   bool aborted = false;
@@ -840,6 +1051,8 @@ struct SimNccl : c10d::Backend {
   using Ts = std::vector<T>;
   using Tss = std::vector<Ts>;
   const std::string getBackendName() const override { return "nccl"; }
+  Stream stream_on(Device d) const { return Stream(Stream::UNSAFE, d, stream); }
+  W done(Ts t) { return c10::make_intrusive<Done>(t, stream_on(t[0].device())); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return opts; }
   void setTimeout(std::chrono::milliseconds t) override { opts->timeout = t; }
   void setSequenceNumberForGroup() override {}
@@ -867,16 +1080,39 @@ struct SimNccl : c10d::Backend {
     return r;
   }
   // Results are written when the comm stream is waited for; `late` computes them from what gloo has made.
-  W start(W work, const Ts& outputs, const Ts& results, Ts inputs = {}, Ts copies = {},
-          std::function<void()> late = {}) {
+  struct Once : c10d::Work {  // gloo's sends and receives can be waited for only once
+    W inner;
+    std::mutex mutex;  // of the rest
+    bool waited = false;
+    std::exception_ptr error;
+    explicit Once(W w) : inner(std::move(w)) {}
+    bool isCompleted() override { return inner->isCompleted(); }
+    bool wait(std::chrono::milliseconds t) override {
+      std::lock_guard<std::mutex> one(mutex);
+      if (!waited) try {
+          inner->wait(t);
+        } catch (...) {
+          error = std::current_exception();
+        }
+      waited = true;
+      if (error) std::rethrow_exception(error);
+      return true;
+    }
+  };
+  W start(W given, const Ts& outputs, const Ts& results, Ts inputs, std::function<void()> late = {}) {
     ++number;
-    auto device = !outputs.empty() ? outputs[0].device() : inputs.empty() ? Device(KIND, the_device) : inputs[0].device();
+    W work = c10::make_intrusive<Once>(std::move(given));
+    auto device = (outputs.empty() ? inputs : outputs)[0].device();
+    auto stream = stream_on(device);
+    Hold hold(lock);
+    auto& q = queue_of(stream);
+    join(q.before, reached(queue_of(stream_of(device.index()))));
     {
       Below below;
       for (auto& t : outputs)
         if (t.numel()) memset(seen(t).data_ptr(), 0xFF, t.nbytes());
     }
-    enqueue(comm_stream(device.index()), [work, outputs, results, late, failed = failed] {
+    enqueue(stream, [work, outputs, results, late, failed = failed] {
       try {
         work->wait(kNoTimeout);
       } catch (const std::exception&) {
@@ -887,10 +1123,14 @@ struct SimNccl : c10d::Backend {
       if (late) late();
       for (size_t i = 0; i < outputs.size(); ++i) seen(outputs[i]).copy_(results[i].view(outputs[i].sizes()));
     });
-    auto done = c10::make_intrusive<Done>(outputs, device);
+    size_t nbytes = 0;
+    for (auto& t : inputs) use(t, q, false, "a collective");
+    for (auto& t : outputs) use(t, q, true, "a collective");
+    for (auto& t : outputs.empty() ? inputs : outputs) nbytes += t.nbytes();
+    copied("collective", nbytes);
+    auto done = c10::make_intrusive<Done>(outputs, stream);
     done->inner = only_reports ? W(c10::make_intrusive<Reported>(work)) : work;
     done->inputs = std::move(inputs);
-    done->copies = std::move(copies);
     return done;
   }
   struct Reported : c10d::Work {  // completes on failure as well
@@ -922,65 +1162,60 @@ struct SimNccl : c10d::Backend {
   }
   W broadcast(Ts& t, const c10d::BroadcastOptions& o) override {
     auto x = in(t);
-    if (rank_ == o.rootRank) return start(gloo->broadcast(x, o), {}, {}, t, x);
-    return start(gloo->broadcast(x, o), t, x);
+    if (rank_ == o.rootRank) return start(gloo->broadcast(x, o), {}, {}, t);
+    return start(gloo->broadcast(x, o), t, x, {});
   }
   W allreduce(Ts& t, const c10d::AllreduceOptions& given) override {
     auto o = given;
     bool avg = average(o);
     auto x = in(t);
-    return start(gloo->allreduce(x, o), t, x, {}, {}, scaled(avg, x));
+    return start(gloo->allreduce(x, o), t, x, t, scaled(avg, x));
   }
   W allreduce_coalesced(Ts& t, const c10d::AllreduceCoalescedOptions& o) override {
     for (auto& x : t) {
       Ts one{x};
       allreduce(one, o);
     }
-    return c10::make_intrusive<Done>(t, t[0].device());
+    return done(t);
   }
   W reduce(Ts& t, const c10d::ReduceOptions& given) override {
     auto o = given;
     bool avg = average(o);
     auto x = in(t);
     if (rank_ != o.rootRank) return start(gloo->reduce(x, o), {}, {}, t);
-    return start(gloo->reduce(x, o), t, x, {}, {}, scaled(avg, x));
+    return start(gloo->reduce(x, o), t, x, t, scaled(avg, x));
   }
   W allgather(Tss& out, Ts& t, const c10d::AllgatherOptions& o) override {
     auto x = in(t);
     Tss y;
     for (auto& l : out) y.push_back(in(l));
-    return start(gloo->allgather(y, x, o), flat(out), flat(y), t, x);
-  }
-  static bool overlaps(const T& x, const T& y) {
-    return (char*)x.data_ptr() < (char*)y.data_ptr() + y.nbytes() &&
-           (char*)y.data_ptr() < (char*)x.data_ptr() + x.nbytes();
+    return start(gloo->allgather(y, x, o), flat(out), flat(y), t);
   }
   W _allgather_base(T& out, T& t, const c10d::AllgatherOptions& o) override {
     auto x = in(t), y = in(out);
-    if (x.numel() * size_ == 0) return c10::make_intrusive<Done>(Ts{out}, out.device());
-    auto w = gloo->_allgather_base(y, x, o);
-    return overlaps(t, out) ? start(w, {out}, {y}) : start(w, {out}, {y}, {t}, {x});
+    if (x.numel() * size_ == 0) return done({out});
+    return start(gloo->_allgather_base(y, x, o), {out}, {y}, {t});
   }
   W allgather_into_tensor_coalesced(Ts& out, Ts& t, const c10d::AllgatherOptions& o) override {
     for (size_t i = 0; i < t.size(); ++i) _allgather_base(out[i], t[i], o);
-    return c10::make_intrusive<Done>(out, out[0].device());
+    return done(out);
   }
   W gather(Tss& out, Ts& t, const c10d::GatherOptions& o) override {
     auto x = in(t);
     Tss y;
     for (auto& l : out) y.push_back(in(l));
-    return start(gloo->gather(y, x, o), flat(out), flat(y), t, x);
+    return start(gloo->gather(y, x, o), flat(out), flat(y), t);
   }
   W scatter(Ts& out, Tss& t, const c10d::ScatterOptions& o) override {
     auto y = in(out);
     Tss x;
     for (auto& l : t) x.push_back(in(l));
-    return start(gloo->scatter(y, x, o), out, y, flat(t), flat(x));
+    return start(gloo->scatter(y, x, o), out, y, flat(t));
   }
   W _reduce_scatter_base(T& out, T& t, const c10d::ReduceScatterOptions& given) override {
     auto x = in(t);
     in(out);
-    return sum_scattered(out, x, given, overlaps(t, out) ? Ts{} : Ts{t});
+    return sum_scattered(out, x, given, {t});
   }
   W sum_scattered(T& out, T x, const c10d::ReduceScatterOptions& given, Ts inputs) {
     c10d::AllreduceOptions o;
@@ -989,22 +1224,22 @@ struct SimNccl : c10d::Backend {
     Below below;
     Ts sums{x.clone()};
     auto mine = sums[0].view(-1).narrow(0, out.numel() * rank_, out.numel());
-    return start(gloo->allreduce(sums, o), {out}, {mine}, inputs, inputs.empty() ? Ts{} : Ts{x}, scaled(avg, {mine}));
+    return start(gloo->allreduce(sums, o), {out}, {mine}, inputs, scaled(avg, {mine}));
   }
   W reduce_scatter(Ts& out, Tss& t, const c10d::ReduceScatterOptions& o) override {
     Ts parts;
     for (auto& x : in(t[0])) parts.push_back(x.view(-1));
     Below below;
-    return sum_scattered(out[0], at::cat(parts), o, {});
+    return sum_scattered(out[0], at::cat(parts), o, t[0]);
   }
   W reduce_scatter_tensor_coalesced(Ts& out, Ts& t, const c10d::ReduceScatterOptions& o) override {
     for (size_t i = 0; i < t.size(); ++i) _reduce_scatter_base(out[i], t[i], o);
-    return c10::make_intrusive<Done>(out, out[0].device());
+    return done(out);
   }
   W alltoall_base(T& out, T& t, std::vector<int64_t>& a, std::vector<int64_t>& b,
                   const c10d::AllToAllOptions& o) override {
     auto y = in(out), x = in(t);
-    return start(gloo->alltoall_base(y, x, a, b, o), {out}, {y}, {t}, {x});
+    return start(gloo->alltoall_base(y, x, a, b, o), {out}, {y}, {t});
   }
   W alltoall(Ts& out, Ts& t, const c10d::AllToAllOptions& o) override {
     Ts parts, results;
@@ -1026,36 +1261,29 @@ struct SimNccl : c10d::Backend {
       results.push_back(y.narrow(0, n, size));
       n += size;
     }
-    return start(gloo->alltoall_base(y, x, a, b, o), out, results);
+    return start(gloo->alltoall_base(y, x, a, b, o), out, results, t);
   }
   W send(Ts& t, int to, int tag) override {
     auto x = in(t);
-    return start(gloo->send(x, to, tag), {}, {}, t, x);
+    return start(gloo->send(x, to, tag), {}, {}, t);
   }
   W recv(Ts& t, int from, int tag) override {
     auto x = in(t);
-    return start(gloo->recv(x, from, tag), t, x);
+    return start(gloo->recv(x, from, tag), t, x, {});
   }
   W barrier(const c10d::BarrierOptions& o) override {
-    drain_device(the_device);
+    host_waits_for_device(the_device);
     gloo->barrier(o)->wait(kNoTimeout);
-    return c10::make_intrusive<Done>(Ts{}, Device(KIND, the_device));
+    return c10::make_intrusive<Done>(Ts{}, stream_on(Device(KIND, the_device)));
   }
 };
 bool Done::wait(std::chrono::milliseconds timeout) {
   if (inner) inner->wait(timeout);
-  {
-    Below below;
-    for (size_t i = 0; !waited && i < copies.size(); ++i) {
-      if (!inputs[i].numel() || inputs[i].storage().nbytes() < inputs[i].nbytes()) continue;  // freed by resize_(0)
-      if (memcmp(seen(inputs[i]).data_ptr(), copies[i].data_ptr(), inputs[i].nbytes()))
-        faults.push_back("the input of a collective was changed before the collective was waited for");
-    }
-  }
-  waited = true;
-  auto until = this->until;
-  auto* queue = &queue_of(comm_stream(device.index()));
-  enqueue(stream_of(device.index()), [queue, until] { drain(*queue, until); });
+  Hold hold(lock);
+  auto here = stream_of(device.index());
+  enqueue(here, [queue = end.queue, until = end.until] { drain(*queue, until); });
+  join(queue_of(here).before, end);
+  inputs.clear();
   return true;
 }
 }  // namespace
@@ -1077,6 +1305,8 @@ TORCH_LIBRARY_IMPL(aten, KEY, m) {
   m.impl("set_.source_Storage", set_source);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_none);
+  m.impl("record_stream",
+         [](at::Tensor& t, Stream s) { allocator.recordStream(t.storage().data_ptr(), s); });
 #ifdef SIMDEVICE_NPU  // as extensions do, so that a tensor may take the memory of one on the CPU, and the reverse
   m.impl("_has_compatible_shallow_copy_type", [](const at::Tensor&, const at::Tensor&) { return true; });
 #endif
@@ -1107,7 +1337,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "synchronize",
       [](int d) {
         counts["sync:device"]++;
-        drain_device(d);
+        host_waits_for_device(d);
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("empty_cache", [] { empty_cache(the_device); });
@@ -1116,7 +1346,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto& p = pool_of(d);
     return std::map<std::string, size_t>{{"allocated", p.allocated}, {"reserved", p.reserved},
                                          {"peak", p.peak},           {"peak_reserved", p.peak_reserved},
-                                         {"total", TOTAL},           {"free", TOTAL - p.reserved}};
+                                         {"total", TOTAL},           {"free", free_memory(p)}};
   });
   m.def("reset_peak", [](int d) { allocator.resetPeakStats(d); });
   m.def("generator", [](int d) { return default_generator(d); });
@@ -1126,6 +1356,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto c = counts;
     if (reset) counts.clear();
     return c;
+  });
+  m.def("moved", [](bool reset) {
+    Hold hold(lock);
+    auto m = moved;
+    if (reset) moved.clear();
+    return m;
   });
   m.def("faults", [] { return faults; });
   m.def("opened", [] {  // regions of other processes
@@ -1153,7 +1389,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     TORCH_CHECK(r, "no device memory");
     auto& p = pools[r->device];
     TORCH_CHECK(p.region == r, "memory of another process cannot be shared again");
-    drain(stream_of(r->device));  // the real one records an event
+    drain(stream_of(r->device));  // the real one records an event, which the other process waits for
     return std::make_tuple((int)r->device, (int)getpid(), r->fd, (size_t)((char*)s.data() - r->base), s.nbytes());
   });
   m.def("open", [](int pid, int fd, size_t at, size_t n, int device, py::object tensor_dtype) {

@@ -2,22 +2,32 @@
 
 `hook` is called before torch is imported, by ``boot/sitecustomize.py`` in every process that has that folder on
 PYTHONPATH and ``SIMDEVICE=1``: torch asks for its CUDA hooks once, while it is imported. `simdevice.cpp` has the device
-itself: memory that the host cannot read, streams whose copies happen as late as is legal, random numbers, IPC, and
-"nccl" over gloo. This file puts it in the place of what `torch.cuda` takes from a build with CUDA.
+itself: memory that the host cannot read, streams whose copies and collectives happen as late as is legal, random
+numbers, IPC, and "nccl" over gloo. This file puts it in the place of what `torch.cuda` takes from a build with CUDA.
+
+Kernels happen at once. That two streams use the same memory in no order is found all the same: vector clocks tell what
+each stream, and the host, has waited for, and each block of memory knows its last uses. It is a *fault*, as is pinned
+memory that is freed under a copy: ``torch._simdevice.faults()`` has those of the process, and the file `faults` in the
+session's folder those of all.
 
 Environment: ``SIMDEVICE_DEVICES``, the number of devices (16); ``SIMDEVICE_BYTES``, the memory of each (8 GiB);
-``CUDA_VISIBLE_DEVICES`` as usual: it is read when a process first uses a device, which may be after torch was imported.
+``SIMDEVICE_SESSION``, a folder that the processes of a run have in common, by which they share that memory: the first
+one sets it; ``CUDA_VISIBLE_DEVICES`` as usual: it is read when a process first uses a device, which may be after torch
+was imported.
 
-Not simulated: kernels run at once, so what is missing between the kernels of two streams is not found; CUDA graphs,
-triton and flash kernels, the device's side of profiles, speed. Processes do not share the budget of a device.
+Not simulated: the order of uses of host memory by the kernels of two streams, and of device memory by two processes
+(their copies are late all the same); CUDA graphs, triton and flash kernels, the device's side of profiles, speed.
 """
 
+import atexit
 import contextlib
 import ctypes
 import datetime
 import importlib.util
 import os
+import shutil
 import sys
+import time
 import types
 import uuid
 
@@ -29,7 +39,16 @@ KIND = device_type()
 
 def hook():
     """Have the device installed when torch is imported."""
+    if "SIMDEVICE_SESSION" not in os.environ:
+        folder = f"/dev/shm/simdevice-{os.getpid()}-{time.time_ns()}"  # made when it is needed
+        os.environ["SIMDEVICE_SESSION"] = folder
+        atexit.register(_end_session, folder, os.getpid())
     sys.meta_path.insert(0, _Finder())
+
+
+def _end_session(folder, process):
+    if os.getpid() == process:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Finder:

@@ -51,6 +51,7 @@ def left_behind():
         ({"gpu_memory_utilisation": 0.5}, "no engine argument 'gpu_memory_utilisation'; did you mean 'gpu_memory_util"),
         ({"logprobs_mode": "raw_logprobs"}, "'logprobs_mode' is always 'processed_logits', got 'raw_logprobs'"),
         ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is always 1, got 2"),
+        ({"enable_chunked_prefill": True}, "'enable_chunked_prefill' is always False on the CPU, got True"),
         ({"dtype": "float32"}, "'dtype' is set by VLLMEngine's own argument 'param_dtype'"),
     ],
 )
@@ -130,6 +131,17 @@ class TestLlama(EngineContract):
         (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
         subject.check(completion, [5, 9, 2], {2: new})
         subject.update(first, 1)
+
+    def test_more_prompts_than_a_step_computes(self, subject, first):
+        prompts = [[1 + (row + place) % 30 for place in range(500)] for row in range(9)]  # a step has 2,048 tokens
+        running = subject.engine.submit([5, 9, 2], SamplingParams(400), "running", seed=0)
+        made = subject.engine.generate(prompts, SamplingParams(4), range(9))
+        for prompt, completion in zip(prompts, made, strict=True):
+            subject.check(completion, prompt, {1: first})
+        (alone,) = subject.engine.generate(prompts[4:5], SamplingParams(4), [4])
+        assert alone.token_ids == made[4].token_ids
+        subject.engine.abort(["running"])
+        assert running.result(SECONDS).finish_reason == "abort"
 
     def test_update_without_tensors_changes_nothing(self, subject, first):
         before = subject.engine.generate(PROMPTS, SamplingParams(8), SEEDS)

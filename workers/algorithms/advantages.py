@@ -251,13 +251,16 @@ def length_adaptive_lambda(loss_mask: torch.Tensor, alpha: float) -> torch.Tenso
     return 1 - 1 / (alpha * (loss_mask != 0).sum(1).double()).clamp(min=1)
 
 
-def baseline_sums(returns: torch.Tensor, energies: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def baseline_sums(
+    returns: torch.Tensor, energies: torch.Tensor, loss_mask: torch.Tensor, shares: torch.Tensor | None = None
+) -> torch.Tensor:
     """What `token_baselines` is made of: sums over completions of one group.
 
     Args:
         returns: (n, T), the rewards from each token on.
         energies: (n, T), of each token; they are added up along the completion here.
         loss_mask: (n, T), not 0 for tokens that count.
+        shares: (n,), factors of the first two sums: 1 / k for completions of k rows. None for 1.
 
     Returns:
         (3, T) float64: sums of return times energy, of energy, and of 1, over the completions that have a t-th token
@@ -265,6 +268,8 @@ def baseline_sums(returns: torch.Tensor, energies: torch.Tensor, loss_mask: torc
     """
     order, inside = counted_first(loss_mask != 0)
     energy = torch.where(inside, energies.double().gather(1, order), 0.0).cumsum(1) * inside
+    if shares is not None:
+        energy = energy * shares[:, None]
     return torch.stack(
         [(torch.where(inside, returns.double().gather(1, order), 0.0) * energy).sum(0), energy.sum(0), inside.sum(0)]
     )

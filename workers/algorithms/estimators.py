@@ -11,14 +11,18 @@ the means and deviations of their groups: what they earned is known, and without
 biased towards what is kept. They have none in whitening, in the optimal token baseline and in the critic's loss, which
 are over the tokens that are trained. verl does the same with rejected completions; the overlong filtering of NeMo-RL
 and SkyRL keeps the rewards in the groups, too.
+
+A rollout of several rows (``rollout_ids``) counts once in its group, whatever its number of rows: its length and its KL
+divergence are the sums over them. All its rows get its advantage. Estimators that go from token to token take each row
+as a sequence of its own, and whitening is over all tokens.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +42,7 @@ from workers.algorithms.advantages import (
     whiten,
 )
 from workers.algorithms.losses import kl_estimate
-from workers.data.rollout_data import REWARD_PART, RolloutDataError
+from workers.data.rollout_data import REWARD_PART, RolloutDataError, rollout_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,9 @@ NEEDS = {
 }
 """The entries of the rollout data that each estimator needs; with ``kl_coef`` log-probabilities too."""
 
+TOKEN_REWARDS = frozenset({"gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"})
+"""The estimators that go from token to token, and so take ``token_rewards`` instead of ``rewards`` if there are any."""
+
 
 def missing(name: str, estimator: str) -> RolloutDataError:
     """The error for an entry that an estimator needs."""
@@ -77,7 +84,7 @@ def check_groups(group_ids: torch.Tensor, estimator: str) -> int:
     """Return how many completions are alone in their groups.
 
     Args:
-        group_ids: (N,), of the rows of all ranks.
+        group_ids: (N,), of the rollouts of all ranks.
         estimator: name of an estimator that compares the completions of a group.
 
     Raises:
@@ -110,6 +117,14 @@ class AdvantageRows:
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     estimator: str = ""
+    _known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What was gathered once for all calls. Not a `cached_property`: all instances share its lock in Python 3.11, so
+    ranks that are threads would wait for each other in it."""
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._known:
+            self._known[name] = make()
+        return self._known[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return an entry of this rank's rows.
@@ -127,16 +142,50 @@ class AdvantageRows:
         counts = self["loss_mask"] != 0
         return counts & ~self.data["left_out"][:, None] if "left_out" in self.data else counts
 
-    def everywhere(self, entry: str | torch.Tensor) -> torch.Tensor:
-        """Return an entry of the rows of all dp ranks, (N, ...), in the order of the ranks.
+    @property
+    def _rollouts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `rollout_numbers` returns for the rows of all dp ranks; None if each row is a rollout."""
+        if "rollout_ids" not in self.data:
+            return None
+        made: tuple[torch.Tensor, torch.Tensor] = self._once(
+            "rollouts", lambda: rollout_numbers(torch.cat(self.gather(self.data["rollout_ids"])))
+        )
+        return made
+
+    def everywhere(self, entry: str | torch.Tensor, reduce: Literal["first", "sum", "amax"] = "first") -> torch.Tensor:
+        """Return an entry of the rollouts of all dp ranks, (N,), in the order of the ranks, or of ``rollout_ids`` if
+        there are any.
 
         Args:
-            entry: its name, or this rank's values, (B, ...).
+            entry: its name, or this rank's values, (B,). If it has more dims, all rows are returned.
+            reduce: what a rollout of several rows has: the value of one of them, which is right for what is the same in
+                all, or their sum or maximum.
         """
-        return torch.cat(self.gather(self[entry] if isinstance(entry, str) else entry))
+        values = torch.cat(self.gather(self[entry] if isinstance(entry, str) else entry))
+        if self._rollouts is None or values.dim() > 1:
+            return values
+        numbers, first = self._rollouts
+        if reduce == "first":
+            return values[first]
+        return values[first].scatter_reduce(0, numbers, values, reduce, include_self=False)
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """(B,) int64, for each of this rank's rows the place of its rollout in what `everywhere` returns."""
+        lengths = self._once("lengths", lambda: self.gather(len(self["input_ids"])))
+        begin = sum(lengths[: self.rank])
+        rows = torch.arange(begin, begin + lengths[self.rank])
+        return rows if self._rollouts is None else self._rollouts[0][rows]
+
+    @property
+    def shares(self) -> torch.Tensor:
+        """(B,) float64, 1 / the number of rows of each row's rollout. The sum over all ranks is the number of
+        rollouts."""
+        return 1 / self.own(self.everywhere(torch.ones(len(self["input_ids"]), dtype=torch.float64), "sum"))
 
     def groups(self) -> torch.Tensor:
-        """Return the ``group_ids`` of all dp ranks, (N,), and warn of completions that are alone in theirs.
+        """Return the ``group_ids`` of the rollouts of all dp ranks, (N,), and warn of rollouts that are alone in
+        theirs.
 
         Raises:
             RolloutDataError: see `check_groups`.
@@ -157,11 +206,9 @@ class AdvantageRows:
         """Return the B values of this rank's rows.
 
         Args:
-            values: (N, ...), for the rows of all dp ranks.
+            values: (N, ...), for the rollouts of all dp ranks.
         """
-        lengths = self.gather(len(self["input_ids"]))
-        begin = sum(lengths[: self.rank])
-        return values[begin : begin + lengths[self.rank]]
+        return values[self.numbers]
 
     def whitened(self, advantages: torch.Tensor) -> torch.Tensor:
         """Normalize (B, T) advantages over the tokens of all dp ranks that count, to mean 0 and variance 1."""
@@ -171,26 +218,25 @@ class AdvantageRows:
 
 def grpo(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """GRPO, and Dr. GRPO without ``grpo_std_normalization``: see `group_advantages`."""
-    rewards, groups = rows.everywhere(row_rewards(rows, args)), rows.groups()
+    rewards, groups = rollout_rewards(rows, args), rows.groups()
     return rows.own(group_advantages(rewards, groups, divide_by_std=args.grpo_std_normalization))
 
 
 def rloo(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """RLOO: see `leave_one_out_advantages`."""
-    return rows.own(leave_one_out_advantages(rows.everywhere(row_rewards(rows, args)), rows.groups()))
+    return rows.own(leave_one_out_advantages(rollout_rewards(rows, args), rows.groups()))
 
 
 def opo(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """OPO: see `optimal_baseline_advantages`."""
-    lengths = (rows["loss_mask"] != 0).sum(1)
-    rewards = rows.everywhere(row_rewards(rows, args))
-    return rows.own(optimal_baseline_advantages(rewards, rows.everywhere(lengths), rows.groups()))
+    lengths = rows.everywhere((rows["loss_mask"] != 0).sum(1), "sum")
+    return rows.own(optimal_baseline_advantages(rollout_rewards(rows, args), lengths, rows.groups()))
 
 
 def grpo_passk(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """Pass@k with k = ``passk_k``, divided by the group's standard deviation with ``grpo_std_normalization``: see
     `pass_at_k_advantages`."""
-    rewards, groups = rows.everywhere(row_rewards(rows, args)), rows.groups()
+    rewards, groups = rollout_rewards(rows, args), rows.groups()
     return rows.own(pass_at_k_advantages(rewards, groups, args.passk_k, divide_by_std=args.grpo_std_normalization))
 
 
@@ -242,10 +288,12 @@ def optimal_token_baseline(rows: AdvantageRows, args: Any) -> torch.Tensor:
     energies = 1 - 2 * rows["old_log_probs"].double().exp() + rows["sum_pi_squared"].double()
     if "correction_weights" in rows.data:
         energies = energies * rows["correction_weights"].double().square()
-    ids = rows["group_ids"]
+    ids, shares = rows["group_ids"], rows.shares
     own = {
-        group: baseline_sums(*(x[ids == group] for x in (returns, energies, counts))) for group in ids.unique().tolist()
+        group: baseline_sums(*(x[ids == group] for x in (returns, energies, counts, shares)))
+        for group in ids.unique().tolist()
     }
+    longest, groups = rows.everywhere(counts.sum(1), "amax"), rows.everywhere("group_ids")
     # Only groups whose rows are on several ranks are exchanged.
     ranks = rows.gather(set(own))
     shared = rows.gather({group: of for group, of in own.items() if sum(group in there for there in ranks) > 1})
@@ -254,6 +302,7 @@ def optimal_token_baseline(rows: AdvantageRows, args: Any) -> torch.Tensor:
         parts = [there[group] for there in shared if group in there] or [of]
         width = max(part.shape[1] for part in parts)
         sums = torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts]).sum(0)
+        sums[2] = (longest[groups == group][:, None] > torch.arange(width)).sum(0)  # rollouts, not rows
         baselines[ids == group] = token_baselines(sums, counts[ids == group])
     return (returns - baselines) * counts
 
@@ -267,7 +316,7 @@ def reinforce_plus_plus(rows: AdvantageRows, args: Any) -> torch.Tensor:
 
 def reinforce_plus_plus_baseline(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """REINFORCE++ with baseline (arXiv 2501.03262): rewards minus their group's mean, whitened over all tokens."""
-    rewards, groups = rows.everywhere(row_rewards(rows, args)), rows.groups()
+    rewards, groups = rollout_rewards(rows, args), rows.groups()
     return _whitened_rows(rows, args, rows.own(group_advantages(rewards, groups, divide_by_std=False)))
 
 
@@ -310,21 +359,22 @@ def check_reward_parts(names: Collection[str], args: Any) -> None:
         )
 
 
-def row_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
-    """Return the rewards of this rank's completions, (B,) float32, minus ``kl_coef`` times their KL divergence from the
-    reference."""
-    return rows["rewards"].float() - _penalties(rows, args)
+def rollout_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
+    """Return the rewards of the rollouts of all dp ranks, (N,) float32, minus ``kl_coef`` times the KL divergence from
+    the reference."""
+    return rows.everywhere(rows["rewards"].float()) - _penalties(rows, args)
 
 
 def _penalties(rows: AdvantageRows, args: Any) -> torch.Tensor:
-    return -token_rewards(torch.zeros(len(rows["loss_mask"])), rows["loss_mask"], **_kl(rows, args)).sum(1)
+    of_rows = -token_rewards(torch.zeros(len(rows["loss_mask"])), rows["loss_mask"], **_kl(rows, args)).sum(1)
+    return rows.everywhere(of_rows, "sum")
 
 
 def _group_penalties(rows: AdvantageRows, args: Any, groups: torch.Tensor) -> torch.Tensor:
-    """Return the penalties of the rows of all ranks, minus their group's mean."""
+    """Return the penalties of the rollouts of all ranks, minus their group's mean."""
     if not args.kl_coef:
         return torch.zeros(len(groups))
-    return group_advantages(rows.everywhere(_penalties(rows, args)), groups, divide_by_std=False)
+    return group_advantages(_penalties(rows, args), groups, divide_by_std=False)
 
 
 def _whitened_rows(rows: AdvantageRows, args: Any, of_rows: torch.Tensor) -> torch.Tensor:
@@ -338,7 +388,11 @@ def _returns(rows: AdvantageRows, args: Any, gamma: float) -> torch.Tensor:
 
 
 def _token_rewards(rows: AdvantageRows, args: Any) -> torch.Tensor:
-    return token_rewards(rows["rewards"], rows["loss_mask"], **_kl(rows, args))
+    mask, earned = rows["loss_mask"], rows.data.get("token_rewards")
+    if earned is None:
+        return token_rewards(rows["rewards"], mask, **_kl(rows, args))
+    penalties = token_rewards(torch.zeros(len(mask)), mask, **_kl(rows, args))
+    return torch.where(mask != 0, earned.float(), 0.0) + penalties
 
 
 def _kl(rows: AdvantageRows, args: Any) -> dict[str, Any]:

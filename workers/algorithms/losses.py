@@ -24,7 +24,10 @@ _LARGEST_K3 = 10.0
 
 
 def token_weights(
-    loss_mask: torch.Tensor, aggregation: Aggregation = "token", length: int = 1
+    loss_mask: torch.Tensor,
+    aggregation: Aggregation = "token",
+    length: int = 1,
+    totals: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weight of each token's loss, and the normalizer, to be summed over all ranks.
 
@@ -34,6 +37,8 @@ def token_weights(
             "constant" for the mean over rows of each row's sum over ``length``, as in Dr. GRPO (Liu et al. 2025, arXiv
             2503.20783). Rows without a counted token do not count.
         length: for "constant": the same for all rows, such as the maximum number of tokens of a completion.
+        totals: (B,), the sum of the loss mask over all rows of each row's rollout, on all ranks, if some rollouts are
+            several rows. A rollout then counts as one row: its mean or sum is over all its rows.
 
     Returns:
         (B, T) float32 weights, and the normalizer as a float64 scalar. Sum it over the ranks and divide the weights by
@@ -50,6 +55,10 @@ def token_weights(
     if aggregation == "token":
         return weights, weights.double().sum()
     sums = weights.sum(1, keepdim=True)
+    if totals is not None:
+        shares = (sums[:, 0].double() / totals.double().clamp(min=1e-30)).sum()  # of each rollout, they sum to 1
+        means = torch.where(sums > 0, weights / totals[:, None].clamp(min=1e-30), 0.0).float()
+        return (weights / length if aggregation == "constant" else means), shares
     if aggregation == "constant":
         return weights / length, (sums > 0).double().sum()
     return torch.where(sums > 0, weights / sums.clamp(min=1e-30), 0.0), (sums > 0).double().sum()

@@ -47,6 +47,7 @@ def dpo_advantages(rows: AdvantageRows, args: Any) -> torch.Tensor:
     Raises:
         RolloutDataError: see `pairs`.
     """
+    _refuse_several_rows(rows.data)
     log_ratios = rows["old_log_probs"].double() - rows["ref_log_probs"].double()
     sums = torch.where(rows["loss_mask"] != 0, log_ratios, 0.0).sum(1)  # other entries may be NaN
     margins = args.dpo_beta * rows.everywhere(sums)
@@ -75,14 +76,23 @@ def check_pairs(rows: Mapping[str, torch.Tensor]) -> None:
     without one, so the loss of its pair would count half.
 
     Raises:
-        RolloutDataError: they are no pairs.
+        RolloutDataError: they are no pairs, or a completion is several rows.
     """
+    _refuse_several_rows(rows)
     pairs(rows["group_ids"], rows["rewards"])
     empty = ~(rows["loss_mask"] != 0).any(1)
     if bool(empty.any()):
         raise RolloutDataError(
             f"rollout data: a row of group {int(rows['group_ids'][empty][0])} has no token that loss_mask counts; "
             "leave out both rows of the pair, or count a token of each, such as the one that ends a completion"
+        )
+
+
+def _refuse_several_rows(rows: Mapping[str, torch.Tensor]) -> None:
+    if "rollout_ids" in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
+        raise RolloutDataError(
+            "rollout data has 'rollout_ids': some rollouts are several rows, but policy_loss_type='dpo' compares the "
+            "log-probabilities of whole completions; keep one row of each rollout, and leave rollout_ids out"
         )
 
 

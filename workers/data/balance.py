@@ -13,7 +13,7 @@ from typing import Any
 
 from dispatch.batch import share_rows
 from workers.data.packing import common_prefixes, divide
-from workers.data.rollout_data import rows_of
+from workers.data.rollout_data import rollout_numbers, rows_of, step_numbers
 
 _EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little
 _CLOSE = 1e-3  # as a share of the cost: what is balanced better than this is not worth more time
@@ -114,14 +114,22 @@ class Balance:
 
 
 def balanced_rows(data: Any, how: Balance) -> Any:
-    """Return rollout data in the order of `balanced_order`, counting the real tokens of each row."""
+    """Return rollout data in the order of `balanced_order`, counting the real tokens of each row. With ``rollout_ids``,
+    what is in a step is what `step_numbers` says, and each step is balanced."""
+    sizes: Sequence[int] | None = None
+    if how.steps > 1 and "rollout_ids" in data.keys():  # noqa: SIM118  (a TensorDict has no `in`)
+        numbers, first = rollout_numbers(data["rollout_ids"].cpu())
+        of_steps = step_numbers(numbers, len(first), how.steps)
+        sizes = of_steps.bincount(minlength=how.steps).tolist()
+        data = rows_of(data, of_steps.argsort(stable=True).tolist())
     real = data["attention_mask"].bool().cpu()
     prefixes = None
     if how.trees:
         ids = data["input_ids"].cpu()
         prefixes = common_prefixes([row[mask] for row, mask in zip(ids, real, strict=True)])
     lengths = real.sum(1).tolist()
-    return rows_of(data, balanced_order(lengths, how.parts, how.cost, steps=how.steps, prefixes=prefixes))
+    order = balanced_order(lengths, how.parts, how.cost, steps=how.steps if sizes is None else sizes, prefixes=prefixes)
+    return rows_of(data, order)
 
 
 def balanced_order(
@@ -129,7 +137,7 @@ def balanced_order(
     parts: int,
     cost: SequenceCost = TOKENS,
     *,
-    steps: int = 1,
+    steps: int | Sequence[int] = 1,
     prefixes: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> list[int]:
     """Order rows so that "ragged" sharding into ``parts`` gives each shard about as much to compute.
@@ -146,7 +154,9 @@ def balanced_order(
         cost: of a row.
         steps: number of parts into which each shard is divided by "ragged" sharding again, and each of which must be
             balanced. The first parts of all shards have the first rows, and so on, so that what is in a step does not
-            depend on the number of shards if both divide the number of rows.
+            depend on the number of shards if both divide the number of rows. Or the number of rows of each part, of all
+            shards together, the first rows being in the first part: each shard then has equally many of them, or one
+            more.
         prefixes: what `common_prefixes` returns for the rows; None if the ranks do not share prefixes.
 
     Returns:
@@ -155,15 +165,13 @@ def balanced_order(
     Raises:
         ValueError: ``parts`` or ``steps`` is less than 1.
     """
-    for name, value in (("parts", parts), ("steps", steps)):
+    for name, value in (("parts", parts), ("steps", steps if isinstance(steps, int) else len(steps))):
         if value < 1:
             raise ValueError(f"balanced_order: {name}={value!r}; expected at least 1")
     order, shared = prefixes or (range(len(lengths)), [0] * len(lengths))
-    sizes = [share_rows(share.rows, steps, "ragged") for share in share_rows(len(lengths), parts, "ragged")]
     made: list[list[int]] = [[] for _ in range(parts)]
     begin = 0
-    for of_step in zip(*sizes, strict=True):
-        room = [share.rows for share in of_step]
+    for room in _rooms(len(lengths), parts, steps):
         end = begin + sum(room)
         if begin == end:
             continue
@@ -178,6 +186,18 @@ def balanced_order(
             part += sorted(chosen)
         begin = end
     return [row for part in made for row in part]
+
+
+def _rooms(rows: int, parts: int, steps: int | Sequence[int]) -> list[list[int]]:
+    """Return for how many rows of each step each shard has room."""
+
+    def shared(count: int, by: int) -> list[int]:
+        return [share.rows for share in share_rows(count, by, "ragged")]
+
+    if isinstance(steps, int):
+        return [list(of_step) for of_step in zip(*(shared(own, steps) for own in shared(rows, parts)), strict=True)]
+    ends = [shared(count, parts) for count in accumulate(steps, initial=0)]
+    return [[end - begin for begin, end in zip(*pair, strict=True)] for pair in pairwise(ends)]
 
 
 Unit = tuple[float, range]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dispatch import jagged
-from workers.data.rollout_data import REWARD_PART
-from workers.rollout.engines.rollout_engine import Completion
+from workers.data.rollout_data import REWARD_PART, unique_groups
+from workers.rollout.engines.rollout_engine import Completion, Row
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
+
+T = TypeVar("T")
 
 
 def collate(
@@ -27,19 +29,20 @@ def collate(
     pad_token_id: int = 0,
 ) -> TensorDict:
     """Build one row per completion: the left-padded prompt, then the right-padded completion. All completions begin at
-    the same column.
+    the same column. A completion with `Completion.rows` becomes these rows instead, one after the other; they have its
+    group, reward, baseline and ``truncated``.
 
     Args:
-        prompts: token ids of each row's prompt.
-        completions: of each row. For data that no engine generated, such as demonstrations, write
+        prompts: token ids of each completion's prompt.
+        completions: of each prompt. For data that no engine generated, such as demonstrations, write
             ``Completion(token_ids, [0.0] * len(token_ids), "stop")``, and drop ``rollout_log_probs`` from what is
             returned.
-        group_ids: of each row; completions for the same prompt share it. None leaves them out.
-        weight_versions: of the worker that generated each row, for tokens of which the engine does not say the version.
-            None: they are not known.
-        rewards: of each row, if there are any. If some are several (`Reward`), each of these is an entry too; a plain
-            number among them, such as that of a timeout, counts for each.
-        reward_baselines: of each row: the reward of the prompt's greedy completion.
+        group_ids: of each completion; those for the same prompt share it. None leaves them out.
+        weight_versions: of the worker that generated each completion, for tokens of which the engine does not say the
+            version. None: they are not known.
+        rewards: of each completion, if there are any. If some are several (`Reward`), each of these is an entry too; a
+            plain number among them, such as that of a timeout, counts for each.
+        reward_baselines: of each completion: the reward of the prompt's greedy completion.
         pad_token_id: the padding token.
 
     Returns:
@@ -49,7 +52,10 @@ def collate(
         -1 where they are not known. ``group_ids``, ``min_weight_versions``, ``max_weight_versions``,
         ``prompt_lengths``, ``completion_lengths`` (int64), ``truncated`` (bool: no stop token), ``rewards``,
         ``rewards/NAME`` and ``reward_baselines`` (float32), each (rows,). If some completion has a `SamplingMask`:
-        ``sampling_mask`` (jagged int32) and ``sampling_mask_lengths`` (int32), see `workers.data.rollout_data`.
+        ``sampling_mask`` (jagged int32) and ``sampling_mask_lengths`` (int32), see `workers.data.rollout_data`. If some
+        completion is several rows: ``rollout_ids`` (int64), (rows,), which differ from those of all other calls. If
+        some has `Completion.token_rewards`: ``token_rewards`` (float32), where a row without them has its reward at the
+        last token that counts.
 
     Raises:
         ValueError: an argument has not one entry per row, or a completion not one number per token; the message says
@@ -58,15 +64,17 @@ def collate(
     import torch
     from tensordict import TensorDict
 
-    rows = len(completions)
     given = {"prompts": prompts, "group_ids": group_ids, "weight_versions": weight_versions, "rewards": rewards}
     given["reward_baselines"] = reward_baselines
     for name, values in given.items():
-        if values is not None and len(values) != rows:
-            raise ValueError(f"collate(): {len(values)} {name} for {rows} completions; expected one each")
-    for row, one in enumerate(completions):
+        if values is not None and len(values) != len(completions):
+            raise ValueError(f"collate(): {len(values)} {name} for {len(completions)} completions; expected one each")
+    for number, one in enumerate(completions):
         if wrong := not_per_token(one):
-            raise ValueError(f"collate(): the completion of row {row} has {wrong}; expected one number per token")
+            raise ValueError(f"collate(): the completion of row {number} has {wrong}; expected one number per token")
+    if any(one.rows is not None for one in completions):
+        return _of_rows(prompts, completions, group_ids, weight_versions, rewards, reward_baselines, pad_token_id)
+    rows = len(completions)
     begin = max(map(len, prompts), default=0)
     width = begin + max((len(completion.token_ids) for completion in completions), default=0)
     input_ids = torch.full((rows, width), pad_token_id)
@@ -106,6 +114,14 @@ def collate(
     }
     if any(one.sampling_mask is not None for one in completions):
         data |= _sampling_mask(completions, begin, width)
+    if any(one.token_rewards is not None for one in completions):
+        earned = data["token_rewards"] = torch.zeros(rows, width)
+        for row, one in enumerate(completions):
+            if one.token_rewards is not None:
+                earned[row, begin : begin + len(one.token_ids)] = torch.tensor(one.token_rewards)
+            elif rewards is not None and any(masks[row]):
+                last = max(at for at, counts in enumerate(masks[row]) if counts)
+                earned[row, begin + last] = float(rewards[row])
     if group_ids is not None:
         data["group_ids"] = torch.tensor(group_ids, dtype=torch.int64)
     if rewards is not None:
@@ -115,6 +131,39 @@ def collate(
     if reward_baselines is not None:
         data["reward_baselines"] = torch.tensor(reward_baselines, dtype=torch.float32)
     return TensorDict(data, batch_size=[rows])
+
+
+def _of_rows(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    group_ids: Sequence[int] | None,
+    weight_versions: Sequence[int | None] | None,
+    rewards: Sequence[float] | None,
+    reward_baselines: Sequence[float] | None,
+    pad_token_id: int,
+) -> TensorDict:
+    """`collate` completions of which some are several rows."""
+    import torch
+
+    def repeated(values: Sequence[T] | None) -> list[T] | None:
+        return None if values is None else [values[number] for number in of_row]
+
+    several = [one.rows or [Row(list(prompt), one)] for prompt, one in zip(prompts, completions, strict=True)]
+    of_row = [number for number, rows in enumerate(several) for _ in rows]
+    rows = [row for rows in several for row in rows]
+    data = collate(
+        [row.prompt for row in rows],
+        [replace(row.completion, rows=None) for row in rows],
+        group_ids=repeated(group_ids),
+        weight_versions=repeated(weight_versions),
+        rewards=repeated(rewards),
+        reward_baselines=repeated(reward_baselines),
+        pad_token_id=pad_token_id,
+    )
+    data["truncated"] = torch.tensor([completions[number].finish_reason == "length" for number in of_row])
+    if len(rows) > len(completions):
+        data["rollout_ids"] = unique_groups() + torch.tensor(of_row)
+    return data
 
 
 def reward_parts(rewards: Sequence[float]) -> dict[str, list[float]]:
@@ -162,7 +211,49 @@ def not_per_token(completion: Completion) -> str | None:
             f"{tokens} token_ids and a sampling_mask of {len(kept.lengths)} lengths, which count {sum(kept.lengths)} "
             f"of its {len(kept.token_ids)} tokens"
         )
+    earned = completion.token_rewards
+    if earned is not None and len(earned) != tokens:
+        return f"{tokens} token_ids and {len(earned)} token_rewards"
+    if completion.rows is not None:
+        return _not_rows(completion.rows)
     return None
+
+
+def _not_rows(rows: Sequence[Row]) -> str | None:
+    if not rows:
+        return "no rows (an empty list, where None stands for one row)"
+    for number, row in enumerate(rows):
+        if row.completion.rows is not None or not row.prompt:
+            return f"in its row {number} {'no prompt' if not row.prompt else 'rows again'}"
+        if wrong := not_per_token(row.completion):
+            return f"in its row {number} {wrong}"
+    return None
+
+
+def each_row(completion: Completion) -> Iterator[Completion]:
+    """Yield what is trained of a rollout: the completion itself, or those of its rows."""
+    if completion.rows is None:
+        yield completion
+    else:
+        yield from (row.completion for row in completion.rows)
+
+
+def with_versions(completion: Completion, worker: int | None) -> Completion:
+    """Write the weight versions of all tokens into a completion and its rows; see `token_versions`."""
+    rows = completion.rows and [
+        replace(row, completion=with_versions(row.completion, worker)) for row in completion.rows
+    ]
+    return replace(completion, weight_versions=[*token_versions(completion, worker)], rows=rows)
+
+
+def trained_versions(completion: Completion) -> list[int]:
+    """Return the weight versions of the tokens that are trained, in all rows of a rollout; -1 where it is not known."""
+    return [
+        version
+        for one in each_row(completion)
+        for at, version in enumerate(token_versions(one, None))
+        if one.loss_mask is None or one.loss_mask[at]
+    ]
 
 
 def with_fingerprints(
@@ -177,7 +268,11 @@ def with_fingerprints(
         before: those of the completion that this one continues.
     """
     of_worker = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
-    return replace(completion, fingerprints={**(before or {}), **of_worker} or None)
+    rows = completion.rows and [
+        replace(row, completion=with_fingerprints(row.completion, known, worker, row.completion.fingerprints))
+        for row in completion.rows
+    ]
+    return replace(completion, fingerprints={**(before or {}), **of_worker} or None, rows=rows)
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:

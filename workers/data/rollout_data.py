@@ -1,7 +1,8 @@
 """Rollout data: the schema of the TensorDict that a train group trains on.
 
-B rows (one per completion) of T tokens. Per-token entries are aligned with their token: the log-probability at t is
-that of token t given the tokens before it. Nothing predicts the token at position 0, so entries there are ignored.
+B rows of T tokens: one row per completion, or several, see ``rollout_ids``. Per-token entries are aligned with their
+token: the log-probability at t is that of token t given the tokens before it. Nothing predicts the token at position 0,
+so entries there are ignored.
 
 | key | shape, dtype | |
 |---|---|---|
@@ -12,6 +13,8 @@ that of token t given the tokens before it. Nothing predicts the token at positi
 | ``group_ids`` | (B,) int64 | shared by the completions of one prompt, see `unique_groups`; required for GRPO |
 | ``rewards/NAME`` | (B,) float | one of several rewards of the completion; required for GDPO |
 | ``reward_baselines`` | (B,) float | of the prompt's greedy completion; required for ReMax |
+| ``rollout_ids`` | (B,) int64 | shared by the rows of one rollout; left out if each rollout is one row |
+| ``token_rewards`` | (B, T) float | instead of ``rewards``, for estimators that go from token to token |
 | ``truncated`` | (B,) bool | whether the completion has no stop token; required for ``overlong_filtering`` |
 | ``advantages`` | (B,) or (B, T) float | instead of ``rewards``, used as they are |
 | ``rollout_log_probs`` | (B, T) float | of the tokens, when they were sampled |
@@ -33,6 +36,10 @@ All log-probabilities are of the same distribution: with a ``sampling_mask``, no
 and ``top_k`` left when the token was drawn, which is what the sampler drew from. The two entries come together, and
 prompts and tokens that the policy did not choose have length 0.
 
+A rollout that is several rows, such as a session with branches, has the same ``rewards``, ``rewards/NAME``,
+``reward_baselines``, ``group_ids`` and ``truncated`` in each of them, and counts once in statistics of groups and in
+the mean reward. Its rows go into the same optimizer step.
+
 Numbers must be finite; per-token numbers only where ``loss_mask`` is not 0. Other entries are kept with their rows.
 """
 
@@ -44,6 +51,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from dispatch import jagged
+from dispatch.batch import share_rows
 from single_controller import SingleControllerError
 
 if TYPE_CHECKING:
@@ -56,8 +64,12 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_
     "position_ids",
     "sum_pi_squared",
     "sampling_mask_lengths",
+    "token_rewards",
 }
-PER_ROW = frozenset({"rewards", "reward_baselines", "group_ids", "truncated"}) | {
+PER_ROLLOUT = frozenset({"rewards", "reward_baselines", "group_ids", "truncated"})
+"""Entries that are the same in all rows of a rollout, besides those of `REWARD_PART`."""
+PER_ROW = PER_ROLLOUT | {
+    "rollout_ids",
     "min_weight_versions",
     "max_weight_versions",
 }
@@ -67,6 +79,7 @@ EITHER = frozenset({"advantages", "weight_versions"})
 FLOATS = frozenset({"rewards", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values"}) | {
     "reward_baselines",
     "sum_pi_squared",
+    "token_rewards",
 }
 REWARD_PART = "rewards/"
 """Prefix of the entries with the single rewards of completions that have several."""
@@ -104,6 +117,54 @@ def group_numbers(group_ids: Any) -> Any:
         group_ids: of a manager's or a stream's rollout data, (B,) int64.
     """
     return group_ids % _GROUPS
+
+
+def rollout_numbers(rollout_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number rollouts by their ids, from 0 on, in ascending order.
+
+    Args:
+        rollout_ids: (N,) int64, of rows in any order.
+
+    Returns:
+        The number of each row's rollout, (N,) int64, and the first row of each rollout, (rollouts,) int64.
+    """
+    import torch
+
+    ids, numbers = rollout_ids.unique(return_inverse=True)
+    rows = torch.arange(len(rollout_ids))
+    return numbers, rows.new_full((len(ids),), len(rows)).scatter_reduce(0, numbers, rows, "amin")
+
+
+def step_numbers(numbers: torch.Tensor, rollouts: int, steps: int, order: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the number of the optimizer step that each row belongs to: steps get equally many rollouts, or one more,
+    the first ones first.
+
+    Args:
+        numbers: (B,), of each row's rollout; see `rollout_numbers`.
+        rollouts: how many rollouts there are, on all ranks.
+        steps: number of steps.
+        order: the rollouts in another order, (rollouts,) int64.
+    """
+    import torch
+
+    sizes = [share.rows for share in share_rows(rollouts, steps, "ragged")]
+    of_rollouts = torch.arange(steps).repeat_interleave(torch.tensor(sizes))
+    if order is not None:
+        of_rollouts = torch.zeros_like(of_rollouts).scatter(0, order, of_rollouts)
+    return of_rollouts[numbers]
+
+
+def of_rollouts(data: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return an entry of `PER_ROLLOUT` once for each rollout of rows that are all there, (rollouts,).
+
+    Args:
+        data: the rows.
+        name: of the entry.
+    """
+    value: torch.Tensor = data[name]
+    if "rollout_ids" not in data.keys():  # noqa: SIM118  (a TensorDict has no `in`)
+        return value
+    return value[rollout_numbers(data["rollout_ids"])[1]]
 
 
 def inputs_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +280,17 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
                 "give each sequence a row of its own"
             )
     names = set(map(str, data.keys()))
+    if "rollout_ids" in names:
+        numbers, first = rollout_numbers(data["rollout_ids"])
+        for name in sorted(name for name in names if name in PER_ROLLOUT or name.startswith(REWARD_PART)):
+            other = data[name] != data[name][first[numbers]]
+            if bool(other.any()):
+                row = int(other.nonzero()[0])
+                before = int(first[numbers[row]])
+                raise RolloutDataError(
+                    f"rollout data: {name} of row {row} is {data[name][row].item()}, but that of row {before}, another "
+                    f"of this rollout (rollout_ids), is {data[name][before].item()}"
+                )
     for name in (FLOATS & names) | {name for name in names if name.startswith(REWARD_PART)}:
         value = data[name]
         bad = ~value.isfinite() if value.dim() == 1 else (counts & ~value.isfinite()).any(1)

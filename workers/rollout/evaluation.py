@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from workers.data.rollout_data import of_rollouts
 from workers.rollout.rewards.reward_calls import RewardFunction
 from workers.rollout.rewards.reward_runner import RewardRunner
 from workers.rollout.rollout_manager import RolloutManager
@@ -60,8 +62,8 @@ def evaluate(
     Returns:
         ``eval/mean@<n>``, the mean reward of the n completions of each prompt; ``eval/pass@<k>``, the probability that
         one of k completions is a success, see `pass_at_k`; with two or more prompts, the interval of each as
-        ``.../low`` and ``.../high``. ``eval/completion_length``, the mean, in tokens; ``eval/truncated``, the share of
-        completions without a stop token.
+        ``.../low`` and ``.../high``. ``eval/completion_length``, the mean over rows, in tokens; ``eval/truncated``, the
+        share of completions without a stop token.
 
     Raises:
         ValueError: a number is out of range, there are no prompts, or there is no reward function.
@@ -87,14 +89,14 @@ def evaluate(
         raise ValueError(f"evaluate(): confidence={confidence!r}; expected a number between 0 and 1")
     with nullcontext(rewards) if isinstance(rewards, RewardRunner) else RewardRunner(rewards) as runner:
         data = _generated(manager, prompts, extras, runner, how, samples_per_prompt, seed)
-    by_prompt = data["rewards"].view(len(prompts), samples_per_prompt)
+    by_prompt = of_rollouts(data, "rewards").view(len(prompts), samples_per_prompt)
     successes = (by_prompt >= threshold).sum(1).tolist()
     metrics = _with_interval(f"eval/mean@{samples_per_prompt}", by_prompt.double().mean(1).tolist(), confidence)
     for k in ks:
         passed = [pass_at_k(samples_per_prompt, count, k) for count in successes]
         metrics |= _with_interval(f"eval/pass@{k}", passed, confidence, share=True)
     metrics["eval/completion_length"] = data["completion_lengths"].double().mean().item()
-    metrics["eval/truncated"] = data["truncated"].double().mean().item()
+    metrics["eval/truncated"] = of_rollouts(data, "truncated").double().mean().item()
     return metrics
 
 
@@ -109,7 +111,7 @@ def _generated(
 ) -> TensorDict:
     """Generate with another manager of the same workers, so that nothing of the given one changes."""
     own = copy.copy(manager)
-    own.greedy_baselines = False
+    own.greedy_baselines, own.sessions = False, deque()
     own.rewards, own.seed = rewards, mixed_seed(manager.seed, -1, seed)  # -1: rollouts mix in a rollout id
     if (refresh := manager.refresh) is not None:
 

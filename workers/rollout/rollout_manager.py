@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +20,7 @@ from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
 from workers.data.rollout_data import unique_groups
+from workers.rollout.agents.environment import session_metrics
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
@@ -138,6 +140,8 @@ class RolloutManager:
         self.weight_version: int | None = None
         self.refresh: Callable[[], Any] | None = None
         self.stream: Any = None  # the `RolloutStream`, while there is one
+        self.sessions: deque[Mapping[str, Any]] = deque(maxlen=100_000)
+        """What is known of sessions that have ended, until `reward_metrics`. Appended to by any thread."""
 
     @property
     def reward_function(self) -> RewardFunction | None:
@@ -229,9 +233,14 @@ class RolloutManager:
         self.group.wake_up()
 
     def reward_metrics(self) -> dict[str, float]:
-        """Return what happened to the rewards since the last call; see `RewardRunner.metrics`. Empty without a reward
-        function."""
-        return {} if self.rewards is None else self.rewards.metrics()
+        """Return what happened to the rewards since the last call, see `RewardRunner.metrics`, and to the sessions of
+        an `AgentEngine`, see `session_metrics`."""
+        ended = [self.sessions.popleft() for _ in range(len(self.sessions))]
+        return ({} if self.rewards is None else self.rewards.metrics()) | session_metrics(ended)
+
+    def note_sessions(self, completions: Sequence[Completion]) -> None:
+        """Note what `reward_metrics` tells about sessions; other completions are ignored."""
+        self.sessions.extend(one.info for one in completions if one.info is not None and "end_reason" in one.info)
 
     def close(self) -> None:
         """End the threads and processes of the reward function. The group is not closed."""
@@ -307,6 +316,7 @@ class RolloutManager:
         generated: list[Generated] = [*chain(*(call.result() for call in sent.calls))]
         _raise_refused(generated, sent.samples)
         completions, versions = _checked(generated, sent.expected_version)
+        self.note_sessions(completions)
         samples = [
             Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids, completion.info)
             for one, completion in zip(sent.samples, completions, strict=True)

@@ -248,7 +248,9 @@ class TrainArgs:
     loss_constant_length: int | None = _key(
         None, "loss_aggregation=constant: number of tokens; by default rollout_max_response_len", least=1
     )
-    num_steps_per_rollout: int = _key(1, "optimizer steps per rollout; each gets a part of the rows", least=1)
+    num_steps_per_rollout: int = _key(
+        1, "optimizer steps per rollout; each gets a part of the rows, and all rows of a session", least=1
+    )
     ppo_epochs: int = _key(1, "passes over each rollout", least=1)
     shuffle_minibatches: bool = _key(
         False, "in each epoch, assign each rank's rows to its optimizer steps in another random order, from seed"

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from dispatch.batch import share_rows
 from single_controller import Dispatch, register
-from workers.algorithms.advantages import overlong_penalty
+from workers.algorithms.advantages import overlong_penalty, token_rewards
 from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight, rejects
 from workers.algorithms.estimators import (
     NEEDS,
+    TOKEN_REWARDS,
     AdvantageRows,
     check_groups,
     check_reward_parts,
@@ -29,11 +30,19 @@ from workers.algorithms.estimators import (
     value_targets,
 )
 from workers.algorithms.losses import kl_estimate, policy_loss, token_weights, value_loss
-from workers.algorithms.policy_losses import SELECTIONS, StepTokens, row_means
+from workers.algorithms.policy_losses import SELECTIONS, StepTokens
 from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
 from workers.algorithms.supervised import check_pairs
-from workers.data.rollout_data import REWARD_PART, RolloutDataError, check_rollout_data, rows_of, token_versions
+from workers.data.rollout_data import (
+    REWARD_PART,
+    RolloutDataError,
+    check_rollout_data,
+    of_rollouts,
+    rows_of,
+    step_numbers,
+    token_versions,
+)
 from workers.hf_files import known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
@@ -62,7 +71,7 @@ class PolicyTrainWorker(ModelWorker):
             check_entries({*rows.keys(), *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
-                check_groups(rows["group_ids"], args.advantage_estimator)
+                check_groups(of_rollouts(rows, "group_ids"), args.advantage_estimator)
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
 
@@ -161,13 +170,14 @@ class PolicyTrainWorker(ModelWorker):
         length = args.loss_constant_length or args.rollout_max_response_len
         reports: list[StepReport] = []
         lr = 0.0
-        size = len(data["input_ids"])
+        totals = None
+        if "rollout_ids" in data:
+            totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
         for epoch in range(args.ppo_epochs):
-            order = self._order(size, epoch)
-            for share in share_rows(size, args.num_steps_per_rollout, "ragged"):
-                rows = slice(*share.ranges[0]) if order is None else order[slice(*share.ranges[0])].tolist()
+            for rows in self._rows_of_steps(data, epoch):
                 part = rows_of(data, rows)
-                weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length)
+                of_rollouts = None if totals is None else totals[rows]
+                weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length, of_rollouts)
                 total = sum(self._over_dp(float(count)))
                 if not total:
                     continue  # no token of any rank counts
@@ -185,14 +195,28 @@ class PolicyTrainWorker(ModelWorker):
         steps = [of for of in zip(*self._over_dp(list(costs)), strict=True) if any(of)]
         return {"cost_spread": statistics.fmean(max(of) / statistics.fmean(of) for of in steps)} if steps else {}
 
-    def _order(self, rows: int, epoch: int) -> torch.Tensor | None:
-        """Return the order of this rank's rows in an epoch, (rows,) int64; None to keep it. It depends on nothing but
-        the seed, the rollout, the epoch and the dp rank, so the tensor and pipeline parallel ranks of one dp rank have
-        the same, and so has a rollout that is repeated after ranks were replaced."""
+    def _rows_of_steps(self, data: Data, epoch: int) -> list[slice | list[int]]:
+        """Return this rank's rows of each optimizer step of an epoch. Of rollouts that are several rows, all are in one
+        step, and the steps have equally many rollouts: what is in a step does not depend on the number of rows."""
+        size, steps = len(data["input_ids"]), self.args.num_steps_per_rollout
+        if "rollout_ids" in data:
+            of_all = self._advantage_rows(data)
+            rollouts = len(of_all.everywhere("rollout_ids"))
+            numbers = step_numbers(of_all.numbers, rollouts, steps, self._order(rollouts, epoch))
+            return [(numbers == step).nonzero()[:, 0].tolist() for step in range(steps)]
+        order = self._order(size, self._dp_rank, epoch)
+        parts = [slice(*share.ranges[0]) for share in share_rows(size, steps, "ragged")]
+        return [*parts] if order is None else [order[part].tolist() for part in parts]
+
+    def _order(self, count: int, *numbers: int) -> torch.Tensor | None:
+        """Return the order of this rank's rows, or of all rollouts, (count,) int64; None to keep it. It depends on
+        nothing but the seed, the rollout, and the numbers, such as the epoch and the dp rank, so the tensor and
+        pipeline parallel ranks of one dp rank have the same, and so has a rollout that is repeated after ranks were
+        replaced."""
         if not self.args.shuffle_minibatches:
             return None
-        seed = mixed_seed(self.args.seed, self._rollout_id, self._dp_rank, epoch)
-        return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+        seed = mixed_seed(self.args.seed, self._rollout_id, *numbers)
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
     def _selected(self, part: Data) -> Data:
         """Choose tokens among those of the whole step, if the policy loss needs that, for one more forward pass."""
@@ -248,9 +272,10 @@ class PolicyTrainWorker(ModelWorker):
         rows = self._advantage_rows(data)
         old, ref = self.of_last_stage((rows["old_log_probs"], rows["ref_log_probs"]))
         counts = rows["loss_mask"] != 0  # also of completions that are left out, whose rewards have the penalty too
-        of_rows = row_means(kl_estimate(old, ref, "k1").double(), counts)
-        parts = self._over_dp((float(of_rows.sum()), int(counts.any(1).sum())))
-        total, completions = (sum(part[k] for part in parts) for k in range(2))
+        divergences = torch.where(counts, kl_estimate(old, ref, "k1").double(), 0.0).sum(1)
+        lengths = rows.everywhere(counts.sum(1), "sum")
+        completions = int((lengths > 0).sum())
+        total = float((rows.everywhere(divergences, "sum") / lengths.clamp(min=1)).sum())
         coef, kl = args.kl_coef, total / max(completions, 1)
         if completions:
             args.kl_coef = adaptive_kl_coef(
@@ -266,20 +291,30 @@ class PolicyTrainWorker(ModelWorker):
         args = self.args
         if not args.overlong_buffer_len or "rewards" not in data:
             return {}
-        lengths = (data["loss_mask"] != 0).sum(1)
+        lengths = self._of_rollouts(data, (data["loss_mask"] != 0).sum(1))
         penalty = overlong_penalty(lengths, args.rollout_max_response_len, args.overlong_buffer_len)
         penalty *= args.overlong_penalty_factor
         data["rewards"] = data["rewards"] + penalty
-        sums = self._over_dp((float(penalty.sum()), len(penalty)))
-        return {"overlong_penalty": sum(part[0] for part in sums) / max(sum(part[1] for part in sums), 1)}
+        if "token_rewards" in data:
+            data["token_rewards"] = data["token_rewards"] + token_rewards(penalty, data["loss_mask"])
+        return {"overlong_penalty": self._mean_of_rollouts(data, penalty)}
 
     def _filter_overlong(self, data: Data) -> dict[str, float]:
         """Leave truncated completions out, as far as that is configured. Returns the metric."""
         if not self.args.overlong_filtering:
             return {}
         data["left_out"] = data["truncated"].bool()
-        sums = self._over_dp((int(data["left_out"].sum()), len(data["left_out"])))
-        return {"overlong_filtered": sum(part[0] for part in sums) / max(sum(part[1] for part in sums), 1)}
+        return {"overlong_filtered": self._mean_of_rollouts(data, data["left_out"])}
+
+    def _of_rollouts(self, data: Data, of_rows: torch.Tensor) -> torch.Tensor:
+        """Return for each row, (B,), the sum of its rollout's rows."""
+        rows = self._advantage_rows(data)
+        return rows.own(rows.everywhere(of_rows, "sum"))
+
+    def _mean_of_rollouts(self, data: Data, of_rows: torch.Tensor) -> float:
+        """Return the mean over the rollouts of all ranks of what is the same in each row of a rollout, (B,)."""
+        of_all = self._advantage_rows(data).everywhere(of_rows)
+        return float(of_all.double().mean()) if len(of_all) else 0.0
 
     def _trained(self, data: Data) -> torch.Tensor:
         """Return the ``loss_mask`` without the completions that are left out."""
@@ -428,15 +463,19 @@ class PolicyTrainWorker(ModelWorker):
     def _about(self, data: Data) -> dict[str, float]:
         """Return metrics of the rollout itself, over all ranks."""
         tokens, real = float((data["loss_mask"] != 0).sum()), float((data["attention_mask"] != 0).sum())
-        rewards = data.get("rewards", torch.zeros(0)).double()
-        parts = {name: float(data[name].double().sum()) for name in sorted(data) if name.startswith(REWARD_PART)}
-        said = self._over_dp((tokens, real, float(rewards.sum()), float(len(rewards)), self._staleness(data), parts))
-        tokens, real, reward, rows = (sum(part[k] for part in said) for k in range(4))
+        rewards = {name: data[name].double() for name in sorted(data) if name.startswith(REWARD_PART)}
+        if "rewards" in data:
+            rewards["reward"] = data["rewards"].double()
+        shares = self._advantage_rows(data).shares  # so that a rollout counts once, whatever its number of rows
+        parts = {name: float((shares * of_rows).sum()) for name, of_rows in rewards.items()}
+        size = len(data["input_ids"])
+        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts))
+        tokens, real, rollouts, size = (sum(part[k] for part in said) for k in range(4))
         return {
             "tokens": real,
             "completion_tokens": tokens,
-            **({"reward": reward / rows} if rows else {}),
-            **({name: sum(part[5][name] for part in said) / rows for name in parts} if rows else {}),
+            **({name: sum(part[5][name] for part in said) / rollouts for name in rewards} if size else {}),
+            **({"rows_per_rollout": size / rollouts} if size and "rollout_ids" in data else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
         }
 
@@ -489,6 +528,13 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
                 raise missing(name, args.advantage_estimator)
         if args.advantage_estimator == "gdpo":
             check_reward_parts(names, args)
+        # Supervised fine-tuning reads no rewards, and an estimator of the user's may read these.
+        if "token_rewards" in names and args.advantage_estimator in NEEDS.keys() - TOKEN_REWARDS - {"sft"}:
+            raise RolloutDataError(
+                f"rollout data has 'token_rewards', but advantage_estimator={args.advantage_estimator!r} compares "
+                f"completions by their 'rewards' alone; use one of {', '.join(sorted(TOKEN_REWARDS))}, or leave "
+                "token_rewards out"
+            )
     if args.overlong_filtering and "truncated" not in names:
         raise RolloutDataError("overlong_filtering=True needs 'truncated' in the rollout data")
     if role == "critic":

@@ -26,7 +26,7 @@ from single_controller import (
     SingleControllerError,
     WorkerFuture,
 )
-from single_controller.call.future import ReferencedFuture, in_event_loop, referenced
+from single_controller.call.future import ReferencedFuture, in_event_loop
 from single_controller.ray.attach import remove_placement_groups
 from workers.data.rollout_data import RolloutDataError
 from workers.recovery.snapshot_choice import Recovery
@@ -490,7 +490,7 @@ class RayTrainGroup:
         if self._pair is not None:
             self._pair.forget()
         self._leave()
-        return referenced(sent, _wait_for)
+        return ReferencedFuture(sent, _wait_for)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> ReferencedFuture[list[dict[str, float]]]:
         """Train on a rollout, on every rank.
@@ -514,7 +514,7 @@ class RayTrainGroup:
         """
         workers = self.ready_workers("async_train")
         if self.args.debug_rollout_only:
-            return referenced(workers.train.remote(rollout_id, None), _wait_for)
+            return ReferencedFuture(workers.train.remote(rollout_id, None), _wait_for)
         _check_references("async_train", rollout_data_ref, workers.dp_size)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         if isinstance(rollout_data_ref, Future) and not rollout_data_ref.done() and in_event_loop():
@@ -537,7 +537,7 @@ class RayTrainGroup:
             self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
         shared.take(rollout_id, rollout_data_ref)
         self._progress.trained = rollout_id
-        return referenced(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
+        return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.

@@ -84,12 +84,8 @@ class Executor:
         self._calls: dict[object, tuple[str | None, str, float]] = {}
 
     def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
-        """Create the workers, one after the other.
-
-        Args:
-            info: the rank.
-            roles: returns role -> constructor. Called here, so that a class that cannot be loaded is a failed start.
-        """
+        """Create the workers, one after the other. ``roles`` returns role -> constructor; called here, so that a class
+        that cannot be loaded is a failed start."""
         self.info = info
         self._refusing = False  # the process may have been told to leave after its constructors failed
         begun = time.time()
@@ -121,12 +117,8 @@ class Executor:
             worker._leaving = True
 
     def rejoin(self, info: RankInfo, leave: Callable[[], None] | None) -> RankResult:
-        """Give the workers that this process has another rendezvous, and possibly another rank.
-
-        Args:
-            info: the rank, with the new rendezvous.
-            leave: ends the former process groups; None to keep them.
-        """
+        """Give the workers that this process has another rendezvous, and possibly another rank. ``leave`` ends the
+        former process groups; None keeps them."""
         begun = time.time()
         try:
             for worker in self.workers.values() if leave is not None else ():
@@ -144,14 +136,8 @@ class Executor:
         return RankResult(info.rank, clock=(begun, begun, ended, ended))
 
     def run(self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float) -> RankResult:
-        """Run one call.
-
-        Args:
-            message: what to run.
-            whole: the arguments that all ranks get.
-            shard: the arguments of this rank's shard.
-            received: when the rank began with the call, in seconds since the epoch.
-        """
+        """Run one call: ``whole`` has the arguments that all ranks get, ``shard`` those of this rank. ``received``:
+        when the rank began with the call, in seconds since the epoch."""
         alike = False
         entry = object()
         self._calls[entry] = message.role, message.method, time.monotonic()

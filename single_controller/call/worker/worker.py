@@ -182,7 +182,7 @@ class Worker(VerlWorker):
 
     @property
     def dp_replica(self) -> tuple[int, int]:
-        """Number of the data-parallel replica that this rank belongs to, and how many there are. ``group.shrink()``
+        """Number of the data-parallel replica that this rank belongs to, and how many there are: ``group.shrink()``
         drops whole replicas. By default the coordinate on the axis dp of `register_layout`, and its size; without a
         layout each rank is a replica of its own. Another thread may ask, while a method runs.
 
@@ -299,8 +299,8 @@ class Worker(VerlWorker):
         Args:
             mesh_name: the name, for ``Dispatch.mesh(mesh_name)``.
             device_mesh: a mesh as ``torch.distributed.device_mesh.init_device_mesh`` makes it.
-            data_axes: names of the mesh's data axes, such as ``("dp_replicate", "dp_shard")`` for HSDP. The only axis
-                of a mesh without names is a data axis.
+            data_axes: names of its data axes, such as ``("dp_replicate", "dp_shard")`` for HSDP. The only axis of a
+                mesh without names is one.
 
         Raises:
             ValueError: the mesh has no such axis, or does not contain this rank.
@@ -317,9 +317,9 @@ class Worker(VerlWorker):
         the group's ranks. Override it to create process groups, and what depends on them, anew, and to register the
         layout again if the number of ranks may have changed. The default does nothing.
 
-        On ranks that have kept their process, all process groups of torch.distributed were destroyed before, and the
-        rank's properties and environment describe the new rendezvous. On the others, the constructor has run, and the
-        calls of methods with ``replay=True`` were repeated, all without collectives: see `is_replacement`.
+        On ranks that have kept their process, all process groups of torch.distributed were destroyed before, and
+        properties and environment describe the new rendezvous. On the others, the constructor and the calls with
+        ``replay=True`` have run without collectives: see `is_replacement`.
 
         Args:
             generation: how often the group was restarted or had its ranks changed, this time included.
@@ -331,15 +331,7 @@ class Worker(VerlWorker):
         self.on_membership_change(generation)
 
     def _check_collectives(self, what: str) -> None:
-        """Raise if the ranks of this group cannot run collectives.
-
-        Args:
-            what: what needs them, for the message.
-
-        Raises:
-            LocalGroupError: the ranks share one process.
-            RuntimeError: the worker is a replacement, and alone.
-        """
+        """Raise if the ranks of this group cannot run collectives, which ``what`` needs."""
         if self._rank_info.replacement:
             raise RuntimeError(
                 f"{what} on rank {self.rank}, which replaces a rank that has died: the other ranks do not take part in "

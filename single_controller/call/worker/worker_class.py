@@ -45,11 +45,7 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
     def check_arguments(self) -> None:
-        """Check that the arguments fit the constructor.
-
-        Raises:
-            TypeError: they do not.
-        """
+        """Raise a `TypeError` unless the arguments fit the constructor."""
         constructor = self.cls.__init__
         # Worker's own parameter is for constructors that pass it on, see there.
         own = constructor is not Worker.__init__
@@ -57,11 +53,7 @@ class ClassWithInitArgs:
         check_arguments(self.cls.__name__, signature, self.args, self.kwargs)
 
     def check_encodable(self, error: Exception) -> None:
-        """Name what cannot be pickled, if it is the class or one of the arguments.
-
-        Raises:
-            DispatchError: one of them cannot.
-        """
+        """Raise a `DispatchError` that names what cannot be pickled, if it is the class or one of the arguments."""
         given = {**{f"argument {k}": value for k, value in enumerate(self.args)}, **self.kwargs}
         name = next((name for name, value in given.items() if not can_encode(value)), None)
         if name is not None or not can_encode(self.cls):
@@ -98,16 +90,14 @@ def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
     """Put several worker classes into one process per rank, so that they share its device and memory.
 
     The group has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of its
-    process with ``self.role_worker("critic")``. A process runs one call at a time, in the order in which the driver
-    sent them, whichever role they are for.
+    process with ``self.role_worker("critic")``. A process runs one call at a time, whichever role it is for.
 
     Args:
         roles: role -> its class with the constructor's arguments: ``{"actor": RayClassWithInitArgs(Actor, config)}``.
             The workers of a process are created in this order.
 
     Raises:
-        TypeError: it is not such a dict.
-        ValueError: it is empty, or the name of a role cannot be an attribute.
+        TypeError, ValueError: it is not such a dict, it is empty, or the name of a role cannot be an attribute.
     """
     return Colocated(roles)
 
@@ -125,13 +115,8 @@ def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs])
     """Return a base class for a worker beside colocated ones, under the name that verl uses.
 
     A group of a subclass has the subclass's own methods and ``group.<role>``. In the worker, ``self.<role>`` is the
-    role's worker, which is created first.
-
-    Args:
-        class_dict: as for `colocate`.
-
-    Raises:
-        TypeError, ValueError: as for `colocate`, or a worker uses the name of a role itself.
+    role's worker, which is created first. Arguments and errors are those of `colocate`; no role may have the name of an
+    attribute of workers.
     """
     inner = colocate(class_dict)
     taken = [role for role in inner.roles if hasattr(Worker, role)]
@@ -155,12 +140,8 @@ def constructors(made: ClassWithInitArgs | Colocated) -> dict[str | None, ClassW
 
 
 class WorkerClass:
-    """One worker class of a group: its methods by name, what their calls cost, and the layout of its workers.
-
-    Args:
-        cls: the class.
-        role: its role, if several classes share a process.
-    """
+    """One worker class of a group, with its role if several share a process: its methods by name, what their calls
+    cost, and the layout of its workers."""
 
     def __init__(self, cls: type[Worker], role: str | None = None) -> None:
         self.cls = cls
@@ -172,11 +153,7 @@ class WorkerClass:
         self.registered = {name: replace(spec, role=role) for name, spec in registered_methods(cls).items()}
 
     def check_names(self, reserved: Iterable[str]) -> None:
-        """Check that no registered method has a reserved name.
-
-        Raises:
-            DispatchError: one has.
-        """
+        """Raise a `DispatchError` if a registered method has a reserved name."""
         clashes = sorted(self.registered.keys() & set(reserved))
         if clashes:
             raise DispatchError(
@@ -186,26 +163,15 @@ class WorkerClass:
             )
 
     def any(self, name: str) -> MethodSpec:
-        """A method, registered or not.
-
-        Raises:
-            AttributeError: the class has no such method.
-        """
+        """A method, registered or not; an `AttributeError` if the class has none of that name."""
         spec = self.registered.get(name) or method_spec(self.cls, name)
         if spec is None:
             raise AttributeError(f"{self.cls.__name__} has no method {name!r}{suggestion(name, dir(self.cls))}")
         return replace(spec, role=self.role)
 
     def name_of(self, method: object) -> str:
-        """The name of a method that was given as a function, ``Scorer.score``.
-
-        Functions are compared by module and qualified name: a class that was sent to another process comes back as a
-        copy.
-
-        Raises:
-            TypeError: it is not a function of a class.
-            DispatchError: the class does not have it.
-        """
+        """The name of a method that was given as a function, ``Scorer.score``. Functions are compared by module and
+        qualified name: a class that was sent to another process comes back as a copy."""
         if not inspect.isfunction(method):
             raise TypeError(
                 f"group.on() takes a method of the worker class, as in group.on(Scorer.score); got {method!r}"

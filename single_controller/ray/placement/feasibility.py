@@ -76,14 +76,8 @@ def slots_that_fit(bundle: Amounts, node: Amounts) -> int:
 
 def shortage(requests: Sequence[Request], nodes: Sequence[Amounts], *, free: bool = False) -> str:
     """Return in words what the nodes lack to hold several requests side by side; empty if totals do not rule it out.
-
     Exact for one request with PACK, SPREAD or STRICT_SPREAD. For STRICT_PACK some arrangements that cannot work pass.
-
-    Args:
-        requests: what is asked for.
-        nodes: what each node has.
-        free: whether that is what is free now, for the wording.
-    """
+    ``free``: whether the amounts are what is free now, for the wording."""
     asked = Counter[str]()
     for request in requests:
         asked.update({name: amount * sum(request.entries) for name, amount in request.bundle.items()})
@@ -131,12 +125,7 @@ def _missing_room(request: Request, nodes: Sequence[Amounts]) -> str:
 
 def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str, float]]) -> list[Slot] | None:
     """Return by rank the slots of a request that Ray has not been sent, where they would be; None if it would wait.
-
-    Args:
-        request: what would be asked for.
-        cluster: the nodes.
-        free: what each node has left. What the request takes is subtracted.
-    """
+    What the request takes is subtracted from ``free``, what each node has left."""
     homes = expected_nodes(request, free)
     if homes is None:
         return None

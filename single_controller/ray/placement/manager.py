@@ -27,13 +27,11 @@ class ResourcePoolManager(Closing):
         options: further options of `RayResourcePool` for every pool.
 
     Attributes:
-        resource_pool_spec: as given.
-        mapping: role -> name of its pool.
+        resource_pool_spec, mapping: as given.
         resource_pool_dict: name -> pool; empty until they are created.
 
     Raises:
-        ValueError: no pool, or the mapping names one that the spec does not have.
-        TypeError: one of the two is not a dict.
+        TypeError, ValueError: the spec is no dict of pools, or the mapping none of roles and its pools.
     """
 
     def __init__(

@@ -172,13 +172,8 @@ def plan_pool(
     cluster: Sequence[Node],
     standbys: Sequence[StandbyPlan] = (),
 ) -> PoolPlan:
-    """Return the plan of a pool.
-
-    Args:
-        requests: of the reservations that its slots are in.
-        waiting: those of them for which there is no room now.
-        slots: its own slots by rank, with locations; () if any request is waiting.
-    """
+    """Return the plan of a pool: ``requests`` are those of the reservations that its slots are in, ``waiting`` those
+    for which there is no room now, and ``slots`` its own by rank, with locations; () if any request is waiting."""
     state: State = "fits" if any(slot.placement_group is None for slot in slots) else "placed"
     missing = "nothing"
     if waiting:
@@ -194,11 +189,8 @@ def plan_pool(
 
 
 def refuse_impossible(requests: Sequence[Request], cluster: Sequence[Node], what: str) -> None:
-    """Raise if the nodes cannot hold several requests side by side even when nothing else runs there.
-
-    Raises:
-        PlacementError: with a table of the nodes.
-    """
+    """Raise a `PlacementError` with a table of the nodes if these cannot hold several requests side by side, even when
+    nothing else runs there."""
     if shortage(requests, [node.total for node in cluster]):
         raise PlacementError(str(plan_pool(what, requests, requests, (), cluster)))
 

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from dispatch.checks import check_count, is_count
 from single_controller.call.errors import ForkedProcessError, GroupClosedError, PlacementError
 from single_controller.call.state import Closing
-from single_controller.ray.placement.external import external_reservation
 from single_controller.ray.placement.feasibility import Request
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_pool, refuse_impossible
-from single_controller.ray.placement.reservation import Reservation
+from single_controller.ray.placement.reservation import Reservation, external_reservation
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import ensure_ray, forked, nodes, session
@@ -138,9 +137,8 @@ class RayResourcePool(Closing, ResourcePool):
     pool is a context manager; closing it ends what runs in it.
 
     Slot k is rank k of a group on the whole pool. Once Ray has placed them, slots are ordered by (node, device),
-    compared as numbers, and keep that order as long as the pool lives; before, they are in the order declared.
-    ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups and frees no
-    slot, closing this pool closes them too.
+    compared as numbers; before, they are in the order declared. ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools
+    that borrow slots: closing one closes its groups and frees no slot, closing this pool closes them too.
 
     Args:
         process_on_nodes: processes of each entry, ``[8, 8]``. An entry is on one node. Entries may differ in size.
@@ -152,8 +150,8 @@ class RayResourcePool(Closing, ResourcePool):
         resources: custom resources of each slot, ``{"disk": 1}``. Each worker takes its fraction of those that are
             devices (``{"NPU": 1}``).
         num_cpus: logical CPUs of each slot.
-        num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part;
-            to see all GPUs of a slot with several, it must be alone there (``max_colocate_count=1``).
+        num_gpus: GPUs of each slot: 0.5 puts two slots on a GPU. A worker sees the GPUs of which it takes a part; to
+            see all GPUs of a slot with several, it must be alone there (``max_colocate_count=1``).
         memory: bytes of memory of each slot; 0 reserves none. Ray counts them and does not enforce them.
         strategy: Ray's strategy for each placement group. By default ``"STRICT_PACK"`` (on one node), but ``"PACK"``
             for ``across_nodes=True`` and for a first group made with ``bin_pack=False``.
@@ -386,9 +384,7 @@ class RayResourcePool(Closing, ResourcePool):
 
     def plan(self) -> PoolPlan:
         """Return where every rank is, or would be: node, bundle and device; and what is missing. Starts nothing.
-
-        Devices are known once a process has reported them: the first group's workers, or short tasks before a slice is
-        used. Until then the ranks of one node are in the order of their entries.
+        Devices are known once a process has reported them.
 
         Raises:
             GroupClosedError: the pool is closed.
@@ -446,11 +442,8 @@ class RayResourcePool(Closing, ResourcePool):
                 )
 
     def wait(self, *, assign_ranks: bool = False) -> None:
-        """Wait until Ray has placed the slots.
-
-        Args:
-            assign_ranks: whether to fix the order of the slots now, by short tasks in them. A pool that borrows slots
-                always does; for others the first group's processes can do it, which is faster.
+        """Wait until Ray has placed the slots. ``assign_ranks`` fixes their order now, by short tasks in them. A pool
+        that borrows slots always does that; for others the first group's processes can do it, which is faster.
 
         Raises:
             PlacementError: Ray did not place them within ``placement_timeout``, or never can.
@@ -481,10 +474,7 @@ class RayResourcePool(Closing, ResourcePool):
 
     def assign_ranks(self, slots: Sequence[Slot], locations: Sequence[Location]) -> list[int]:
         """Fix the order of the slots, unless it is fixed, by the locations of the processes in them; note these.
-
-        Returns:
-            By rank, the index in ``slots``, which is what `slots` returned before the processes were started.
-        """
+        Returns by rank the index in ``slots``, which is what `slots` returned before the processes were started."""
         if self._owned is not None:  # a pool that borrows slots has waited for their order in `admit`
             self._owned.assign(slots, locations)  # of several groups that start at once, the first one's order stays
         index = {(slot.placement_group, slot.bundle): number for number, slot in enumerate(slots)}
@@ -503,10 +493,8 @@ class RayResourcePool(Closing, ResourcePool):
         *,
         counted: bool = True,
     ) -> None:
-        """Reserve the slots, as `place`, and note a group that is going to have a worker in each.
-
-        Args:
-            counted: whether its workers count for ``max_colocate_count``.
+        """Reserve the slots, as `place`, and note a group that is going to have a worker in each. ``counted``: whether
+        its workers count for ``max_colocate_count``.
 
         Raises:
             PlacementError: a slot is full, or the slots can never be placed.
@@ -568,13 +556,10 @@ class RayResourcePool(Closing, ResourcePool):
 
 
 def merge_resource_pool(*pools: RayResourcePool) -> RayResourcePool:
-    """Return one pool of all the slots of several. It borrows their slots.
+    """Return one pool of all the slots of several, of any shape. It borrows their slots.
 
     Its ranks are ordered by (node, device), as in any pool. If the user gave the order of one of the pools, by bundle
     indices or a slice like ``[::-1]``, the ranks are one pool's after the other's instead.
-
-    Args:
-        pools: pools of any shape (slices, split and merged ones too) that agree in what a slot reserves.
 
     Raises:
         ValueError: no pool, the same slot twice, or pools that differ in GPU use, accelerator type, colocation,
@@ -610,8 +595,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
             parts, as in verl.
 
     Raises:
-        ValueError: the sizes are not positive integers, or do not add up to all slots.
-        TypeError: ``resource_pool`` is not a `RayResourcePool`.
+        TypeError, ValueError: it is no pool, or the sizes are not positive integers that add up to all slots.
         GroupClosedError: it is closed.
     """
     if not isinstance(resource_pool, RayResourcePool):

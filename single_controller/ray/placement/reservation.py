@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from dispatch.checks import is_count
 from single_controller.call.errors import GroupClosedError, PlacementError
 from single_controller.ray.compat import worker_pools
 from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast
@@ -41,7 +42,7 @@ from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool
 from single_controller.ray.placement.slots import Slot, assign_ranks, device_kinds, devices_in
 from single_controller.ray.rank.actor import Location
-from single_controller.ray.runtime import Node, nodes, session
+from single_controller.ray.runtime import Node, address_key, ensure_ray, nodes, session
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +84,8 @@ class Reservation:
         self.slots, self.reserved, self.assigned = list(slots), True, assigned
 
     def reserve(self, request: Request) -> None:
-        """Ask Ray for the placement groups, once; do not wait for them.
-
-        An exception in the middle, Ctrl-C included, leaves no placement group behind.
-
-        Raises:
-            GroupClosedError: the reservation is closed.
-        """
+        """Ask Ray for the placement groups, once; do not wait for them. An exception in the middle, Ctrl-C included,
+        leaves none behind."""
         with self._reserving:
             self.check_open()
             if not self.reserved:
@@ -147,12 +143,8 @@ class Reservation:
     # --- waiting ------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until Ray has placed every bundle; log every few seconds what is missing.
-
-        Raises:
-            PlacementError: Ray did not place them within the placement timeout.
-            GroupClosedError: the reservation was closed, or a placement group was removed.
-        """
+        """Wait until Ray has placed every bundle; log every few seconds what is missing. Raises as
+        `RayResourcePool.wait` does."""
         begin = time.monotonic()
         timeout = self.options.placement_timeout
         pause, longest = _POLL_SECONDS
@@ -193,11 +185,8 @@ class Reservation:
 
     def assign(self, slots: Sequence[Slot] = (), found: Sequence[Location] = ()) -> None:
         """Assign the ranks, unless that was done: by where processes in all ``slots`` found themselves, if any run.
-        Devices that no process has reported are asked of short tasks.
-
-        Raises:
-            PlacementError: a bundle is on no node any more, or a task did not run in time.
-        """
+        Devices that no process has reported are asked of short tasks. A `PlacementError` if a bundle is on no node any
+        more."""
         with self._assigning:  # of groups that start at once, the first fixes the order, and the others wait for it
             if self.assigned:
                 return
@@ -233,11 +222,7 @@ class Reservation:
 
 
 def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
-    """Return the node of each reserved slot; devices are unknown.
-
-    Raises:
-        PlacementError: Ray has not placed them, or a node has died since.
-    """
+    """Return the node of each reserved slot, without devices; a `PlacementError` if one is on no living node."""
     known = {node["NodeID"]: node for node in ray.nodes()}
     groups = {slot.placement_group for slot in slots if slot.placement_group is not None}
     homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in groups}
@@ -251,11 +236,8 @@ def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
 
 
 def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:
-    """Wait until the processes of a group have answered once, each with one of the ``refs``.
-
-    Raises:
-        PlacementError: they did not start within ``timeout`` seconds.
-    """
+    """Wait until the processes of a group have answered once, each with one of the ``refs``; a `PlacementError` if they
+    did not start within ``timeout`` seconds."""
     _, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)
     if late:
         raise PlacementError(
@@ -289,13 +271,104 @@ def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
 
 
 def remove_pools_of(actors: Iterable[ActorHandle]) -> None:
-    """Remove the placement groups of pools that workers have made and that nobody can close any more.
-
-    Args:
-        actors: workers that were just ended. Pools of workers of this job that died earlier are removed too.
-    """
+    """Remove the placement groups of pools that workers have made and that nobody can close any more: those of
+    ``actors``, which were just ended, and of workers of this job that died earlier."""
     try:
         ids = worker_pools({actor._actor_id.hex() for actor in actors})
         _remove([PlacementGroup(PlacementGroupID(bytes.fromhex(number))) for number in ids], session())
     except Exception:  # what called this must go on: the control store does not respond, for example
         logger.warning("the placement groups of ended workers could not be removed", exc_info=True)
+
+
+# --- external placement groups ---------------------------------------------------------------------------
+
+
+_HOW = "from_placement_group() takes a placement group, (pg, bundle_indices) or (pg, bundle_indices, gpu_ids)"
+
+
+def external_reservation(
+    given: Any,
+    bundle_indices: Sequence[int] | None,
+    gpu_ids: Sequence[int | str] | None,
+    *,
+    use_gpu: bool | None,
+    **options: Any,
+) -> Reservation:
+    """Return a reservation on an external placement group, placed. See `RayResourcePool.from_placement_group`.
+
+    Its ranks are assigned already if the user gave their order.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        if not 2 <= len(given) <= 3 or bundle_indices is not None or (gpu_ids is not None and len(given) == 3):
+            raise ValueError(f"{_HOW}, each part once")
+        given, bundle_indices, gpu_ids = given[0], given[1], (given[2] if len(given) == 3 else gpu_ids)
+    if not isinstance(given, PlacementGroup):
+        raise TypeError(f"{_HOW}, got {given!r}")
+    ensure_ray()
+    table = placement_group_table(given)
+    if table.get("state", "REMOVED") == "REMOVED":
+        raise GroupClosedError("from_placement_group(): the placement group is removed")
+    numbers = _checked_indices(bundle_indices, given.bundle_count)
+    devices = _checked_ids(gpu_ids, len(numbers))
+    pool_options = _options([given.bundle_specs[number] for number in numbers], use_gpu, **options)
+    label = f"the placement group {table.get('name') or given.id.hex()}"
+    slots = [Slot(given, number, 0) for number in numbers]
+    reservation = Reservation(Request((len(numbers),), pool_options.bundle, table["strategy"]), pool_options, label)
+    reservation.hold(slots)
+    reservation.wait()
+    where = [found._replace(devices=ids) for found, ids in zip(node_locations(slots, label), devices, strict=True)]
+    order_given = bundle_indices is not None or gpu_ids is not None
+    # The slots on one node are an entry; entries are numbered in order of rank.
+    by_rank = where if order_given else sorted(where, key=lambda found: (address_key(found.address), found.node_id))
+    entry_of = {node_id: entry for entry, node_id in enumerate(dict.fromkeys(found.node_id for found in by_rank))}
+    slots = [
+        replace(slot, entry=entry_of[found.node_id], location=found if order_given else None)
+        for slot, found in zip(slots, where, strict=True)
+    ]
+    reservation.hold(slots, assigned=order_given)
+    return reservation
+
+
+def _checked_indices(indices: Sequence[int] | None, count: int) -> list[int]:
+    numbers = list(range(count) if indices is None else indices)
+    if not numbers:
+        raise ValueError("bundle_indices is empty; leave it out for all bundles")
+    for number in numbers:
+        if not is_count(number, 0) or number >= count:
+            raise ValueError(f"bundle_indices: the placement group has the bundles 0 to {count - 1}, not {number!r}")
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise ValueError(f"bundle_indices has {twice} more than once; a bundle is one slot, shared by its workers")
+    return numbers
+
+
+def _checked_ids(ids: Sequence[int | str] | None, count: int) -> list[tuple[str, ...] | None]:
+    if ids is None:
+        return [None] * count
+    if len(ids) != count:
+        raise ValueError(f"gpu_ids has {len(ids)} ids for {count} bundles; it has one for each, in the same order")
+    for device in ids:
+        if isinstance(device, bool) or not isinstance(device, (int, str)):
+            raise ValueError(f"gpu_ids are numbers or strings, got {device!r}")
+    return [(str(device),) for device in ids]
+
+
+def _options(bundles: Sequence[Mapping[str, float]], use_gpu: bool | None, **options: Any) -> PoolOptions:
+    """What every one of the bundles has; the least where they differ."""
+    names = set.intersection(*({name for name, amount in bundle.items() if amount > 0} for bundle in bundles))
+    least = {name: min(bundle[name] for bundle in bundles) for name in sorted(names - {"object_store_memory"})}
+    if use_gpu and "GPU" not in least:
+        raise ValueError("use_gpu=True, but a bundle of the placement group has no GPU")
+    use_gpu = "GPU" in least if use_gpu is None else bool(use_gpu)
+    gpus = least.pop("GPU", 1)
+    return PoolOptions(
+        use_gpu=use_gpu,
+        num_gpus=gpus if use_gpu else 1,
+        num_cpus=least.pop("CPU", 0),
+        memory=least.pop("memory", 0),
+        resources=least,
+        accelerator_type=None,
+        strategy=None,
+        across_nodes=False,
+        **options,
+    )

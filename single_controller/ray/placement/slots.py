@@ -47,11 +47,8 @@ class Slot:
 def assign_ranks(
     slots: Sequence[Slot], locations: Sequence[Location], fill_entries: Sequence[int] | None = None
 ) -> list[Slot]:
-    """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle.
-
-    Args:
-        fill_entries: sizes of the entries, if ranks fill the entries in order. None if each slot keeps its entry.
-    """
+    """Return the slots in order of rank, each with its location: by node and device, then by entry and bundle. If ranks
+    fill the entries in order, ``fill_entries`` has their sizes; otherwise each slot keeps its entry."""
     located = []
     for slot, where in zip(slots, locations, strict=True):
         # Addresses and devices compare as numbers: 10.0.0.2 before 10.0.0.10. Several nodes may share an address.
@@ -72,14 +69,9 @@ def device_kinds(bundle: Iterable[str]) -> frozenset[str]:
 def devices_in(
     slots: Sequence[Slot], bundle: Iterable[str], timeout: float, name: str
 ) -> Sequence[tuple[str, ...] | None]:
-    """Return the devices of each reserved slot, as reported by short tasks in them that take next to nothing.
-
-    Returns:
-        By slot, the ids; () for slots without devices, None where Ray gives no part of such a device (of a TPU).
-
-    Raises:
-        PlacementError: a task had not run within ``timeout`` seconds.
-    """
+    """Return the devices of each reserved slot, as reported by short tasks in them that take next to nothing: ids, ()
+    for slots without devices, None where Ray gives no part of such a device (of a TPU). A `PlacementError` if a task
+    had not run within ``timeout`` seconds."""
     each = dict.fromkeys(device_kinds(bundle), _LEAST)
     if not each:
         return [()] * len(slots)

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -35,7 +36,7 @@ from single_controller.ray.rank.collectives import abort_collectives, end_collec
 from single_controller.ray.rank.devices import SOCKET_INTERFACES, own_devices, set_environment
 from single_controller.ray.rank.frames import frames_file
 from single_controller.ray.results import RESULT, Kept, fetch, what_is_lost
-from single_controller.wire.handshake import BESIDE, CONCURRENT, JOIN, KEPT, REPLY, WireAddress
+from single_controller.wire.handshake import Kind, WireAddress
 from single_controller.wire.link import Answer, Session
 from single_controller.wire.listener import Listener
 
@@ -64,46 +65,18 @@ class Location(NamedTuple):
         return RankProcess(self.hostname, self.address, self.pid, self.node_id)
 
 
-class StartMessage(NamedTuple):
-    """What a rank is told before user code runs.
-
-    Attributes:
-        rank: its rank.
-        world_size: number of ranks in the group.
-        local_rank: rank within its entry of the pool.
-        local_world_size: number of ranks of that entry.
-        environment: variables of ``worker_env``.
-        node_rank: number of its node, in the order of the nodes' first ranks.
-        generation: how often the group was restarted or had ranks replaced before.
-        replacement: see `RankInfo`.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    environment: dict[str, str]
-    node_rank: int = 0
-    generation: int = 0
-    replacement: bool = False
+StartMessage = tuple[RankInfo, dict[str, str]]
+"""What a rank is told before user code runs: its rank, without rendezvous and devices; and ``worker_env``."""
 
 
 class Identity(NamedTuple):
-    """Who a started worker is, for a process that did not start it.
+    """Who a started worker is, for a process that did not start it."""
 
-    Attributes:
-        info: its rank.
-        location: where it runs.
-        name: the actor's name.
-        placement_group: Ray's id of its placement group, in hex.
-        classes: role -> class, encoded.
-    """
-
-    info: RankInfo
-    location: Location
-    name: str
-    placement_group: str | None
-    classes: Encoded
+    info: RankInfo  # its rank
+    location: Location  # where it runs
+    name: str  # the actor's name
+    placement_group: str | None  # Ray's id of its placement group, in hex
+    classes: Encoded  # role -> class, encoded
 
 
 class RankActor:
@@ -119,22 +92,15 @@ class RankActor:
         commands = {
             "alive": lambda: "",
             "stacks": self._executor.stacks,
-            "status": self._status,
+            "status": lambda: json.dumps(self._executor.running()),  # for `running_calls`
             "leave": self._leave,
             "abort": self._abort,
-            "replicas": self._replicas,
+            # By role, `Worker.dp_replica`; empty without workers
+            "replicas": lambda: json.dumps([worker.dp_replica for worker in self._executor.workers.values()]),
         }
         self._listener = Listener(self._address, self._take_call, commands, frames_file())
         self._held_port: socket.socket | None = None
         self._own_ports = listening_ports()  # of Ray and of the listener
-
-    def _status(self) -> str:
-        """The answer to the command "status", for `running_calls`."""
-        return json.dumps(self._executor.running())
-
-    def _replicas(self) -> str:
-        """The answer to the command "replicas": by role, `Worker.dp_replica`; empty without workers."""
-        return json.dumps([worker.dp_replica for worker in self._executor.workers.values()])
 
     def _sc_locate(self) -> Location:
         node_id = ray.get_runtime_context().get_node_id()
@@ -151,11 +117,8 @@ class RankActor:
         return address or self._address, port
 
     def _sc_prepare(self, environment: dict[str, str], made: Encoded) -> tuple[Location, int]:
-        """Import the user's classes without taking a rank; see `Standby`.
-
-        Returns:
-            Where this process runs, and its resident memory in bytes.
-        """
+        """Import the user's classes without taking a rank; see `Standby`. Returns where this process runs, and its
+        resident memory in bytes."""
         for cls, _, _ in self._load(environment, made).values():
             cls.prepare_standby()
         return self._sc_locate(), resident_memory()
@@ -179,18 +142,15 @@ class RankActor:
     def _join(self, message: StartMessage, made: Encoded, master: tuple[str, int], leave: bool) -> RankResult:
         """Take a rank. A new process then loads the user's classes and creates the workers. A process that has workers
         keeps them, and leaves its former process groups if ``leave``."""
-        name_lines(f"{type(self).__name__} rank {message.rank}")
-        numbers = (message.rank, message.world_size, message.local_rank, message.local_world_size)
-        info = RankInfo(
-            *numbers, *master, message.node_rank, own_devices(), False, message.generation, message.replacement
-        )
+        info = replace(message[0], master_addr=master[0], master_port=master[1], device_ids=own_devices())
+        name_lines(f"{type(self).__name__} rank {info.rank}")
         if self._executor.workers:
             os.environ.update(info.environment())
             return self._executor.rejoin(info, end_collectives if leave else None)
 
         def load() -> Any:
             os.environ.update(info.environment())  # before the import, which may read it
-            return self._load(message.environment, made)
+            return self._load(message[1], made)
 
         return self._executor.start(info, load)
 
@@ -216,7 +176,7 @@ class RankActor:
 
     def _take_call(self, kind: int, session: Session, number: int, payload: bytes) -> None:
         """A call has arrived. Called in the hub's thread."""
-        submit = self._calls.submit_concurrent if kind == CONCURRENT else self._calls.submit
+        submit = self._calls.submit_concurrent if kind == Kind.CONCURRENT else self._calls.submit
         submit(lambda: self._run(kind, session, number, payload))
 
     def _run(self, kind: int, session: Session, number: int, payload: bytes) -> None:
@@ -226,7 +186,7 @@ class RankActor:
         current.call = session, number
         call = CallMessage("__init__")
         try:
-            if kind == JOIN:
+            if kind == Kind.JOIN:
                 message, leave = pickle.loads(payload)
                 made = session.take_parts(number)
                 lacks = "" if made else "rank 0 has not told the rendezvous"
@@ -250,10 +210,10 @@ class RankActor:
                 if value is not None and (value.references or value.nbytes > MAX_INLINE_BYTES):
                     # Now, because the next call may change the memory that the value refers to.
                     ref, result = ray.put(value.as_kept()), result._replace(value=None, kept=True)
-                    session.reply(KEPT, number, pickle.dumps(tuple(result), protocol=5), (result, ref))
+                    session.reply(Kind.KEPT, number, pickle.dumps(tuple(result), protocol=5), (result, ref))
                     return
                 if isinstance(cause, Encoded) and (cause.references or cause.nbytes > MAX_INLINE_BYTES):
-                    session.reply(BESIDE, number, b"", (result, None))
+                    session.reply(Kind.BESIDE, number, b"", (result, None))
                     return
             except RayError as error:  # the store and the disk are full, for example
                 result = self._executor.failed(error, call.method, call.role, lost=what_is_lost(error))
@@ -261,7 +221,7 @@ class RankActor:
         except Exception as error:  # of this library or of Ray: without a reply, the driver would wait for ever
             logger.exception("call %d has failed outside of its method", number)
             reply = pickle.dumps(tuple(self._executor.failed(error, "", None)), protocol=5)
-        session.reply(REPLY, number, reply)
+        session.reply(Kind.REPLY, number, reply)
 
     def _cancelled(self, call: CallMessage, text: str) -> RankResult:
         rank = -1 if self._executor.info is None else self._executor.info.rank
@@ -281,11 +241,8 @@ class RankActor:
         ]
 
     def _sc_value(self, kept: list[ray.ObjectRef] | Kept) -> Any:
-        """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives.
-
-        Args:
-            kept: what `_sc_result` has returned, or the reference to it, in a list.
-        """
+        """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives. ``kept`` is what `_sc_result`
+        has returned, or the reference to it, in a list."""
         result, refs = cast(Kept, ray.get(kept[0]) if isinstance(kept, list) else kept)
         if result.failure is not None:
             error = result.failure.exception() or result.failure.error()
@@ -348,12 +305,8 @@ def _picklable(error: BaseException) -> Exception:
 
 @functools.lru_cache(maxsize=256)
 def actor_class(name: str, methods: tuple[tuple[str | None, str], ...]) -> Any:
-    """The Ray actor class for workers of a class. Cached, so that it is exported to the cluster once.
-
-    Args:
-        name: name of the worker class, for Ray's logs.
-        methods: role and name of the workers' public methods.
-    """
+    """The Ray actor class for workers of a class of this name, whose public methods are given by role and name. Cached,
+    so that it is exported to the cluster once."""
     members: dict[str, Any] = {direct_name(role, method): _direct(role, method) for role, method in methods}
     cls = type(name, (RankActor,), {**members, "__module__": __name__, "__qualname__": name})
     remote: Any = ray.remote

@@ -45,16 +45,13 @@ def frames_file() -> int:
 
 
 def frames_of(pid: int, file: int, *, native: bool = False, py_spy: str | None = None) -> str:
-    """The Python frames of a process on this host.
+    """The Python frames of the threads of a process on this host, or why they cannot be read and what to do.
 
     Args:
         pid: the process.
         file: what `frames_file` returned there.
         native: whether to show C functions too, which only py-spy can.
         py_spy: path of py-spy; by default the one of this Python, or in PATH; empty for none.
-
-    Returns:
-        The frames of its threads, or why they cannot be read and what to do.
     """
     if py_spy is None:
         beside = os.path.join(os.path.dirname(sys.executable), "py-spy")

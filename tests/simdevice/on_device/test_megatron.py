@@ -1,7 +1,10 @@
 """Megatron's own code for CUDA, without what `workers.megatron.cpu` replaces, on one simulated device."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from host_waits import waits_of_any_number_of_micro_batches
 from reference import ReferenceGRPO, small_llama
 from train_helpers import assert_seeds_decide, rollout, saved
 
@@ -10,7 +13,6 @@ from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.megatron.megatron_train_worker import MegatronTrainWorker
 
 simulated = torch._simdevice
-BLOCKING = ("host read", "copy:d2h sync", "copy:h2d sync", "copy:h2d staged", "copy:d2h non_blocking", "sync:")
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +63,13 @@ def test_half_precision_is_close(args, data, dtype):
 
 
 def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data):
-    found = []
-    for most in (10_000, 50, 16):
+    @contextmanager
+    def start(most):
         with worker() as group:
             group.init(args | {"max_tokens_per_micro_batch": most}, "actor")
-            for call in (lambda group=group: group.train(0, data), lambda group=group: group.compute_log_prob(data)):
-                call()  # the first one creates the optimizer's state
-                simulated.counts(True)
-                call()
-                found.append({key: n for key, n in simulated.counts(True).items() if key.startswith(BLOCKING)})
-    assert found[0] == found[2] == found[4] and found[1] == found[3] == found[5]
+            yield lambda: group.train(0, data), lambda: group.compute_log_prob(data)
+
+    waits_of_any_number_of_micro_batches(start)
 
 
 def where(worker):

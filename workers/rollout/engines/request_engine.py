@@ -78,6 +78,8 @@ class Request:
         future: of the completion.
         begun: whether tokens are being generated for it.
         ended: whether its completion was set, or it has failed.
+        echoed: the prompt that tokens are generated from, if `RequestEngine.echo_prompts`. An engine that passes
+            prompts on replaces it by what the other side says.
     """
 
     id: str
@@ -91,6 +93,7 @@ class Request:
     future: Future[Completion] = field(default_factory=Future)
     begun: bool = False
     ended: bool = False
+    echoed: Sequence[int] | None = None
 
     @property
     def remaining(self) -> int:
@@ -107,7 +110,12 @@ class Request:
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The completion so far."""
         return Completion(
-            self.token_ids, self.log_probs, finish_reason, self.weight_versions, sampling_mask=self.sampling_mask
+            self.token_ids,
+            self.log_probs,
+            finish_reason,
+            self.weight_versions,
+            sampling_mask=self.sampling_mask,
+            prompt_ids=self.echoed,
         )
 
 
@@ -136,12 +144,14 @@ class RequestEngine(RolloutEngine):
         max_positions: how many tokens a prompt and its completion have together at most; None for no limit.
         positions_are: whose limit that is, for the error.
         coldest: the lowest temperature besides 0; one that is lower still would overflow the logits.
+        echo_prompts: whether completions have `Completion.prompt_ids`, to be compared with what was submitted.
     """
 
     vocab_size: int | None = None
     max_positions: int | None = None
     positions_are = "the model's"
     coldest = 1e-6
+    echo_prompts = False
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -321,6 +331,26 @@ class RequestEngine(RolloutEngine):
         self._submit("submit", [request])
         return request.future
 
+    def check_submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        request_id: str = "",
+        partial: Completion | None = None,
+        *,
+        number: int | None = None,
+    ) -> None:
+        """Raise what `submit` would raise now, for whoever submits later. With a ``number``, the index of the prompt in
+        the call, what `generate` would raise."""
+        with self._changed:
+            no_weights = self.weight_version is None and "update" not in self._holds
+            method = "submit" if number is None else "generate"
+            self._check_ready(method, no_weights if number is None else bool(self._holds - {READING}))
+        request = self._request(number, prompt, sampling_params, request_id, seed)
+        if partial is not None:
+            self._begin_with(request, partial)
+
     def _request(
         self, number: int | None, prompt: Sequence[int], sampling_params: SamplingParams, request_id: str, seed: int
     ) -> Request:
@@ -338,7 +368,9 @@ class RequestEngine(RolloutEngine):
         if token_ids is None:
             raise PromptError(f"is {prompt!r:.80}; it must be a sequence of token ids, which are integers", number)
         self.check_request(number, token_ids, sampling_params)
-        return Request(request_id, token_ids, sampling_params, own_seed)
+        return Request(
+            request_id, token_ids, sampling_params, own_seed, echoed=token_ids if self.echo_prompts else None
+        )
 
     def _begin_with(self, request: Request, partial: Completion) -> None:
         if not isinstance(partial, Completion):

@@ -242,6 +242,15 @@ class Completion:
             with a parameter ``info`` gets it.
         sampling_mask: what ``top_p``, ``top_k`` and ``min_p`` left to choose from; None if they left everything at
             every token, or if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
+        token_rewards: one number per token, for rewards that were earned before the end, such as those of turns; None
+            if the reward is one number. They become the ``token_rewards`` of the rollout data.
+        rows: the rows of the rollout data that this rollout becomes, at least one, if that is not exactly one row of
+            the prompt and this completion: a session with branches has several. None for one row. The fields above then
+            are what a reward function gets; ``finish_reason`` is the rollout's.
+        session: with the finish reason "abort", a picklable state from which an engine with sessions continues this
+            one, if the completion is passed back as ``partial``; None if there is none.
+        prompt_ids: the prompt that the engine generated from, as it says itself, if `RequestEngine.echo_prompts`; None
+            otherwise.
     """
 
     token_ids: list[int]
@@ -252,6 +261,24 @@ class Completion:
     loss_mask: Sequence[float] | None = None
     info: Mapping[str, Any] | None = None
     sampling_mask: SamplingMask | None = None
+    token_rewards: Sequence[float] | None = None
+    rows: Sequence[Row] | None = None
+    session: Any | None = None
+    prompt_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the rows of the rollout data that a rollout becomes; see `Completion.rows` and `workers.rollout.agents`.
+
+    Attributes:
+        prompt: the tokens before the first that was sampled, at least one.
+        completion: the tokens behind it, with a ``loss_mask``: 1 for the tokens that are trained in this row. Without
+            ``rows`` and ``session`` of its own.
+    """
+
+    prompt: list[int]
+    completion: Completion
 
 
 @dataclass(frozen=True)
@@ -284,6 +311,7 @@ class RolloutEngine(ABC):
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
+        journals: whether `progress` tells anything.
     """
 
     weight_version: int | None = 0
@@ -291,6 +319,7 @@ class RolloutEngine(ABC):
     partial_updates = False
     sampling_masks = False
     exact_digest: str | None = None
+    journals = False
 
     @property
     def keeps_weights(self) -> bool:
@@ -369,6 +398,18 @@ class RolloutEngine(ABC):
     def load(self) -> EngineLoad:
         """Return how busy the engine is."""
         raise self._no_requests("load")
+
+    def progress(self, known: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
+        """Return the states of running requests from which another engine can continue, for a driver that keeps them in
+        case this process dies. By default there are none.
+
+        Args:
+            known: request id -> (``number``, number of nodes) of the state that the driver has.
+
+        Returns:
+            request id -> `SessionState`, of those that the driver does not have, without the nodes that it has.
+        """
+        return {}
 
     def _no_requests(self, method: str) -> RolloutError:
         name = type(self).__name__

@@ -50,6 +50,13 @@ FIXED = {
 }
 """vLLM's arguments that `VLLMEngine` sets itself, because its guarantees depend on them."""
 
+FIXED_ON_CPU = {
+    "enable_chunked_prefill": False,
+    "long_prefill_token_threshold": 0,
+}
+"""More of them on the CPU. After a step in which a prompt was computed in part, vLLM takes back what its sampler has
+drawn of the request's random numbers; generators on the CPU cannot do this ("CPU Generator does not use offset")."""
+
 KV_CACHE_BYTES = 1 << 30
 """Default size of the key/value cache on the CPU. vLLM's own is most of the machine's memory."""
 
@@ -110,6 +117,7 @@ def arguments_for(vllm: Any, engine_args: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: vLLM has no such argument, or `VLLMEngine` sets it itself.
     """
+    fixed = FIXED if has_accelerator() else FIXED | FIXED_ON_CPU
     known = {field.name for field in dataclasses.fields(vllm.EngineArgs) if not field.name.startswith("_")}
     for name, value in engine_args.items():
         if name not in known:
@@ -118,9 +126,10 @@ def arguments_for(vllm: Any, engine_args: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"VLLMEngine: vLLM {vllm.__version__} has no engine argument {name!r}{hint}")
         if name in _OWN:
             raise TypeError(f"VLLMEngine: {name!r} is set by VLLMEngine's own argument {_OWN[name]!r}")
-        if name in FIXED and value != FIXED[name]:
-            raise TypeError(f"VLLMEngine: {name!r} is always {FIXED[name]!r}, got {value!r}; leave it out")
-    return {**_defaults(engine_args), **engine_args, **FIXED}
+        if name in fixed and value != fixed[name]:
+            where = " on the CPU" if name in FIXED_ON_CPU else ""
+            raise TypeError(f"VLLMEngine: {name!r} is always {fixed[name]!r}{where}, got {value!r}; leave it out")
+    return {**_defaults(engine_args), **engine_args, **fixed}
 
 
 def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from workers.data.collate import with_fingerprints
@@ -74,6 +74,7 @@ class Orders:
         send_weights: requests of other workers to serve.
         held_weights: `RolloutEngine.weights_id` of the rank's engine when it had the version, before its process was
             replaced.
+        known: `request_name` -> what the driver has of a sample, see `RolloutEngine.progress`, or `FINISHED`.
     """
 
     stream: str
@@ -85,6 +86,7 @@ class Orders:
     copies: bool = False
     send_weights: Sequence[WeightRequest] = ()
     held_weights: str | None = None
+    known: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ class Report:
         needs_weights: what the worker asks of those that have the orders' version, if it has another one.
         sending_weights: ids of the requests that it is serving.
         weights_id, any_rank: see `RolloutEngine`.
+        progress: `request_name` -> a finished sample of a group that is running, or the state of a session, of those
+            that the driver does not have; see `RolloutEngine.progress`.
+        fingerprints: weight version -> fingerprint, if there is progress.
     """
 
     rank: int
@@ -126,6 +131,17 @@ class Report:
     sending_weights: Sequence[str] = ()
     weights_id: str | None = None
     any_rank: bool = False
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[int, int] = field(default_factory=dict)
+
+
+FINISHED = (1 << 62, 0)
+"""In `Orders.known`: the driver has the completion."""
+
+
+def request_name(stream: str, attempt: Attempt, sample: int) -> str:
+    """The id of a sample's request at the engine."""
+    return f"{stream}-{attempt.number}-{attempt.attempt}-{sample}"
 
 
 @dataclass(eq=False)
@@ -198,7 +214,22 @@ class Exchange:
             self._changed.wait_for(self._anything_finished, orders.wait)
             finished = [group.finished() for group in self._groups.values() if not group.left]
             running = [group.attempt for group in self._groups.values() if group.left]
-        return Report(rank, weight_version, engine.load(), finished, running)
+        report = Report(rank, weight_version, engine.load(), finished, running)
+        return self._with_progress(report, orders, engine) if engine.journals else report
+
+    def _with_progress(self, report: Report, orders: Orders, engine: RolloutEngine) -> Report:
+        """Add what another worker needs to go on with the running groups, should this one die."""
+        states = engine.progress(orders.known)
+        with self._changed:
+            groups = [group for group in self._groups.values() if group.left]
+            told = {name: states[name] for group in groups for name in group.ids if name in states}
+            told |= {  # after the states: one may have ended since
+                group.ids[sample]: one
+                for group in groups
+                for sample, one in enumerate(group.completions)
+                if sample not in group.left and orders.known.get(group.ids[sample]) != FINISHED
+            }
+        return replace(report, progress=told, fingerprints=dict(self._fingerprints)) if told else report
 
     def _anything_finished(self) -> bool:
         return not all(group.left for group in self._groups.values()) or not self._groups
@@ -208,7 +239,7 @@ class Exchange:
         partials = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
         group = _Group(
             attempt,
-            [f"{self._stream}-{attempt.number}-{attempt.attempt}-{sample}" for sample in range(len(request.seeds))],
+            [request_name(self._stream, attempt, sample) for sample in range(len(request.seeds))],
             list(partials),
         )
         self._groups[attempt] = group
@@ -225,7 +256,7 @@ class Exchange:
                     request.sampling_params.greedy() if greedy else request.sampling_params,
                     group.ids[sample],
                     seed=request.seeds[sample],
-                    partial=partial if partial.token_ids else None,
+                    partial=partial if partial.token_ids or partial.session is not None else None,
                     **({"extras": request.extras} if request.extras else {}),
                 )
                 futures.append((sample, future))

@@ -274,8 +274,11 @@ class RolloutStream(Closing):
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call; see `SampleBuffer.metrics`. ``rollout/restarts``: how often workers
-        have died since the beginning, and others were started in their place, or will be."""
-        return {**self.buffer.metrics(), "rollout/restarts": float(self._router.recovery.deaths)}
+        have died since the beginning, and others were started in their place, or will be. ``rollout/sessions_lost``:
+        how many sessions of theirs began again, because their environments have no state; only if there were any."""
+        found = {**self.buffer.metrics(), "rollout/restarts": float(self._router.recovery.deaths)}
+        lost = self._router.sessions_lost
+        return found | ({"rollout/sessions_lost": float(lost)} if lost else {})
 
     def state_dict(self, *, trained: int | None = None) -> dict[str, Any]:
         """Return the state for a checkpoint, as `RayTrainGroup.save_model` takes it; see `SampleBuffer.state_dict`."""

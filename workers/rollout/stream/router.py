@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from single_controller import (
@@ -25,13 +25,21 @@ from single_controller import (
     SingleControllerError,
     WorkerDiedError,
 )
-from workers.data.collate import token_versions
+from workers.data.collate import trained_versions, with_versions
 from workers.recovery.rollout_recovery import GroupRecovery
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rewards.reward_calls import Sample
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.rollout_manager import RolloutManager, checked_values, token_ids
-from workers.rollout.stream.exchange import Attempt, FinishedGroup, GroupRequest, Orders, Report
+from workers.rollout.stream.exchange import (
+    FINISHED,
+    Attempt,
+    FinishedGroup,
+    GroupRequest,
+    Orders,
+    Report,
+    request_name,
+)
 from workers.rollout.stream.sample_buffer import SampleBuffer
 from workers.seeds import mixed_seed
 from workers.weight_sync.transports.peer_weights import WeightRequest
@@ -89,6 +97,8 @@ class _Worker:
     Attributes:
         report: the last one; None after a restart.
         running: requests that were not reported as finished.
+        journals: attempt in ``running`` -> sample -> what has arrived of it: its completion, or one with the state of
+            the session (`Completion.session`). Another worker goes on from it if this one dies.
         unsent: attempts in ``running`` that no successful exchange has carried.
         finished: attempts to acknowledge.
         held: weight version and `RolloutEngine.weights_id`, as it last reported them, for a process that takes its
@@ -100,6 +110,7 @@ class _Worker:
     unsent: set[Attempt] = field(default_factory=set)
     finished: list[Attempt] = field(default_factory=list)
     held: tuple[int | None, str | None] = (None, None)
+    journals: dict[Attempt, dict[int, Completion]] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -111,6 +122,7 @@ class Router:
 
     Attributes:
         recovery: of the workers' group.
+        sessions_lost: how many sessions began again because their worker died and their environment has no state.
     """
 
     def __init__(
@@ -140,6 +152,7 @@ class Router:
         self._overhead = 0.0
         self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
         self._losses: dict[int, int] = {}
+        self.sessions_lost = 0
         self._asked: Counter[str] = Counter()
         """Id of a `WeightRequest` -> how often a worker was told to serve it."""
 
@@ -168,6 +181,8 @@ class Router:
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
             worker.running[request.attempt] = request
             worker.unsent.add(request.attempt)
+            done = ((k, one) for k, one in enumerate(request.partials or ()) if one.finish_reason != "abort")
+            worker.journals[request.attempt] = dict(done)
 
     def _has_room(self, worker: _Worker) -> bool:
         waiting = 0 if worker.report is None else worker.report.load.waiting
@@ -258,6 +273,7 @@ class Router:
                 not updating,
                 copies.get(rank, ()),
                 worker.held[1] if worker.held[0] == version else None,
+                self._known(worker),
             )
             for rank, worker in enumerate(self._workers)
         ]
@@ -304,39 +320,96 @@ class Router:
             for old, new in zip(before, self._workers, strict=True):
                 new.held = old.held
         for worker in known.values():
-            for attempt in worker.running:
-                self._give_back_lost(attempt, error)
+            for attempt, request in worker.running.items():
+                self._give_back_lost(request, worker.journals.get(attempt), error)
 
-    def _give_back_lost(self, attempt: Attempt, error: Exception | None = None) -> None:
+    def _known(self, worker: _Worker) -> dict[str, tuple[int, int]]:
+        """What the journals of a worker have; see `Orders.known`."""
+        return {
+            request_name(self._id, attempt, sample): FINISHED
+            if one.session is None
+            else (one.session.number, len(one.session.nodes))
+            for attempt, journal in worker.journals.items()
+            for sample, one in journal.items()
+        }
+
+    def _note_progress(self, worker: _Worker, report: Report) -> None:
+        """Write what a worker has reported of running groups into its journals, and into the buffer, whose checkpoints
+        have it too."""
+        if not report.progress:
+            return
+        for attempt, request in worker.running.items():
+            journal, grown = worker.journals.setdefault(attempt, {}), False
+            for sample in range(len(request.seeds)):
+                told = report.progress.get(request_name(self._id, attempt, sample))
+                if told is None:
+                    continue
+                grown = True
+                if isinstance(told, Completion):
+                    journal[sample] = told
+                    continue
+                before = journal.get(sample)
+                known = {version: one for version, one in report.fingerprints.items() if version >= 0}
+                fingerprints = {**((before and before.fingerprints) or {}), **known}
+                state = told.onto(before.session if before is not None else None)
+                journal[sample] = Completion([], [], "abort", [], fingerprints or None, session=state)
+            if grown:
+                self._losses.pop(attempt.number, None)  # it has come further than before
+                group, tokens = self._so_far(request, journal)
+                self._buffer.journal(attempt.number, group, tokens=tokens)
+
+    @staticmethod
+    def _so_far(request: GroupRequest, journal: Mapping[int, Completion]) -> tuple[GroupData | None, int]:
+        """A group as its journal has it, and the number of its tokens; None if there are none."""
+        given = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
+        completions = [journal.get(sample, one) for sample, one in enumerate(given)]
+        tokens = sum(len(one.token_ids) if one.session is None else one.session.tokens for one in completions)
+        return (GroupData(list(request.prompt), completions, greedy=request.greedy) if tokens else None), tokens
+
+    def _give_back_lost(
+        self, request: GroupRequest, journal: Mapping[int, Completion] | None, error: Exception | None = None
+    ) -> None:
+        attempt = request.attempt
         losses = self._losses[attempt.number] = self._losses.get(attempt.number, 0) + 1
         if losses >= MAX_LOSSES:
             raise RolloutError(
                 f"group {attempt.number} was given to {losses} workers that died; its prompt may be the reason"
             ) from error
-        self._buffer.give_back(attempt.number)
+        group, tokens = self._so_far(request, journal) if journal else (None, 0)
+        begun = [one for one in (journal or {}).values() if one.session is not None]
+        if lost := [one for one in begun if one.session is not None and one.session.environment is None]:
+            self.sessions_lost += len(lost)
+            logger.warning(
+                "%d sessions of group %d begin again, because their environments have no state_dict",
+                len(lost),
+                attempt.number,
+            )
+        self._buffer.give_back(attempt.number, None if group is None else store(group), tokens=tokens)
 
     def _handle(self, worker: _Worker, report: Report) -> None:
         worker.report = report
+        self._note_progress(worker, report)
         for finished in report.finished:
             request = worker.running.pop(finished.attempt, None)
+            worker.journals.pop(finished.attempt, None)
             worker.finished.append(finished.attempt)
             if request is not None:
                 self._finished(request, finished, report.weight_version)
         for attempt in worker.running.keys() - set(report.running):  # somebody else has restarted the worker
-            del worker.running[attempt]
-            self._give_back_lost(attempt)
+            self._give_back_lost(worker.running.pop(attempt), worker.journals.pop(attempt, None))
 
     def _finished(self, request: GroupRequest, finished: FinishedGroup, version: int | None) -> None:
         number = request.attempt.number
         if finished.error is not None:
             raise finished.error
         self._losses.pop(number, None)
-        completions = [replace(one, weight_versions=[*token_versions(one, version)]) for one in finished.completions]
+        completions = [with_versions(one, version) for one in finished.completions]
         group = GroupData(list(request.prompt), completions, greedy=request.greedy)
         tokens = sum(len(one.token_ids) for one in completions)
         if any(one.finish_reason == "abort" for one in completions):
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
+        self._manager.note_sessions(completions)
         if self._manager.rewards is None:
             self._put(number, group)
             return
@@ -356,9 +429,7 @@ class Router:
             self._buffer.fail(error)
 
     def _put(self, number: int, group: GroupData) -> None:
-        versions = [
-            version for one in group.completions for version in one.weight_versions or () if version is not None
-        ]
+        versions = [version for one in group.completions for version in trained_versions(one)]
         flat = self._dynamic_sampling and group.rewards is not None and is_flat(group.rewards[: group.rows])
         self._buffer.put(
             number,

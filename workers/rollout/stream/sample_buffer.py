@@ -49,12 +49,21 @@ class Group:
             began; None while it has no tokens.
         data: the payload of a ready group, the partial completions of a pending one.
         tokens: generated tokens in ``data``.
+        journal: of a group in flight, the partial completions that are known of it and the number of their tokens; None
+            if there are none.
     """
 
     state: Literal["pending", "in flight", "ready"] = "pending"
     update: int | None = None
     data: Any = None
     tokens: int = 0
+    journal: tuple[Any, int] | None = None
+
+    def saved(self) -> Group:
+        """A copy for a checkpoint, of which nothing is in flight."""
+        if self.state != "in flight":
+            return copy.copy(self)
+        return Group() if self.journal is None else Group("pending", self.update, *self.journal)
 
 
 @dataclass(slots=True)
@@ -251,6 +260,7 @@ class SampleBuffer:
                 # the versions of the tokens, and until then it must not count as younger than it may turn out to be.
                 group.update = self._updates.count
             partial, group.data, group.state = group.data, None, "in flight"
+            group.journal = None if partial is None else (partial, group.tokens)
             return Begun(number, partial)
 
     def put(
@@ -278,7 +288,7 @@ class SampleBuffer:
             # In flight, so `begin` was called and nobody else has this number: whatever happened to other groups since,
             # the prompt is neither lost nor in the buffer twice.
             group = self._in_flight(number)
-            group.state, group.data, group.tokens = "ready", payload, tokens
+            group.state, group.data, group.tokens, group.journal = "ready", payload, tokens, None
             group.update = self._updates.count if versions is None else self._updates.of(versions[0])
             self._count("arrived", tokens)
             for other in self._filter.arrive(number, flat):  # it may decide for groups that arrived before, too
@@ -302,7 +312,7 @@ class SampleBuffer:
         """
         with self._changed:
             group = self._in_flight(number)
-            group.data, group.tokens = partial, tokens
+            group.data, group.tokens, group.journal = partial, tokens, None
             if self._too_old(group):
                 self._drop(number)
                 return
@@ -324,6 +334,19 @@ class SampleBuffer:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def journal(self, number: int, partial: Any, *, tokens: int = 0) -> None:
+        """Note how far a group in flight has come, for checkpoints: `state_dict` saves it as if it were given back now.
+
+        Args:
+            number: of a group in flight.
+            partial, tokens: as for `give_back`.
+
+        Raises:
+            ValueError: the group is not in flight.
+        """
+        with self._changed:
+            self._in_flight(number).journal = None if partial is None else (partial, tokens)
 
     # --- for the side that trains -----------------------------------------------------------------------------------
 
@@ -432,7 +455,8 @@ class SampleBuffer:
     # --- for checkpoints and logs -----------------------------------------------------------------------------------
 
     def state_dict(self, materialize: _Convert | None = None, *, trained: int | None = None) -> dict[str, Any]:
-        """Return the state for a checkpoint. Groups in flight are saved as pending, without what they have generated.
+        """Return the state for a checkpoint. Groups in flight are saved as pending, without what they have generated
+        since the last call of `journal`.
 
         Args:
             materialize: makes of a payload or partial completions what is saved, such as `ray.get`. It is called
@@ -452,7 +476,7 @@ class SampleBuffer:
                 raise ValueError(f"state_dict(trained={trained}): {self.batches} batches were taken")
             # Copies, because the groups themselves change as soon as the lock is released.
             groups = {} if trained == self.batches else dict.fromkeys(self._taken[-1].numbers, Group())
-            groups |= {n: Group() if one.state == "in flight" else copy.copy(one) for n, one in self._groups.items()}
+            groups |= {n: one.saved() for n, one in self._groups.items()}
             state: dict[str, Any] = {"groups_per_batch": self.groups_per_batch, "batches": trained}
             state |= {"cursor": self._cursor, "filter": self._filter.state_dict()}
             updates = self._updates

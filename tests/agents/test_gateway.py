@@ -1,0 +1,550 @@
+"""The gateway, through the clients that programs use: OpenAI's and Anthropic's packages, and plain HTTP."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
+
+from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
+from workers.rollout.agents.gateway.http_front import GatewayLimits
+from workers.rollout.agents.rendering import TokenRenderer, load_renderer
+from workers.rollout.agents.trajectory import Node
+from workers.rollout.engines.rollout_engine import SamplingMask, SamplingParams
+from workers.rollout.rollout_errors import RolloutError
+
+anthropic, httpx, openai = (pytest.importorskip(name) for name in ("anthropic", "httpx", "openai"))
+pytest.importorskip("uvicorn")
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}]
+
+
+def calculator(prompt, seed):
+    """Asks the tool once, and then tells its result."""
+    said = prompt.rpartition("<|tool|>")[2].partition("<end>")[0] if "<|tool|>" in prompt else None
+    return f"let me see {CALL}" if said is None else f"it is {said}"
+
+
+@contextmanager
+def serving(engine=None, renderer=None, **options):
+    engine = engine or ScriptEngine()
+    gateway = Gateway(engine, renderer or TokenRenderer(Characters()), **options)
+    gateway.start()
+    try:
+        yield gateway
+    finally:
+        gateway.stop()
+        engine.close()
+
+
+def chat(gateway, token, messages, client=httpx, **more):
+    headers = {"authorization": f"Bearer {token}"}
+    body = {"model": "m", "messages": messages, **more}
+    return client.post(f"{gateway.address}/v1/chat/completions", json=body, headers=headers, timeout=30)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def shape(tree):
+    """What two trees that mean the same have in common: everything."""
+    return [write_node(node) for node in tree.nodes]
+
+
+# --- the clients ------------------------------------------------------------------------------------------------------
+
+
+def play_chat(address, token, stream):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0) as client:
+        messages = [{"role": "system", "content": "be exact"}, user("1 + 2?")]
+        for _ in range(2):
+            if stream:
+                with client.chat.completions.stream(model="m", messages=messages, tools=CHAT_TOOLS) as events:
+                    reply = events.get_final_completion()
+            else:
+                reply = client.chat.completions.create(model="m", messages=messages, tools=CHAT_TOOLS)
+            message, reason = reply.choices[0].message, reply.choices[0].finish_reason
+            messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+            for call in message.tool_calls or ():
+                said = json.loads(call.function.arguments)
+                result = str(said["a"] + said["b"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        assert reason == "stop"
+        return message.content
+
+
+def play_messages(address, token, stream):
+    tools = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
+    with anthropic.Anthropic(base_url=address, api_key=token, max_retries=0) as client:
+        messages = [user("1 + 2?")]
+        how = {"model": "m", "max_tokens": 1000, "system": "be exact", "tools": tools}
+        for _ in range(2):
+            if stream:
+                with client.messages.stream(messages=messages, **how) as events:
+                    reply = events.get_final_message()
+            else:
+                reply = client.messages.create(messages=messages, **how)
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
+            results = [
+                {"type": "tool_result", "tool_use_id": one.id, "content": str(one.input["a"] + one.input["b"])}
+                for one in reply.content
+                if one.type == "tool_use"
+            ]
+            assert reply.stop_reason == ("tool_use" if results else "end_turn")
+            messages.append({"role": "user", "content": results})
+        return reply.content[0].text
+
+
+def play_responses(address, token, stream):
+    tools = [{"type": "function", "name": "add", "description": "adds", "parameters": PARAMETERS, "strict": False}]
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0) as client:
+        items = [user("1 + 2?")]
+        how = {"model": "m", "instructions": "be exact", "tools": tools}
+        for _ in range(2):
+            if stream:
+                with client.responses.stream(input=items, **how) as events:
+                    reply = events.get_final_response()
+            else:
+                reply = client.responses.create(input=items, **how)
+            assert reply.status == "completed"
+            items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in reply.output]
+            for item in reply.output:
+                if item.type == "function_call":
+                    said = json.loads(item.arguments)
+                    output = str(said["a"] + said["b"])
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
+        return reply.output_text
+
+
+def test_three_dialects_give_the_same_tree_streamed_or_not():
+    trees = []
+    with serving(ScriptEngine(calculator)) as gateway:
+        for play in (play_chat, play_messages, play_responses):
+            for stream in (False, True):
+                _, token = gateway.open(seed=7)
+                assert play(gateway.address, token, stream) == "it is 3"
+                trees.append(gateway.close(token))
+        seen = gateway.engine.seen
+    assert [shape(tree) for tree in trees] == [shape(trees[0])] * 6
+    # Four nodes, each prompt of the engine is the path before what it generated, and nothing else was ever generated.
+    tree = trees[0]
+    assert [node.sampled for node in tree.nodes] == [False, True, False, True]
+    assert seen == [tree.token_ids(0), tree.token_ids(2)] * 6
+    text = Characters().decode(tree.token_ids(3))
+    assert text.endswith(f"let me see {CALL}<end><|tool|>3<end><|assistant|>it is 3<end>")
+    for node in (1, 3):
+        of, prompt = tree.nodes[node], tree.token_ids(node - 1)
+        assert list(of.log_probs) == [log_prob(prompt, list(of.token_ids), i) for i in range(len(of.token_ids))]
+        assert set(of.weight_versions) == {0}
+
+
+def test_reasoning_comes_back_in_each_dialect():
+    tokenizer = merging_tokenizer()
+    text = "<think>\nhm\n</think>\n\nyes"
+    trees, told = [], []
+    with serving(
+        ScriptEngine(lambda *_: text, tokenizer=tokenizer), load_renderer(tokenizer, "qwen3", thinking_retention="all")
+    ) as gateway:
+        for dialect in range(3):
+            _, token = gateway.open(seed=1)
+            if dialect == 0:
+                client = openai.OpenAI(base_url=f"{gateway.address}/v1", api_key=token)
+                messages = [user("a")]
+                for _ in range(2):
+                    message = client.chat.completions.create(model="m", messages=messages).choices[0].message
+                    messages += [{"role": "assistant", "content": message.content}, user("b")]  # the reasoning left out
+                told.append((message.reasoning_content, message.content))
+            elif dialect == 1:
+                client = anthropic.Anthropic(base_url=gateway.address, api_key=token)
+                messages = [user("a")]
+                for _ in range(2):
+                    with client.messages.stream(model="m", max_tokens=99, messages=messages) as stream:
+                        reply = stream.get_final_message()
+                    messages += [{"role": "assistant", "content": reply.content}, user("b")]
+                told.append((reply.content[0].thinking, reply.content[1].text))
+            else:
+                client = openai.OpenAI(base_url=f"{gateway.address}/v1", api_key=token)
+                items = [user("a")]
+                for _ in range(2):
+                    with client.responses.stream(model="m", input=items) as stream:
+                        reply = stream.get_final_response()
+                    items += [*[item.model_dump(exclude_none=True) for item in reply.output], user("b")]
+                told.append((reply.output[0].content[0].text, reply.output_text))
+            client.close()
+            trees.append(gateway.close(token))
+    assert told == [("hm", "yes")] * 3
+    assert [shape(tree) for tree in trees] == [shape(trees[0])] * 3
+    assert [node.parent for node in trees[0].nodes] == [None, 0, 1, 2]
+
+
+def test_token_ids_in_and_out():
+    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
+        _, token = gateway.open(seed=1)
+        url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
+        prompt = [5, 6, 7]
+        for _ in range(2):
+            how = {"max_tokens": 9, "logprobs": 1, "skip_special_tokens": False}
+            reply = httpx.post(url, json={"model": "m", "token_ids": prompt, "sampling_params": how}, headers=headers)
+            choice = reply.json()["choices"][0]
+            assert choice["token_ids"] == [*Characters().encode("yo"), 1] and choice["finish_reason"] == "stop"
+            content = choice["logprobs"]["content"]
+            assert [one["token"] for one in content] == [f"token_id:{one}" for one in choice["token_ids"]]
+            assert [one["logprob"] for one in content] == [
+                log_prob(prompt, choice["token_ids"], place) for place in range(3)
+            ]
+            prompt = [*prompt, *choice["token_ids"], 8]
+        how = {"max_tokens": 9, "stop_token_ids": [Characters().encode("y")[0]]}
+        again = httpx.post(url, json={"token_ids": prompt[:7], "sampling_params": how}, headers=headers)
+        other = httpx.post(url, json={"token_ids": [5, 9], "sampling_params": how}, headers=headers)
+        assert again.status_code == other.status_code == 200
+        tree = gateway.close(token)
+    # The second prompt continues the first; the third is the same again; the fourth begins anew.
+    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, None, 5]
+
+
+def test_nemo_gym_fields_go_out_and_come_back():
+    with serving(ScriptEngine(lambda *_: "a b")) as gateway:
+        _, token = gateway.open(seed=1, token_ids=True)
+        message = chat(gateway, token, [user("x")]).json()["choices"][0]["message"]
+        tree = gateway._sessions[token].tree
+        assert message["prompt_token_ids"] == tree.token_ids(0)
+        assert message["generation_token_ids"] == list(tree.nodes[1].token_ids)
+        assert message["generation_log_probs"] == list(tree.nodes[1].log_probs)
+        # A client that has changed the text, but brings the ids along: the prefix is spliced from them.
+        chat(gateway, token, [user("x"), {**message, "content": "a  b"}, user("y")])
+        assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
+        reply = httpx.post(
+            f"{gateway.address}/v1/responses",
+            json={"model": "m", "input": "x", "return_token_ids": True},
+            headers={"authorization": f"Bearer {token}"},
+        ).json()
+        assert reply["output"][-1]["generation_token_ids"] == [*Characters().encode("a b"), 1]
+
+
+def test_a_node_goes_through_json_unchanged():
+    from array import array
+
+    mask = SamplingMask(array("i", [3, 4]), array("i", [2, 0]))
+    for node in (
+        Node(None, array("i", [1, 2]), ("a", "b.c")),
+        Node(0, array("i", [7, 8]), ("d",), "stop", (-0.1, -1e-17), (3, None), mask, {3: 2**62, 4: -1}),
+    ):
+        assert read_node(write_node(node)) == node
+
+
+# --- what a client can ask for ----------------------------------------------------------------------------------------
+
+
+def test_sampling_is_the_trainers_decision(caplog):
+    with serving(ScriptEngine(lambda *_: "abcdef"), sampling_params=SamplingParams(5, temperature=0.7)) as gateway:
+        _, token = gateway.open()
+        with caplog.at_level(logging.INFO):
+            replies = [
+                chat(gateway, token, [user("x")], temperature=1.0, max_tokens=limit).json() for limit in (3, 100)
+            ]
+        assert [one["choices"][0]["message"]["content"] for one in replies] == ["abc", "abcde"]
+        assert {one["choices"][0]["finish_reason"] for one in replies} == {"length"}
+        closed = gateway.close_session(token)
+    assert closed.counters == {"calls": 2, "overruled": 2}
+    assert len([one for one in caplog.records if "no effect" in one.message]) == 1
+
+
+def test_the_context_limits_a_completion_and_then_a_prompt():
+    engine = ScriptEngine(lambda *_: "a" * 50)
+    engine.max_positions = 20
+    with serving(engine) as gateway:
+        _, token = gateway.open()
+        first = chat(gateway, token, [user("x")]).json()
+        assert first["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+        long = [user("x" * 30)]
+        with openai.OpenAI(base_url=gateway.address, api_key=token) as client:
+            with pytest.raises(openai.BadRequestError, match="33 tokens") as raised:
+                client.chat.completions.create(model="m", messages=long)
+        assert raised.value.code == "context_length_exceeded"
+        with anthropic.Anthropic(base_url=f"{gateway.address}/v1", api_key=token) as client:
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                client.messages.create(model="m", max_tokens=5, messages=long)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("chat/completions", b"\xff{", "no JSON"),
+        ("chat/completions", b"[" * 100_000, "no JSON"),
+        ("chat/completions", b"[]", "expected an object"),
+        ("chat/completions", {}, "messages is None"),
+        ("chat/completions", {"messages": []}, "nothing to answer"),
+        ("chat/completions", {"messages": [None]}, "list of objects"),
+        ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "role is 'robot'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": {"a": 1}}]}, "list of objects"),
+        ("chat/completions", {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "only text"),
+        ("chat/completions", {"messages": [{"role": "assistant", "content": "x"}]}, "ends with the assistant"),
+        (
+            "chat/completions",
+            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{}]}, user("y")]},
+            "function",
+        ),
+        ("chat/completions", {"messages": [user("x")], "stop": ["a"]}, "stop="),
+        ("chat/completions", {"messages": [user("x")], "n": 2}, "n=2"),
+        ("chat/completions", {"messages": [user("x")], "max_tokens": "many"}, "max_tokens"),
+        ("chat/completions", {"messages": [user("x")], "max_tokens": True}, "max_tokens"),
+        ("chat/completions", {"messages": [user("x")], "tools": [1]}, "tools"),
+        ("chat/completions", {"messages": [user("x")], "tools": [{"function": {"name": 3}}]}, "tool's name"),
+        ("chat/completions", {"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
+        ("messages", {"messages": [user([{"type": "image", "source": {}}])], "max_tokens": 5}, "only text"),
+        ("messages", {"messages": [user("x")], "max_tokens": 0}, "max_tokens"),
+        ("messages", {"messages": [user("x")], "stop_sequences": ["a"]}, "stop_sequences"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("../inference/v1/generate", {"token_ids": ["a"]}, "token_ids"),
+        ("../inference/v1/generate", {"token_ids": []}, "empty"),
+        ("../inference/v1/generate", {"token_ids": [2**40]}, "token_ids"),
+        ("../inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 3}}, "n=3"),
+    ],
+)
+def test_bad_input_gets_the_dialects_error(shared_gateway, path, body, says):
+    gateway, token = shared_gateway
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"{gateway.address}/v1/{path}" if ".." not in path else f"{gateway.address}/{path[3:]}"
+    reply = httpx.post(url, content=content, headers={"x-api-key": token})
+    assert reply.status_code == 400 and says in reply.text, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert ("code" in error) == (path != "messages")
+
+
+@pytest.fixture(scope="module")
+def shared_gateway():
+    with serving() as gateway:
+        yield gateway, gateway.open()[1]
+
+
+def test_a_token_opens_one_session_and_a_closed_one_none():
+    with serving() as gateway:
+        _, token = gateway.open()
+        assert chat(gateway, token, [user("x")]).status_code == 200
+        gateway.close(token)
+        for wrong in (token, "sk-none", "x" * 5000):
+            reply = chat(gateway, wrong, [user("x")])
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+            client = anthropic.Anthropic(base_url=gateway.address, api_key=wrong)
+            with pytest.raises(anthropic.AuthenticationError), client:
+                client.messages.create(model="m", max_tokens=5, messages=[user("x")])
+        with pytest.raises(KeyError):
+            gateway.close(token)
+        keyed = {"x-gateway-key": "wrong", "authorization": f"Bearer {token}"}
+        assert httpx.request("PUT", f"{gateway.address}/private/sessions", headers=keyed).status_code == 401
+        _, token = gateway.open()
+        headers = {"authorization": f"Bearer {token}"}
+        assert httpx.get(f"{gateway.address}/v1/models", headers=headers).json()["data"][0]["id"] == "policy"
+        assert httpx.get(f"{gateway.address}/v1/nothing", headers=headers).status_code == 404
+        assert httpx.get(f"{gateway.address}/v1/messages", headers=headers).status_code == 405
+        assert httpx.get(f"{gateway.address}/health").status_code == 200
+
+
+def test_limits_of_sessions_nodes_and_calls():
+    engine = ScriptEngine(lambda *_: "a", delay=0.05)
+    with serving(engine, limits=GatewayLimits(sessions=2, nodes=4, calls=2)) as gateway:
+        _, token = gateway.open()
+        gateway.open()
+        with pytest.raises(RolloutError, match="2 sessions"):
+            gateway.open()
+        replies = [chat(gateway, token, [user(str(number))]) for number in range(3)]
+        assert [one.status_code for one in replies] == [200, 200, 400] and "4 nodes" in replies[2].text
+    with pytest.raises(ValueError, match="calls=0"):
+        GatewayLimits(calls=0)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engines_error_is_an_error_of_one_call():
+    def script(prompt, seed):
+        if "boom" in prompt:
+            raise RolloutError("the logits are not finite")
+        return "fine"
+
+    with serving(ScriptEngine(script)) as gateway:
+        (_, token), (_, other) = gateway.open(), gateway.open()
+        reply = chat(gateway, token, [user("boom")])
+        assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"]
+        assert chat(gateway, other, [user("x")]).status_code == chat(gateway, token, [user("x")]).status_code == 200
+        tree = gateway.close(token)
+        assert [node.sampled for node in tree.nodes] == [False, False, True]  # nothing of the failed call was sampled
+
+
+def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
+    def script(prompt, seed):
+        return None if "wait" in prompt else "yes"
+
+    engine = ScriptEngine(lambda prompt, seed: "w" * 10**5 if "wait" in prompt else "yes", tokens=1, delay=0.002)
+    with serving(engine) as gateway:
+        _, token = gateway.open()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{gateway.address}/v1/chat/completions",
+                json={"messages": [user("wait")]},
+                headers={"x-api-key": token},
+                timeout=0.3,
+            )
+        end = time.monotonic() + 10
+        while engine.load().running + engine.load().waiting and time.monotonic() < end:
+            time.sleep(0.01)
+        assert engine.load().running + engine.load().waiting == 0
+        assert chat(gateway, token, [user("x")]).json()["choices"][0]["message"]["content"] == "yes"
+        assert [node.sampled for node in gateway.close(token).nodes] == [False, False, True]
+
+
+def test_a_session_that_is_closed_ends_its_calls():
+    engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.002)
+    with serving(engine) as gateway:
+        _, token = gateway.open()
+        found = []
+        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
+        thread.start()
+        while not engine.load().running:
+            time.sleep(0.01)
+        tree = gateway.close(token)
+        thread.join(10)
+        assert found[0].status_code == 401 and "closed" in found[0].text
+        assert [node.sampled for node in tree.nodes] == [False] and engine.load().running == 0
+
+
+def test_an_abort_for_an_update_continues_and_a_turn_has_tokens_of_two_versions():
+    engine = ScriptEngine(lambda *_: "abcdefghij" * 20, tokens=1, delay=0.005)
+    with serving(engine) as gateway:
+        _, token = gateway.open()
+        found = []
+        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
+        thread.start()
+        while not engine.load().running:
+            time.sleep(0.01)
+        engine.pause("abort")
+        engine.begin_update()
+        engine.finish_update(1)
+        engine.resume()
+        thread.join(20)
+        assert found[0].json()["choices"][0]["message"]["content"] == "abcdefghij" * 20
+        versions = gateway.close(token).nodes[1].weight_versions
+    assert set(versions) == {0, 1} and list(versions) == sorted(versions) and len(versions) == 201
+
+
+def test_an_engine_that_takes_no_requests_is_waited_for():
+    class Sleeper(ScriptEngine):
+        asleep = True
+
+        def submit(self, *args, **kwargs):
+            if self.asleep:
+                raise RolloutError("the engine is asleep")
+            return super().submit(*args, **kwargs)
+
+    engine = Sleeper(lambda *_: "yes")
+    with serving(engine, limits=GatewayLimits(wait_seconds=1.0)) as gateway:
+        _, token = gateway.open()
+        threading.Timer(0.4, lambda: setattr(engine, "asleep", False)).start()
+        assert chat(gateway, token, [user("x")]).status_code == 200
+        engine.asleep = True
+        late = chat(gateway, token, [user("y")])
+        assert late.status_code == 503 and "asleep" in late.text
+
+
+def test_a_stream_is_kept_open_while_the_engine_works_and_ends_with_its_error():
+    def script(prompt, seed):
+        time.sleep(0.5)
+        if "boom" in prompt:
+            raise RolloutError("broken")
+        return "yes"
+
+    with serving(ScriptEngine(script), limits=GatewayLimits(ping_seconds=0.1)) as gateway:
+        _, token = gateway.open()
+        with openai.OpenAI(base_url=gateway.address, api_key=token, max_retries=0) as client:
+            for content, error in (("x", None), ("boom", openai.APIError)):
+                stream = client.chat.completions.create(model="m", messages=[user(content)], stream=True)
+                if error is None:
+                    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "yes"
+                else:
+                    with pytest.raises(error, match="broken"):
+                        list(stream)
+            events = client.responses.create(model="m", input="boom", stream=True)
+            assert [event.message for event in events if event.type == "error"] == ["broken"]
+        with anthropic.Anthropic(base_url=gateway.address, api_key=token, max_retries=0) as client:
+            with pytest.raises(anthropic.APIError, match="broken"):
+                with client.messages.stream(model="m", max_tokens=5, messages=[user("boom")]) as stream:
+                    stream.get_final_message()
+        text = chat(gateway, token, [user("x")], stream=True).text
+        assert text.startswith(": waiting\n\n") and text.endswith("data: [DONE]\n\n")
+
+
+def test_a_call_that_takes_too_long():
+    engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.002)
+    with serving(engine, limits=GatewayLimits(call_seconds=0.3)) as gateway:
+        _, token = gateway.open()
+        assert chat(gateway, token, [user("x")]).status_code == 504
+        end = time.monotonic() + 10
+        while engine.load().running and time.monotonic() < end:
+            time.sleep(0.01)
+        assert engine.load().running == 0
+
+
+def test_verification_names_session_position_and_texts():
+    class Careless(ScriptEngine):
+        """Generates from another prompt than it was given."""
+
+        def _request(self, *args):
+            request = super()._request(*args)
+            if len(request.prompt) > 20:
+                request.prompt[12] += 1
+            return request
+
+    with serving(Careless(lambda *_: "yes"), verify=True) as gateway:
+        _, token = gateway.open("row 3")
+        assert chat(gateway, token, [user("x")]).status_code == 200
+        wrong = chat(gateway, token, [user("abcdefghijklmnopqrstuvwxyz")])
+        assert wrong.status_code == 500
+        said = wrong.json()["error"]["message"]
+        assert "session row 3" in said and "position 12" in said
+        assert "has 'defghijkmmnop" in said and "tree 'defghijklmnop" in said  # what the engine has, and the tree
+        tree = gateway.close(token)
+        assert sum(node.sampled for node in tree.nodes) == 1  # what came of it is not in the tree
+
+
+def test_many_at_once():
+    """60 sessions on asyncio's client: each has its own conversation, and no other's."""
+
+    async def play(client, gateway, number):
+        _, token = gateway.open(seed=number)
+        messages = []
+        for turn in range(3):
+            messages.append(user(f"{number}-{turn}"))
+            reply = await client.post(
+                f"{gateway.address}/v1/chat/completions",
+                json={"messages": messages},
+                headers={"x-api-key": token},
+                timeout=60,
+            )
+            messages.append(reply.json()["choices"][0]["message"])
+        return token
+
+    async def all_of(gateway):
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=50)) as client:
+            return await asyncio.gather(*(play(client, gateway, number) for number in range(60)))
+
+    def script(prompt, seed):
+        return prompt.rpartition("<|user|>")[2].partition("<end>")[0][::-1]
+
+    with serving(ScriptEngine(script)) as gateway:
+        for number, token in enumerate(asyncio.run(all_of(gateway))):
+            tree = gateway.close(token)
+            text = Characters().decode(tree.token_ids(5))
+            turns = (f"{number}-{turn}" for turn in range(3))
+            assert text == "".join(f"<|user|>{one}<end><|assistant|>{one[::-1]}<end>" for one in turns)
+        assert gateway.sessions == 0

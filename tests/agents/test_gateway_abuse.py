@@ -1,0 +1,273 @@
+"""What clients can do to a gateway: nothing hangs, nothing leaks, and other sessions go on."""
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from agent_helpers import Characters, ScriptEngine
+
+from workers.rollout.agents.gateway.gateway import Gateway
+from workers.rollout.agents.gateway.http_front import GatewayLimits
+from workers.rollout.agents.rendering import TokenRenderer
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+LIMITS = GatewayLimits(body_bytes=2**20, read_seconds=2.0, write_seconds=1.0, connections=4096)
+
+
+@contextmanager
+def attacked(limits=LIMITS, engine=None):
+    """A gateway, and a session that must go on: each call of it is one of another client. Afterwards the gateway has as
+    many files, threads and sessions as before."""
+    engine = engine or ScriptEngine(lambda *_: "fine")
+    gateway = Gateway(engine, TokenRenderer(Characters()), limits=limits)
+    gateway.start()
+    _, token = gateway.open()
+    with httpx.Client() as client:
+
+        def others_go_on():
+            begun = time.monotonic()
+            reply = client.post(
+                f"{gateway.address}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "hi"}]},
+                headers={"x-api-key": token},
+                timeout=20,
+            )
+            assert reply.status_code == 200, reply.text
+            return time.monotonic() - begun
+
+        others_go_on()
+        files = open_files()
+        try:
+            yield gateway, others_go_on, (token,)
+            others_go_on()
+            end = time.monotonic() + 15
+            while (open_files() > files or engine.load().running) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert open_files() <= files and engine.load().running == engine.load().waiting == 0
+        finally:
+            gateway.stop()
+            engine.close()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def raw(gateway, data=b""):
+    host, port = gateway.address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    with suppress(OSError):
+        connection.sendall(data)
+    return connection
+
+
+def request(token, body=b"", **headers):
+    given = {"host": "x", "x-api-key": token, "content-length": str(len(body)), **headers}
+    lines = ["POST /v1/chat/completions HTTP/1.1", *(f"{name}: {value}" for name, value in given.items()), "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def test_a_body_of_100_mb_is_not_read():
+    with attacked() as (gateway, others_go_on, (token,)):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # With its length, and in pieces of a length that nobody says; with a session's token, and without.
+        for name, headers in (
+            (token, {}),
+            (token, {"transfer-encoding": "chunked"}),
+            ("sk-no", {}),
+            ("sk-no", {"transfer-encoding": "chunked"}),
+        ):
+            head = request(name, **headers)
+            if headers:
+                head = head.replace(b"content-length: 0\r\n", b"")
+            else:
+                head = head.replace(b"content-length: 0", b"content-length: 104857600")
+            with raw(gateway, head) as connection:
+                piece = b"x" * 65536
+                with suppress(OSError):
+                    for _ in range(1600):
+                        connection.sendall(b"10000\r\n" + piece + b"\r\n" if headers else piece)
+                reply = b""
+                with suppress(OSError):
+                    reply = connection.recv(65536)
+                # The kernel may have thrown the reply away, because the client went on sending.
+                assert not reply or reply.split()[1] == (b"413" if name == token else b"401"), reply
+            assert others_go_on() < 10
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 60 * 1024, f"{grown} KiB"
+        reply = httpx.post(
+            f"{gateway.address}/v1/messages", content=b"x" * (2**20 + 1), headers={"x-api-key": token}, timeout=20
+        )
+        assert (reply.status_code, reply.json()["error"]["type"]) == (413, "request_too_large")
+
+
+def test_garbage():
+    with attacked() as (gateway, others_go_on, (token,)):
+        for data in (os.urandom(5000), b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01" + os.urandom(200), b"\r\n" * 1000):
+            with raw(gateway, data) as connection, suppress(OSError):
+                connection.settimeout(0.2)
+                connection.recv(1000)
+        for body in (b"\x00" * 1000, b'{"messages": "' + b"\\ud800" * 100 + b'"}', b'{"a":' * 50_000, b"1" * 100_000):
+            with raw(gateway, request(token, body)) as connection:
+                assert connection.recv(1000).split()[1] == b"400"
+        surrogate = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
+        with raw(gateway, request(token, surrogate)) as connection:
+            assert connection.recv(1000).split()[1] == b"200"
+        others_go_on()
+
+
+def test_clients_that_send_slowly_or_never():
+    with attacked() as (gateway, others_go_on, (token,)):
+        begun = time.monotonic()
+        silent = raw(gateway)
+        half_a_head = raw(gateway, request(token)[:40])
+        half_a_body = raw(gateway, request(token, b'{"messages"', **{"content-length": "1000"}))
+        others_go_on()
+        assert half_a_body.recv(1000).split()[1] == b"408"
+        for connection in (silent, half_a_head):
+            with suppress(ConnectionResetError):
+                assert connection.recv(1000) == b""  # closed
+        assert time.monotonic() - begun < 10
+        for connection in (silent, half_a_head, half_a_body):
+            connection.close()
+
+
+def test_clients_that_never_read():
+    """Replies of 3 MB each, which nobody takes."""
+    engine = ScriptEngine(lambda prompt, _: "fine" if "hi" in prompt else "x" * 3_000_000)
+    engine.max_positions, engine.log_probs = None, False
+    with attacked(engine=engine) as (gateway, others_go_on, _):
+        gateway.sampling_params = gateway.sampling_params.__class__(max_new_tokens=4_000_000)
+        tokens = [gateway.open()[1] for _ in range(2)]
+        body = json.dumps({"messages": [{"role": "user", "content": "long"}]}).encode()
+        deaf = [raw(gateway, request(token, body)) for token in tokens]
+        others_go_on()
+        end = time.monotonic() + 40
+        while any(len(gateway._sessions[token].tree.nodes) < 2 for token in tokens) and time.monotonic() < end:
+            time.sleep(0.05)
+        others_go_on()
+        # The gateway gives them up, while they stay connected.
+        while gateway._front._server.server_state.connections and time.monotonic() < end:
+            if len(gateway._front._server.server_state.connections) <= 1:  # that of the other client
+                break
+            time.sleep(0.05)
+        assert len(gateway._front._server.server_state.connections) <= 1
+        for connection in deaf:
+            connection.close()
+
+
+def test_1000_connections_at_once():
+    with attacked() as (gateway, others_go_on, (token,)):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+        connections = [raw(gateway) for _ in range(1000)]
+        assert others_go_on() < 10
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+        busy = [raw(gateway, request(token, body)) for _ in range(200)]  # 64 calls of a session at once, see `calls`
+        statuses = [connection.recv(4096).split()[1] for connection in busy]
+        assert set(statuses) <= {b"200", b"429"} and b"200" in statuses
+        for connection in (*connections, *busy):
+            connection.close()
+
+
+def test_too_many_connections_are_refused():
+    with attacked(GatewayLimits(connections=50, read_seconds=1.0)) as (gateway, others_go_on, (token,)):
+        connections = [raw(gateway) for _ in range(60)]
+        time.sleep(0.2)
+        with raw(gateway, request(token, b"{}")) as connection:
+            assert connection.recv(1000).split()[1] == b"503"
+        for connection in connections:  # those that send nothing are dropped, and there is room again
+            with suppress(ConnectionResetError):
+                connection.recv(10)
+            connection.close()
+        others_go_on()
+
+
+def test_a_thousand_cancelled_calls():
+    """Clients that leave in the middle, all the time: each request of the engine ends."""
+    engine = ScriptEngine(lambda prompt, _: "fine" if "hi" in prompt else "w" * 50_000, tokens=1, delay=0.001)
+    with attacked(engine=engine) as (gateway, others_go_on, _):
+        tokens = [gateway.open()[1] for _ in range(20)]
+        body = json.dumps({"messages": [{"role": "user", "content": "long"}]}).encode()
+        for _ in range(10):
+            connections = [raw(gateway, request(token, body)) for token in tokens]
+            time.sleep(0.05)
+            others_go_on()
+            for connection in connections:
+                connection.close()
+        end = time.monotonic() + 20
+        while engine.load().running + engine.load().waiting and time.monotonic() < end:
+            time.sleep(0.02)
+        for token in tokens:
+            tree = gateway.close(token)
+            assert len(tree.nodes) == 1 and not tree.nodes[0].sampled
+
+
+def test_a_tool_that_never_returns_holds_nothing_but_its_session():
+    """Its program has played a turn, and waits for the tool: the gateway has a tree, and no task, file or thread."""
+    with attacked() as (gateway, others_go_on, _):
+        threads, files = threading.active_count(), open_files()
+        for _ in range(50):
+            _, token = gateway.open()
+            httpx.post(
+                f"{gateway.address}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "hi"}]},
+                headers={"x-api-key": token, "connection": "close"},
+            )
+        tasks = asyncio.run_coroutine_threadsafe(_tasks(), gateway._front.loop).result()
+        assert tasks <= 4 and threading.active_count() <= threads and open_files() <= files + 2
+        assert gateway.sessions == 51
+        for token in list(gateway._sessions)[1:]:
+            gateway.close(token)
+        others_go_on()
+
+
+async def _tasks():
+    return len(asyncio.all_tasks())
+
+
+def test_a_gateway_ends_with_its_calls_and_its_process():
+    program = """
+import sys, threading, time
+sys.path[:0] = sys.argv[1:]
+import httpx
+from agent_helpers import Characters, ScriptEngine
+from workers.rollout.agents.gateway.gateway import Gateway
+from workers.rollout.agents.rendering import TokenRenderer
+gateway = Gateway(ScriptEngine(lambda *_: "w" * 10**6, tokens=1, delay=0.001), TokenRenderer(Characters()))
+gateway.start()
+_, token = gateway.open()
+def call():
+    try:
+        httpx.post(gateway.address + "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]},
+                   headers={"x-api-key": token}, timeout=60)
+    except httpx.HTTPError as error:
+        print(type(error).__name__)
+thread = threading.Thread(target=call); thread.start()
+while not gateway.engine.load().running: time.sleep(0.01)
+if sys.argv[-1] == "stop":
+    gateway.stop(); thread.join(10); print(gateway.engine.load().running)
+else:
+    thread.daemon = True
+    import os; print("end"); sys.stdout.flush(); os._exit(0)
+"""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(here), str(here.parent.parent), "stop"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() in (["RemoteProtocolError", "0"], ["ReadError", "0"]), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr

@@ -1,0 +1,184 @@
+"""The router of gateways: sessions outlive the worker's process, which is killed here."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+
+import pytest
+from agent_helpers import Characters, log_prob
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+gateway_router = pytest.importorskip("workers.rollout.agents.gateway.gateway_router")
+
+HERE = Path(__file__).parent
+ENV = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE}"}
+
+
+@contextmanager
+def worker(tokens=1000, delay=0.0):
+    """A process with a gateway, and its endpoint."""
+    command = [sys.executable, str(HERE / "gateway_worker.py"), str(tokens), str(delay)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV) as process:
+        try:
+            yield process, tuple(json.loads(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+@contextmanager
+def routing(*workers, **options):
+    router = gateway_router.GatewayRouter(workers, **options)
+    router.start()
+    try:
+        yield router
+    finally:
+        router.stop()
+
+
+def post(router, token, messages):
+    body, headers = {"model": "m", "messages": messages}, {"x-api-key": token}
+    return httpx.post(f"{router.address}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_sessions_go_where_there_are_fewest_and_stay_there():
+    with worker() as (_, one), worker() as (_, two), routing(one, two) as router:
+        tokens = [router.open(seed=number)[1] for number in range(6)]
+        for token in tokens:
+            messages = [user("abc")]
+            for _ in range(2):
+                reply = post(router, token, messages)
+                assert reply.status_code == 200, reply.text
+                messages += [reply.json()["choices"][0]["message"], user("xyz")]
+        assert sorted(len(one.sessions) for one in router._workers) == [3, 3]
+        assert post(router, "sk-none", [user("a")]).status_code == 401
+        assert post(router, tokens[0], []).status_code == 400
+        trees = [router.close(token) for token in tokens]
+        assert [len(tree.nodes) for tree in trees] == [4] * 6 and router.moved == 0
+        assert post(router, tokens[0], [user("a")]).status_code == 401
+
+
+def check(tree, turns, number):
+    """A session's tree: one path, of which each token was given by the client or sampled by an engine, once."""
+    assert [node.parent for node in tree.nodes] == [None, *range(2 * turns - 1)]
+    for node in range(1, 2 * turns, 2):
+        of, prompt = tree.nodes[node], tree.token_ids(node - 1)
+        assert of.sampled and not tree.nodes[node - 1].sampled
+        assert list(of.log_probs) == [log_prob(prompt, list(of.token_ids), i) for i in range(len(of.token_ids))]
+        said = Characters().decode(of.token_ids)
+        assert said.endswith(f":{f'turn {node // 2} of {number}'[::-1]}<end>"), said
+
+
+async def play(client, router, number, turns, kept):
+    """A client: it knows nothing of workers, and no call of it may fail. It notes how long each took."""
+    token, messages = kept["tokens"][number], []
+    for turn in range(turns):
+        messages.append(user(f"turn {turn} of {number}"))
+        begun = time.monotonic()
+        reply = await client.post(
+            f"{router.address}/v1/chat/completions", json={"messages": messages}, headers={"x-api-key": token}
+        )
+        kept["calls"].append((begun, time.monotonic()))
+        assert reply.status_code == 200, reply.text
+        messages.append(reply.json()["choices"][0]["message"])
+        kept["done"][number] = turn + 1
+
+
+def test_killing_a_worker_with_200_open_sessions_loses_nothing():
+    sessions, turns = 200, 4
+    with ExitStack() as stack:
+        processes, endpoints = zip(*(stack.enter_context(worker(8, 0.02)) for _ in range(2)), strict=True)
+        router = stack.enter_context(routing(*endpoints))
+        kept = {"tokens": [router.open(seed=one)[1] for one in range(sessions)], "calls": [], "done": [0] * sessions}
+        killed = []
+
+        async def kill():
+            while sum(kept["done"]) < sessions * turns // 3:
+                await asyncio.sleep(0.01)
+            open_there = [len(one.sessions) for one in router._workers]
+            os.kill(processes[0].pid, signal.SIGKILL)
+            killed.extend([time.monotonic(), open_there[0]])
+
+        async def all_of():
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+                await asyncio.gather(kill(), *(play(client, router, one, turns, kept) for one in range(sessions)))
+
+        asyncio.run(all_of())
+        for number, token in enumerate(kept["tokens"]):
+            check(router.close(token), turns, number)
+        # The calls that were open when the worker died: the last of them to end is when all go on.
+        at, there = killed
+        waited = max(end - at for begun, end in kept["calls"] if begun < at < end)
+        usual = median(end - begun for begun, end in kept["calls"] if end < at)
+        print(
+            f"\nkilled with {there} of {sessions} sessions there; {router.moved} were opened again; all go on after "
+            f"{waited:.1f} s; a call takes {usual:.1f} s"
+        )
+        assert there >= 90 and router.moved >= there // 2
+        assert router.sessions == 0
+
+
+def test_a_router_that_was_killed_continues_from_its_state():
+    with worker() as (process, one), worker() as (_, two):
+        with routing(one) as router:
+            _, token = router.open("row", seed=5)
+            messages = [user("abc")]
+            messages += [post(router, token, messages).json()["choices"][0]["message"], user("xyz")]
+            state, port = json.dumps(router.state_dict(), default=bytes.decode), int(router.address.rpartition(":")[2])
+        process.kill()
+        state = json.loads(state)
+        state["sessions"] = {
+            name: (head, [line.encode() for line in kept]) for name, (head, kept) in state["sessions"].items()
+        }
+        with routing(two, port=port) as router:
+            router.load_state_dict(state)
+            reply = post(router, token, messages)
+            assert reply.json()["choices"][0]["message"]["content"].endswith(":zyx")
+            tree = router.close(token)
+    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
+
+
+def test_a_call_waits_while_no_worker_is_there():
+    with routing() as router, worker() as (_, one):
+        _, token = router.open()
+
+        async def late():
+            async with httpx.AsyncClient(timeout=30) as client:
+                body = {"messages": [user("abc")]}
+                url, headers = f"{router.address}/v1/chat/completions", {"x-api-key": token}
+                call = asyncio.ensure_future(client.post(url, json=body, headers=headers))
+                await asyncio.sleep(0.5)
+                assert not call.done()
+                await asyncio.to_thread(router.set_workers, [one])
+                return await call
+
+        assert asyncio.run(late()).status_code == 200
+
+
+def test_a_worker_that_was_replaced_gives_its_sessions_away():
+    with worker(1, 0.05) as (_, one), worker() as (_, two), routing(one) as router:
+        _, token = router.open()
+
+        async def replaced():
+            async with httpx.AsyncClient(timeout=30) as client:
+                body = {"messages": [user("abcdefghijklmnopqrstuvwxyz" * 3)]}
+                url, headers = f"{router.address}/v1/chat/completions", {"x-api-key": token}
+                call = asyncio.ensure_future(client.post(url, json=body, headers=headers))
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(router.set_workers, [two])
+                return await call
+
+        assert asyncio.run(replaced()).status_code == 200
+        assert len(router.close(token).nodes) == 2 and router.moved == 1

@@ -1,0 +1,386 @@
+"""AgentEngine: plays sessions of several turns, with an engine for the turns and an environment for each session.
+
+Threads: "agents" runs the event loop of all sessions of an engine. The first session starts it; `AgentEngine.close`
+ends it. It is a daemon.
+Lock: ``_lock`` protects ``_sessions``, ``_loop`` and ``_closed``, and what waits for them. It is a leaf: the inner
+engine is not called while it is held, and futures get their results in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, cast
+
+from workers.rollout.agents.environment import Environment, SessionLimits
+from workers.rollout.agents.session import Session, SessionState
+from workers.rollout.engines.request_engine import RequestEngine
+from workers.rollout.engines.rollout_engine import Completion, EngineLoad, PauseMode, RolloutEngine, SamplingParams
+from workers.rollout.rollout_errors import RolloutError
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.rollout.agents.rendering import Renderer
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+"""How long `AgentEngine.close` waits for environments to close."""
+
+LAG_SECONDS = 1.0
+"""An event loop that is blocked for longer is reported, once: some environment blocks."""
+
+
+class AgentEngine(RolloutEngine):
+    """Plays a session for each prompt: the policy generates a turn, the environment reacts, and so on, until the
+    environment or a limit ends it. A session is one completion: the tokens of all turns and observations behind the
+    prompt, with a ``loss_mask`` of 0 for those that the policy has not sampled. ``Completion.info`` has ``reward`` (the
+    sum of the turns'), ``turn_rewards``, ``turns``, ``end_reason`` and what the environment has told.
+
+    ``max_new_tokens`` of the sampling parameters is of each turn; turn k of a session draws with the seed
+    ``mixed_seed(seed, k)``. Thousands of sessions run at once, in one thread. Weights are those of the inner engine,
+    and may be updated in the middle of a turn.
+
+    Args:
+        engine: a subclass of `RequestEngine`, a function that returns an engine, or an engine.
+        args, kwargs: arguments of the engine.
+        environment: makes the environment of a session: a subclass of `Environment`, or a function.
+        renderer: makes tokens of messages and messages of tokens: a `Renderer`, or a function that returns one; None if
+            observations are token ids.
+        limits: of each session; by default `SessionLimits`.
+        turn_discount: credit each turn with its own reward and those of later turns, each discounted once more per
+            turn: `Completion.token_rewards`. None: the session has one reward.
+
+    Raises:
+        TypeError: an argument has the wrong type, or the engine has no requests.
+    """
+
+    journals = True
+
+    def __init__(
+        self,
+        engine: Callable[..., RequestEngine] | RequestEngine,
+        *args: Any,
+        environment: Callable[[], Environment],
+        renderer: Renderer | Callable[[], Renderer] | None = None,
+        limits: SessionLimits | None = None,
+        turn_discount: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(environment):
+            raise TypeError(f"AgentEngine: environment={environment!r:.80}; pass a class or a function that makes one")
+        if limits is not None and not isinstance(limits, SessionLimits):
+            raise TypeError(f"AgentEngine: limits={limits!r:.80}; expected SessionLimits(...)")
+        if turn_discount is not None and not 0 <= turn_discount <= 1:
+            raise ValueError(f"AgentEngine: turn_discount={turn_discount!r}; expected a number from 0 to 1, or None")
+        self.environment, self.limits = environment, limits or SessionLimits()
+        makes = inspect.isfunction(renderer) or inspect.isclass(renderer)
+        self.renderer = cast("Renderer | None", cast("Any", renderer)() if makes else renderer)
+        self.turn_discount = turn_discount
+        made = engine if isinstance(engine, RequestEngine) else engine(*args, **kwargs)
+        if not isinstance(made, RequestEngine):
+            raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
+        self.engine = made
+        self._lock = threading.Condition()
+        self._sessions: dict[str, Session] = {}
+        """By request id, those that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Of the event loop's thread: those of sessions whose environments are not closed."""
+        self._waiting: list[Session] = []
+        """Sessions that begin when `pause` with "wait" has ended."""
+        self._draining = self._asleep = self._closed = self._lagged = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams,
+        seeds: Sequence[int],
+        extras: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`. A row of ``extras`` is what `Environment.reset` gets."""
+        if len(seeds) != len(prompts):
+            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            self.engine.check_submit(prompt, sampling_params, seed, number=number)
+        names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
+        futures = []
+        try:
+            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                row = {name: of[number] for name, of in (extras or {}).items()}
+                futures.append(self.submit(prompt, sampling_params, names[number], seed=seed, extras=row))
+            return [future.result() for future in futures]
+        finally:
+            self.abort(names)  # those that are left when one fails, or after Ctrl-C
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        seed: int,
+        partial: Completion | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> Future[Completion]:
+        """See `RolloutEngine.submit`.
+
+        Args:
+            partial: a session that was aborted, here or by another engine, continues if its environment has a
+                `Environment.state_dict`, and begins again otherwise.
+            extras: the row for `Environment.reset`.
+        """
+        state = None
+        if partial is not None:
+            state = getattr(partial, "session", None)
+            if not isinstance(state, SessionState | None):
+                raise ValueError(f"submit(): partial has session={state!r:.80}; expected that of another AgentEngine")
+            if state is None:
+                state = SessionState(partial=partial)  # the first turn, of an engine without sessions
+        self.engine.check_submit(prompt, sampling_params, seed, request_id, state.partial if state else None)
+        session = Session(
+            request_id,
+            prompt,
+            sampling_params,
+            int(seed),
+            extras or {},
+            submit=self.engine.submit,
+            abort=self.engine.abort,
+            unavailable=self._unavailable,
+            environment=self.environment,
+            renderer=self.renderer,
+            limits=self.limits,
+            positions=self.engine.max_positions,
+            turn_discount=self.turn_discount,
+            state=state,
+        )
+        session.future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._closed:
+                raise RolloutError("AgentEngine.submit(): the engine was closed")
+            if request_id in self._sessions:
+                raise ValueError(f"submit(): request_id {request_id!r} is in use; choose another one")
+            self._sessions[request_id] = session
+            if self._draining:
+                self._waiting.append(session)
+            else:
+                self._running_loop().call_soon_threadsafe(self._start, session)
+        return session.future
+
+    def _unavailable(self) -> bool:
+        return not self._closed and (self._asleep or self.engine.weight_version is None)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop. The caller holds the lock."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="agents", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        self.engine.prepare_thread()
+        loop.call_soon(self._watch, loop, loop.time())
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        """Report a loop that was blocked: all sessions of this worker wait then."""
+        lag = loop.time() - due
+        if lag > LAG_SECONDS and not self._lagged:
+            self._lagged = True
+            logger.warning(
+                "an environment has blocked the event loop for %.1f s, and with it all sessions of this worker; use "
+                "`await`, or `await asyncio.to_thread(...)` for what blocks",
+                lag,
+            )
+        loop.call_later(0.5, self._watch, loop, loop.time() + 0.5)
+
+    def _start(self, session: Session) -> None:
+        """Play a session. In the event loop's thread."""
+        task = asyncio.get_running_loop().create_task(session.run(self._forget), name=session.name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _forget(self, session: Session) -> None:
+        with self._lock:
+            if self._sessions.get(session.name) is session:
+                del self._sessions[session.name]
+            self._lock.notify_all()
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`. The calls of their environments are cancelled, and the sessions end soon after
+        this has returned. ``Completion.session`` is what another engine needs to continue."""
+        if isinstance(request_ids, str):
+            raise TypeError(f"abort(): request_ids={request_ids!r}; pass a list of ids, [{request_ids!r}]")
+        with self._lock:
+            chosen = list(self._sessions) if request_ids is None else list(request_ids)
+            sessions = [self._sessions[name] for name in chosen if name in self._sessions]
+            unstarted = [one for one in sessions if one in self._waiting]
+            self._waiting = [one for one in self._waiting if one not in unstarted]
+            loop = self._loop
+        for session in unstarted:
+            self._forget(session)
+            session.future.set_result(Completion([], [], "abort", []))
+        for session in sessions:
+            if session not in unstarted and loop is not None:
+                session.aborting = True
+                _call_in(loop, session.abort)
+        self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
+
+    def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
+        """See `RolloutEngine.progress`."""
+        with self._lock:
+            states = {name: session.saved for name, session in self._sessions.items()}
+        found = {}
+        for name, state in states.items():
+            number, nodes = known.get(name, (0, 0))
+            if state is not None and state.number > number:
+                found[name] = state.after(nodes) if nodes <= len(state.nodes) else state
+        return found
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """See `RolloutEngine.pause`. Environments go on, and wait with their next turns; with "wait", sessions end
+        first."""
+        if mode not in ("keep", "abort", "wait"):
+            raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
+        with self._lock:
+            self._draining = mode != "keep"
+        if mode == "abort":
+            self.abort()
+        if mode != "keep":
+            with self._lock:
+                while len(self._sessions) > len(self._waiting):
+                    self._lock.wait()
+        self.engine.pause()
+        with self._lock:
+            self._draining = False
+            waiting, self._waiting = self._waiting, []
+            for session in waiting:
+                self._running_loop().call_soon_threadsafe(self._start, session)
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def load(self) -> EngineLoad:
+        """See `RolloutEngine.load`. A session is running unless it waits for the engine."""
+        inner = self.engine.load()
+        with self._lock:
+            waiting = inner.waiting + len(self._waiting)
+            return EngineLoad(max(0, len(self._sessions) - waiting), waiting, inner.cache_usage)
+
+    def close(self) -> None:
+        """End all sessions, and close their environments and the inner engine."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+            waiting, self._waiting = self._waiting, []
+        for session in waiting:
+            session.future.set_exception(RolloutError("the engine was closed before the session ended"))
+        if loop is not None and thread is not None and thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(loop), loop)
+            if threading.current_thread() is not thread:
+                thread.join(CLOSE_SECONDS)
+        self.engine.close()
+
+    async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=0.8 * CLOSE_SECONDS)
+        loop.stop()
+
+    # --- of the inner engine --------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int | None:
+        return self.engine.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int | None) -> None:
+        self.engine.weight_version = version
+
+    @property
+    def any_rank(self) -> bool:  # type: ignore[override]
+        return self.engine.any_rank
+
+    @property
+    def partial_updates(self) -> bool:  # type: ignore[override]
+        return self.engine.partial_updates
+
+    @property
+    def sampling_masks(self) -> bool:  # type: ignore[override]
+        return self.engine.sampling_masks
+
+    @property
+    def exact_digest(self) -> str | None:  # type: ignore[override]
+        return self.engine.exact_digest
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.engine.keeps_weights
+
+    @property
+    def weights_id(self) -> str | None:
+        return self.engine.weights_id
+
+    def begin_update(self) -> None:
+        self.engine.begin_update()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.engine.load_weights(weights)
+
+    def finish_update(self, version: int) -> None:
+        self.engine.finish_update(version)
+
+    def abandon_update(self) -> None:
+        self.engine.abandon_update()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.engine.weight_shapes()
+
+    def weight_dtypes(self) -> dict[str, torch.dtype] | None:
+        return self.engine.weight_dtypes()
+
+    def weight_slices(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        return self.engine.weight_slices()
+
+    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+        return self.engine.read_weights(names)
+
+    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self.engine.raw_weights()
+
+    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
+        return self.engine.read_raw(names)
+
+    def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.engine.load_raw(weights)
+
+    def sleep(self) -> None:
+        self._asleep = True
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+        self._asleep = False
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:  # the loop was closed meanwhile, and has ended its sessions
+        logger.debug("an event loop has ended before %r", function)

@@ -1,0 +1,250 @@
+"""Environment: what the policy acts upon over several turns. Subclass it, or `ToolEnvironment`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError, find_tool
+from workers.rollout.engines.rollout_engine import FinishReason
+
+Observation = Sequence[Mapping[str, Any]] | Sequence[int] | None
+"""What the policy sees next: messages as in OpenAI's API, ``[{"role": "user", "content": "higher"}]``, for which the
+`AgentEngine` needs a renderer; or token ids, which are appended as they are; or nothing."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy has generated in one turn.
+
+    Attributes:
+        token_ids: the tokens, with the stop token.
+        finish_reason: "length" if the turn was cut off by ``max_new_tokens``.
+        message: ``{"role": "assistant", "content": ...}``, as the renderer parsed it, with ``reasoning_content`` and
+            ``tool_calls`` if there are any; None without a renderer.
+        tool_calls: all calls in it, those that could not be parsed included.
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    message: Mapping[str, Any] | None = None
+    tool_calls: Sequence[ToolCall] = ()
+
+    @property
+    def text(self) -> str:
+        """The content of the message; "" without a renderer."""
+        return str((self.message or {}).get("content") or "")
+
+
+@dataclass(frozen=True)
+class Step:
+    """How an environment reacts to an action.
+
+    Attributes:
+        observation: what is appended for the next turn. Not used if the session is done.
+        reward: of this turn, or None for no reward. The reward of a session is the sum of those of its turns.
+        done: whether the session ends.
+        invalid: whether the action was not valid, such as a call of a tool that does not exist;
+            `SessionLimits.invalid` counts those in a row.
+        info: becomes part of `Completion.info`; later entries replace earlier ones of the same name.
+        reason: why the session ends, if it is done: the ``end_reason`` of `Completion.info`.
+    """
+
+    observation: Observation = None
+    reward: float | None = None
+    done: bool = False
+    invalid: bool = False
+    info: Mapping[str, Any] | None = None
+    reason: str = "done"
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """Budgets of one session; None for no limit. A session that exceeds one ends there and keeps its tokens and
+    rewards, with the name of the budget as its ``end_reason``.
+
+    Attributes:
+        turns: how many times the engine generates.
+        tokens: behind the prompt, those of observations included. The engine's `RequestEngine.max_positions` is a limit
+            too.
+        invalid: how many actions in a row may be invalid; see `Step.invalid`.
+        silence: seconds that one call of the environment may take.
+        seconds: of the session, waiting for the engine included.
+
+    Raises:
+        ValueError: a limit is not above 0.
+    """
+
+    turns: int | None = 32
+    tokens: int | None = None
+    invalid: int | None = 3
+    silence: float | None = 60.0
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            whole = one.name in ("turns", "tokens", "invalid")
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(
+                    f"SessionLimits: {one.name}={value!r}; expected {'an integer' if whole else 'seconds'} above 0, or "
+                    "None for no limit"
+                )
+
+
+class Environment(ABC):
+    """The environment of one session. Each session has one of its own, in the process of its rollout worker.
+
+    All methods run on one event loop per worker, with those of all its other sessions: what blocks belongs into
+    ``await asyncio.to_thread(...)``. An exception ends this session only, with the ``end_reason`` "error". When a call
+    takes too long, or the session is aborted, the call is cancelled: it gets `asyncio.CancelledError`.
+
+    A session moves to another worker when its own dies, or into a checkpoint, if the environment has `state_dict`.
+    Without it, the session begins again.
+
+    Attributes:
+        tools: what the renderer tells the policy about, and uses to parse its calls.
+    """
+
+    tools: Sequence[Tool] = ()
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        """Begin.
+
+        Args:
+            row: the columns of the prompt that ``RolloutManager(engine_extras=...)`` names.
+
+        Returns:
+            What follows the prompt. By default nothing.
+        """
+        return None
+
+    @abstractmethod
+    async def step(self, action: Action) -> Step:
+        """React to what the policy has generated."""
+
+    async def close(self) -> None:  # noqa: B027  (optional)
+        """Free what the environment holds. Called once, after `reset` was, however the session has ended."""
+
+    def state_dict(self) -> Any:
+        """Return what another environment needs to continue, between two calls of `step`. It must pickle. None, which
+        is the default, if that is not possible."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from what `state_dict` has returned: called instead of `reset`."""
+        raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
+
+
+class ToolEnvironment(Environment):
+    """Runs the tools that the policy calls, all calls of one turn at once. A turn without a call is the answer: it ends
+    the session, and `score` is its reward. A turn that was cut off ends the session with the reason "length".
+
+    Args:
+        tools: functions, see `Tool`. By default those of the attribute ``functions``: a subclass may name its own
+            methods there.
+        result_chars: results of tools that are longer are cut.
+        cut: which part is left out.
+
+    Attributes:
+        row: what `reset` got.
+    """
+
+    functions: Sequence[Callable[..., Any] | str] = ()
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool] = (),
+        *,
+        result_chars: int = 8192,
+        cut: Literal["left", "middle", "right"] = "right",
+    ) -> None:
+        if cut not in ("left", "middle", "right"):
+            raise ValueError(f"{type(self).__name__}: cut={cut!r}; expected 'left', 'middle' or 'right'")
+        named = [getattr(self, one) if isinstance(one, str) else one for one in self.functions]
+        self.tools = [one if isinstance(one, Tool) else Tool(one) for one in (*named, *tools)]
+        self._by_name = {tool.name: tool for tool in self.tools}
+        if len(self._by_name) < len(self.tools):
+            raise ValueError(f"{type(self).__name__}: two tools have one name: {[tool.name for tool in self.tools]}")
+        self._result_chars, self._cut = result_chars, cut
+        self.row: Mapping[str, Any] = {}
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        self.row = row
+        return None
+
+    async def step(self, action: Action) -> Step:
+        if action.message is None:
+            raise TypeError("a ToolEnvironment needs messages: pass a renderer to the AgentEngine")
+        if action.finish_reason == "length":
+            return Step(done=True, reason="length")
+        if not action.tool_calls:
+            return Step(reward=await self.score(action), done=True)
+        results = await asyncio.gather(*(self._result(call) for call in action.tool_calls))
+        observation = [
+            {"role": "tool", "content": text, "name": call.name or "", "tool_call_id": call.id}
+            for call, (text, _) in zip(action.tool_calls, results, strict=True)
+        ]
+        failed = sum(not valid for _, valid in results)
+        return Step(observation, invalid=failed == len(results))
+
+    async def score(self, action: Action) -> float | None:
+        """Return the reward of an answer. By default there is none."""
+        return None
+
+    async def _result(self, call: ToolCall) -> tuple[str, bool]:
+        """The result of a call, and whether the call was valid."""
+        try:
+            tool, arguments = find_tool(self._by_name, call)
+        except ToolCallError as error:
+            return f"Error: {error}", False
+        try:
+            result = await tool.call(arguments)
+        except Exception as error:
+            # The policy's arguments may be the reason: it sees the error, as it would see the one of a real tool.
+            return self._shortened(f"Error: {type(error).__name__}: {error}"), True
+        return self._shortened(result if isinstance(result, str) else json.dumps(result, default=str)), True
+
+    def _shortened(self, text: str) -> str:
+        most = self._result_chars
+        if len(text) <= most:
+            return text
+        if self._cut == "left":
+            return f"[...]{text[-most:]}"
+        if self._cut == "right":
+            return f"{text[:most]}[...]"
+        return f"{text[: most - most // 2]}[...]{text[len(text) - most // 2 :]}"
+
+
+def session_reward(prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any]) -> float:
+    """The reward function of sessions: the sum of what `Environment.step` has returned. Pass it to `RolloutManager`."""
+    return float(info["reward"])
+
+
+def session_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what became of sessions.
+
+    Args:
+        infos: `Completion.info` of each.
+
+    Returns:
+        ``sessions/turns``, the mean; ``sessions/ended/REASON``, the share of each end reason, that of "error" always;
+        ``sessions/restarts`` and ``sessions/rerenders``, the number of sessions that began again and of prompts that
+        were rendered anew. Empty if there are no sessions.
+    """
+    if not infos:
+        return {}
+    reasons = Counter({"error": 0})
+    reasons.update(str(info["end_reason"]) for info in infos)
+    found = {"sessions/turns": sum(info["turns"] for info in infos) / len(infos)}
+    found |= {f"sessions/ended/{reason}": count / len(infos) for reason, count in sorted(reasons.items())}
+    return found | {
+        f"sessions/{name}": float(sum(info.get(name, 0) for info in infos)) for name in ("restarts", "rerenders")
+    }

@@ -1,0 +1,113 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from workers.rollout.agents.gateway.dialect import (
+    Answer,
+    Ask,
+    Body,
+    Dialect,
+    GatewayError,
+    check_supported,
+    count,
+    items,
+    text_of,
+    tool,
+    tool_call,
+)
+
+IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+class ChatDialect(Dialect):
+    """``POST /v1/chat/completions``."""
+
+    def read(self, body: Body) -> Ask:
+        """See `Dialect.read`."""
+        check_supported(body)
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        return Ask(
+            [_message(one) for one in items(body.get("messages"), "messages")],
+            _tools(body.get("tools")),
+            count(limit, "max_tokens"),
+            bool(body.get("stream")),
+            ids_wanted=bool(body.get("return_token_ids")),
+            body=body,
+        )
+
+    def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        calls = answer.message.get("tool_calls")
+        message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"] or (None if calls else "")}
+        if reasoning := answer.message.get("reasoning_content"):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        if ask.ids_wanted:
+            message |= answer.training_ids
+        ended = answer.completion.finish_reason
+        prompt, new = len(answer.prompt), len(answer.completion.token_ids)
+        return {
+            "id": f"chatcmpl-{answer.id}",
+            "object": "chat.completion",
+            "created": answer.created,
+            "model": answer.model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "finish_reason": "tool_calls" if calls and ended == "stop" else ended,
+                    "logprobs": None,
+                }
+            ],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
+        }
+
+    def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
+        """See `Dialect.events`."""
+        choice = reply["choices"][0]
+        head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+
+        def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> tuple[None, Any]:
+            return None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+
+        delta = {key: value for key, value in choice["message"].items() if value is not None and key != "tool_calls"}
+        yield chunk({"role": "assistant", "content": "", **delta})
+        for index, call in enumerate(choice["message"].get("tool_calls") or ()):
+            yield chunk({"tool_calls": [{"index": index, **call}]})
+        yield chunk({}, choice["finish_reason"])
+        if (ask.body.get("stream_options") or {}).get("include_usage"):
+            yield None, {**head, "choices": [], "usage": reply["usage"]}
+        yield None, "[DONE]"
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    role = given.get("role")
+    if role == "developer":
+        role = "system"
+    if role not in ("system", "user", "assistant", "tool"):
+        raise GatewayError("invalid", f"a message's role is {role!r:.80}; expected system, user, assistant or tool")
+    message: dict[str, Any] = {"role": role, "content": text_of(given.get("content"), f"the {role}'s message")}
+    if role == "tool":
+        message["tool_call_id"] = str(given.get("tool_call_id") or "")
+    if role == "assistant":
+        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+            message["reasoning_content"] = str(reasoning)
+        calls = []
+        for call in items(given.get("tool_calls") or [], "tool_calls"):
+            function = call.get("function")
+            if not isinstance(function, dict):
+                raise GatewayError("invalid", f"a tool call is {call!r:.80}; expected one with a function")
+            calls.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
+        if calls:
+            message["tool_calls"] = calls
+        message |= {name: given[name] for name in IDS[:2] if name in given}
+    return message
+
+
+def _tools(given: Any) -> list[dict[str, Any]] | None:
+    functions = items([one.get("function") for one in items(given or [], "tools")], "the tools' functions")
+    return [tool(one.get("name"), one.get("description"), one.get("parameters")) for one in functions] or None

@@ -1,0 +1,486 @@
+"""Gateway: sessions that programs play over HTTP, in front of the `RequestEngine` of a rollout worker's process.
+
+A program gets an address and a token, and uses them as those of OpenAI's or Anthropic's API. Each of its calls extends
+the session's `Trajectory`.
+
+Lock: ``Gateway._lock`` protects the sessions and their trees. It is held while messages are rendered, and never while
+the engine generates. The engine's lock is taken inside it by nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
+from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, json_reply
+from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
+from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
+from workers.rollout.engines.request_engine import RequestEngine
+from workers.rollout.engines.rollout_engine import Completion, SamplingMask, SamplingParams
+from workers.rollout.rollout_errors import PromptError, RolloutError
+from workers.seeds import mixed_seed
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_HEADER, NODES_HEADER = "x-gateway-journal", "x-gateway-nodes"
+"""How many nodes a `GatewayRouter` has, and how many bytes of a reply are nodes that it has not."""
+
+PRIVATE_BYTES = 2**30
+"""How large the body of such a request may be: it may have a whole session."""
+
+RETRY_SECONDS = 0.2
+
+
+@dataclass(eq=False)
+class GatewaySession:
+    """A session.
+
+    Attributes:
+        row_id: what the session was opened for; it names the session in errors.
+        seed: of its completions.
+        sampling_params: of its completions.
+        token_ids: whether replies have NeMo-Gym's three fields, also if the request does not ask for them.
+        tree: its tokens.
+        counters: "calls", "failed", "overruled" and "rerenders".
+        running: ids of the engine's requests.
+        closed: whether it was closed.
+    """
+
+    row_id: str
+    seed: int
+    sampling_params: SamplingParams
+    token_ids: bool = False
+    tree: Trajectory = field(default_factory=Trajectory)
+    counters: dict[str, int] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    closed: bool = False
+
+    def count(self, name: str) -> int:
+        """Count one more, and return how many there are."""
+        self.counters[name] = self.counters.get(name, 0) + 1
+        return self.counters[name]
+
+
+class Gateway:
+    """An HTTP server for programs that play sessions: OpenAI's chat completions and responses, Anthropic's messages,
+    and vLLM's token endpoint, all in front of one engine.
+
+    A reply is sent when its completion has ended. A client that asks for a stream gets it then, in one piece: tool
+    calls and reasoning can only be told from text at the end. How to sample is the session's decision: a client's
+    ``max_tokens`` can only lower the limit, and its ``temperature`` and the like have no effect, which is counted as
+    "overruled" and logged once per session.
+
+    Args:
+        engine: generates. Updates of its weights, pauses and the like go on beside the gateway.
+        renderer: of the model.
+        sampling_params: of sessions that are opened without. The renderer's stop tokens are added.
+        limits: what clients can take.
+        host: address to listen at.
+        port: 0 for any.
+        key: secret of the `GatewayRouter`; a new one by default.
+        verify: compare the prompt that each completion was generated from with the session's tree.
+        tag: adds to a completion what the worker knows of it, such as the fingerprints of the weights.
+        model: name of the model in replies, if a request has none.
+
+    Raises:
+        TypeError: the engine generates batches only.
+    """
+
+    def __init__(
+        self,
+        engine: RequestEngine,
+        renderer: Renderer,
+        sampling_params: SamplingParams | None = None,
+        *,
+        limits: GatewayLimits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: str | None = None,
+        verify: bool = False,
+        tag: Callable[[Completion], Completion] | None = None,
+        model: str = "policy",
+    ) -> None:
+        if not isinstance(engine, RequestEngine):
+            raise TypeError(f"Gateway: the engine is a {type(engine).__name__}; requests need a RequestEngine")
+        self.engine, self.renderer, self.limits, self.model = engine, renderer, limits or GatewayLimits(), model
+        self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
+        self.key = key or secrets.token_urlsafe(24)
+        self._tag = tag
+        if verify:
+            engine.echo_prompts = True
+        self._lock = threading.Lock()
+        self._sessions: dict[str, GatewaySession] = {}
+        self._front = HTTPFront(self, self.limits, host, port)
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``."""
+        return self._front.address
+
+    @property
+    def endpoint(self) -> tuple[str, str]:
+        """The address and the key, for a `GatewayRouter`."""
+        return self.address, self.key
+
+    def start(self) -> str:
+        """Start the server, and return its address; see `HTTPFront.start`."""
+        return self._front.start()
+
+    def stop(self) -> None:
+        """End all calls, and the server. Sessions can still be closed."""
+        self._front.stop()
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        row_id: str = "",
+        *,
+        seed: int | None = None,
+        sampling_params: SamplingParams | None = None,
+        token_ids: bool = False,
+        token: str | None = None,
+        trajectory: Trajectory | None = None,
+    ) -> tuple[str, str]:
+        """Open a session. Any thread may call this.
+
+        Args:
+            row_id: names the session in errors and logs.
+            seed: of its completions; a random one by default.
+            sampling_params: of its completions; those of the gateway by default.
+            token_ids: see `GatewaySession`.
+            token: a new one by default.
+            trajectory: of a session that continues.
+
+        Returns:
+            The address, and the session's token. ``OpenAI(base_url=f"{address}/v1", api_key=token)`` and
+            ``Anthropic(base_url=address, api_key=token)`` play the session.
+
+        Raises:
+            GatewayError: too many sessions are open.
+            ValueError: the token is in use.
+        """
+        how = sampling_params or self.sampling_params
+        stops = tuple(dict.fromkeys((*how.stop_token_ids, *self.renderer.get_stop_token_ids())))
+        token = token or f"sk-{secrets.token_urlsafe(24)}"
+        session = GatewaySession(
+            row_id or token[:8],
+            secrets.randbits(62) if seed is None else seed,
+            replace(how, stop_token_ids=stops),
+            token_ids,
+            trajectory or Trajectory(),
+        )
+        with self._lock:
+            if token in self._sessions:
+                raise ValueError("Gateway.open(): the token is in use")
+            if len(self._sessions) >= self.limits.sessions:
+                raise GatewayError("limit", f"{len(self._sessions)} sessions are open, which is the limit; close some")
+            self._sessions[token] = session
+        return self.address, token
+
+    def close(self, token: str) -> Trajectory:
+        """Close a session, and return its tokens. Its calls end with an error. Any thread may call this.
+
+        Raises:
+            KeyError: there is no such session.
+        """
+        return self.close_session(token).tree
+
+    def close_session(self, token: str) -> GatewaySession:
+        """`close`, with the session's counters."""
+        with self._lock:
+            session = self._sessions.pop(token, None)
+            if session is None:
+                raise KeyError("Gateway.close(): there is no session with this token; was it closed already?")
+            session.closed = True
+            running = list(session.running)
+        self.engine.abort(running)
+        return session
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions are open."""
+        return len(self._sessions)
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def admit(self, call: Call) -> int:
+        """See `Player.admit`."""
+        if KEY_HEADER in call.headers:
+            if not hmac.compare_digest(call.headers[KEY_HEADER], self.key):
+                raise GatewayError("token", "the gateway's key is wrong")
+            return PRIVATE_BYTES
+        if call.token not in self._sessions:
+            raise GatewayError("token", "no session has this token; it is not open, or was closed")
+        return self.limits.body_bytes
+
+    async def play(self, call: Call) -> Reply:
+        """See `Player.play`."""
+        if KEY_HEADER not in call.headers:
+            return await self._play(call)
+        if call.path == "/private/sessions":
+            return self._of_router(call)
+        known = int(call.headers.get(JOURNAL_HEADER, "0"))
+        session = self._sessions.get(call.token)
+        if session is None:
+            return json_reply({}, 410)  # the router opens it here
+        try:
+            reply = await self._play(call)
+        except GatewayError as error:
+            shape = call.dialect
+            reply = json_reply(shape.error(error) if shape else {}, error.status)
+        with self._lock:
+            nodes = b"".join(write_node(node) + b"\n" for node in session.tree.nodes[known:])
+        return reply._replace(body=nodes + reply.body, headers=(*reply.headers, (NODES_HEADER, str(len(nodes)))))
+
+    def _of_router(self, call: Call) -> Reply:
+        """Open or close a session for the router."""
+        if call.method == "DELETE":
+            try:
+                closed = self.close_session(call.token)
+            except KeyError:
+                return json_reply({"counters": {}})
+            return json_reply({"counters": closed.counters})
+        head, _, nodes = call.body.partition(b"\n")
+        given = json.loads(head)
+        how = given.get("sampling_params")
+        with self._lock:
+            before = self._sessions.pop(call.token, None)
+        if before is not None:
+            before.closed = True
+            self.engine.abort(list(before.running))
+        self.open(
+            given["row_id"],
+            seed=given["seed"],
+            sampling_params=None if how is None else SamplingParams(**how),
+            token_ids=given["token_ids"],
+            token=call.token,
+            trajectory=Trajectory(list(map(read_node, nodes.splitlines()))),
+        )
+        return json_reply({})
+
+    async def _play(self, call: Call) -> Reply:
+        if call.path == "/models":
+            return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+        dialect = call.dialect
+        if dialect is None:
+            raise GatewayError("path", f"there is no {call.path}; see docs/agents.md for those that there are")
+        session = self._sessions.get(call.token)
+        if session is None:
+            raise GatewayError("token", "the session was closed")
+        ask = self._read(call.body, dialect, session)
+        tree = session.tree
+        with self._lock:
+            if len(session.running) >= self.limits.calls:
+                raise GatewayError("limit", f"the session has {len(session.running)} calls, which is the limit")
+            if len(tree.nodes) + 2 > self.limits.nodes:
+                raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
+            node, prompt = self._prompt(session, ask)
+        completion = await self._generate(session, prompt, self._how(session, ask, len(prompt)))
+        with self._lock:
+            if session.closed:
+                raise GatewayError("token", "the session was closed")
+            if completion.prompt_ids is not None:
+                check_prompt(tree, node, completion.prompt_ids, session.row_id, self._text)
+                completion = replace(completion, prompt_ids=None)
+            message: dict[str, Any] = {}
+            if ask.token_ids is not None:
+                node = tree.sample(node, completion)
+            else:
+                try:
+                    node, message = record(tree, self.renderer, node, completion, ask.tools)
+                except RenderError as error:
+                    raise GatewayError("failed", str(error)) from error
+        model = ask.body.get("model")
+        answer = Answer(
+            secrets.token_hex(8),
+            int(time.time()),
+            model if isinstance(model, str) else self.model,
+            prompt,
+            completion,
+            message,
+        )
+        reply = dialect.reply(ask, answer)
+        if ask.stream:
+            return Reply(200, stream_of(dialect.events(ask, reply)), "text/event-stream")
+        return json_reply(reply)
+
+    def _read(self, text: bytes, dialect: Dialect, session: GatewaySession) -> Ask:
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError):
+            raise GatewayError("invalid", f"the body is no JSON: {text[:80]!r}") from None
+        if not isinstance(body, dict):
+            raise GatewayError("invalid", f"the body is {body!r:.80}; expected an object")
+        ask = dialect.read(body)
+        ask.ids_wanted |= session.token_ids
+        given = body.get("sampling_params") if ask.token_ids is not None else body
+        ours = session.sampling_params
+        overruled = [
+            name
+            for name in SAMPLING
+            if (value := (given or {}).get(name)) is not None and value != getattr(ours, name, 0)
+        ]
+        if overruled and session.count("overruled") == 1:
+            logger.info(
+                "session %s: its client sets %s, which have no effect: how to sample is the trainer's decision",
+                session.row_id,
+                ", ".join(overruled),
+            )
+        return ask
+
+    def _prompt(self, session: GatewaySession, ask: Ask) -> tuple[int, list[int]]:
+        """Return the node whose path is the prompt. The caller holds the lock."""
+        tree = session.tree
+        if ask.token_ids is not None:
+            return _give_tokens(tree, ask.token_ids), ask.token_ids
+        at = None
+        for number, message in enumerate(ask.messages):
+            prompt, generated = (message.pop(name, None) for name in ("prompt_token_ids", "generation_token_ids"))
+            if isinstance(prompt, list) and isinstance(generated, list):
+                found = _find_tokens(tree, [*prompt, *generated])
+                at = at if found is None else (found, number + 1)
+        try:
+            node = extend(tree, self.renderer, ask.messages, ask.tools, session.counters, at)
+        except RenderError as error:
+            raise GatewayError("invalid", str(error)) from error
+        return node, tree.token_ids(node)
+
+    def _how(self, session: GatewaySession, ask: Ask, length: int) -> SamplingParams:
+        how, most = session.sampling_params, self.engine.max_positions
+        new = min(how.max_new_tokens, ask.max_tokens or how.max_new_tokens)
+        if most is not None and length >= most:
+            raise GatewayError("context", f"the prompt has {length} tokens, and the model {most} positions")
+        if most is not None:
+            new = min(new, most - length)
+        return replace(how, max_new_tokens=new, stop_token_ids=ask.stop_token_ids or how.stop_token_ids)
+
+    async def _generate(self, session: GatewaySession, prompt: list[int], how: SamplingParams) -> Completion:
+        """Generate. If somebody else aborts the request, for an update of the weights for example, it continues."""
+        number = session.count("calls")
+        seed = mixed_seed(session.seed, len(session.tree.nodes), number)
+        partial: Completion | None = None
+        deadline = time.monotonic() + self.limits.wait_seconds
+        while True:
+            id_ = f"gateway-{secrets.token_hex(12)}"
+            session.running.add(id_)
+            try:
+                future = self._submit(session, prompt, how, id_, seed, partial, deadline)
+                if future is None:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                completion = await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                self.engine.abort([id_])
+                raise
+            except RolloutError as error:
+                session.count("failed")
+                if isinstance(error, GatewayError):
+                    raise
+                raise GatewayError("failed", str(error)) from error
+            finally:
+                session.running.discard(id_)
+            if session.closed:
+                raise GatewayError("token", "the session was closed")
+            if completion.finish_reason != "abort":
+                return completion if self._tag is None else self._tag(completion)
+            partial = completion
+
+    def _submit(
+        self,
+        session: GatewaySession,
+        prompt: list[int],
+        how: SamplingParams,
+        id_: str,
+        seed: int,
+        partial: Completion | None,
+        deadline: float,
+    ) -> Future[Completion] | None:
+        """Submit; None if the engine takes no requests now, and may do so before the deadline."""
+        try:
+            return self.engine.submit(prompt, how, id_, seed=seed, partial=partial)
+        except ValueError as error:  # PromptError is one
+            what = f"the prompt {error}" if isinstance(error, PromptError) else str(error)
+            raise GatewayError("invalid", what) from error
+        except RolloutError as error:
+            if session.closed or time.monotonic() >= deadline:
+                raise GatewayError("unavailable", str(error)) from error
+            return None
+
+    def _text(self, token_ids: list[int]) -> str:
+        tokenizer = getattr(self.renderer, "tokenizer", None) or getattr(self.renderer, "_tokenizer", None)
+        return str(token_ids) if tokenizer is None else str(tokenizer.decode(token_ids))
+
+
+# --- tokens in the tree -----------------------------------------------------------------------------------------------
+
+
+def _find_tokens(tree: Trajectory, token_ids: Sequence[int]) -> int | None:
+    """The newest node whose path has these tokens."""
+    wanted = token_digest(token_ids)
+    for node in range(len(tree.nodes) - 1, -1, -1):
+        if tree.length(node) == len(token_ids) and tree.digest(node) == wanted:
+            return node
+    return None
+
+
+def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
+    """The node whose path has these tokens: one that there is, or a new one that continues the longest path with which
+    they begin."""
+    given, here, at = array("i", token_ids), None, 0
+    while True:
+        fitting = [
+            child
+            for child in tree.children(here)
+            if (own := tree.nodes[child].token_ids) and given[at : at + len(own)] == own
+        ]
+        if not fitting:
+            break
+        here = max(fitting, key=lambda child: (len(tree.nodes[child].token_ids), child))
+        at += len(tree.nodes[here].token_ids)
+    return here if here is not None and at == len(given) else tree.give(here, given[at:])
+
+
+# --- nodes as JSON ----------------------------------------------------------------------------------------------------
+
+
+def write_node(node: Node) -> bytes:
+    """A node as one line of JSON. Python writes floats so that they are read back exactly."""
+    mask = node.sampling_mask
+    value = [
+        node.parent,
+        node.token_ids.tolist(),
+        node.messages,
+        node.finish_reason,
+        node.log_probs,
+        node.weight_versions,
+        None if mask is None else [mask.token_ids.tolist(), mask.lengths.tolist()],
+        None if node.fingerprints is None else list(node.fingerprints.items()),
+    ]
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def read_node(line: bytes | str) -> Node:
+    """The reverse of `write_node`."""
+    parent, token_ids, messages, reason, log_probs, versions, mask, fingerprints = json.loads(line)
+    return Node(
+        parent,
+        array("i", token_ids),
+        tuple(messages),
+        reason,
+        tuple(log_probs),
+        tuple(versions),
+        None if mask is None else SamplingMask(*(array("i", values) for values in mask)),
+        None if fingerprints is None else {version: fingerprint for version, fingerprint in fingerprints},
+    )

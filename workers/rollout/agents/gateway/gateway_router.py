@@ -1,0 +1,360 @@
+"""GatewayRouter: one address for the gateways of all workers, from which sessions continue when a worker dies.
+
+It keeps each session's journal: the nodes of its tree, which a gateway sends along with each reply. The router stores
+them before it passes the reply on. If the session's worker dies, the session continues on another one from the
+journal, and its calls are sent again: what the worker had generated for them, nobody has seen.
+
+Everything but `open`, `close` and the state runs on the thread of `HTTPFront`. Lock: ``GatewayRouter._lock`` protects
+the table of sessions and their journals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from workers.rollout.agents.gateway.dialect import GatewayError
+from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, NODES_HEADER, read_node
+from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply
+from workers.rollout.agents.trajectory import Trajectory
+from workers.rollout.engines.rollout_engine import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+HEALTH_SECONDS = 2.0
+"""Between two looks at a worker."""
+
+SILENCE_SECONDS = 20.0
+"""A worker that does not answer for this long is taken for dead, until it answers again."""
+
+RETRY_SECONDS = 0.1
+
+
+class WorkerGoneError(ConnectionError):
+    """A worker's gateway cannot be reached."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A gateway, and the connections to it that no call uses."""
+
+    address: str
+    key: str
+    up: bool = True
+    sessions: set[str] = field(default_factory=set)
+    calls: set[asyncio.Future[Any]] = field(default_factory=set)
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+
+    async def send(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request over HTTP/1.1 and read the reply, which has a length. An idle connection that the gateway has
+        closed meanwhile is replaced.
+
+        Raises:
+            WorkerGoneError: the connection failed.
+        """
+        head = [
+            f"{method} {path} HTTP/1.1",
+            "host: gateway",
+            f"{KEY_HEADER}: {self.key}",
+            f"content-length: {len(body)}",
+        ]
+        head += [f"{name}: {value}" for name, value in headers.items()]
+        request = "\r\n".join([*head, "", ""]).encode("latin-1") + body
+        try:
+            while self.idle and self.idle[-1][0].at_eof():
+                self.idle.pop()[1].close()
+            if self.idle:
+                reader, writer = self.idle.pop()
+            else:
+                url = urlsplit(self.address)
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        except (OSError, TimeoutError) as error:
+            raise WorkerGoneError(f"{self.address}: {error}") from error
+        whole = False
+        try:
+            writer.write(request)
+            await writer.drain()
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            given = dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
+            reply = await reader.readexactly(int(given.get("content-length", 0)))
+            whole = given.get("connection") != "close"
+            return int(lines[0].split()[1]), given, reply
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise WorkerGoneError(f"{self.address}: {type(error).__name__}: {error}") from error
+        finally:
+            if whole:
+                self.idle.append((reader, writer))
+            else:
+                writer.transport.abort()
+
+    def leave(self) -> None:
+        """End all calls, and close the connections."""
+        self.up = False
+        for call in list(self.calls):
+            call.cancel()
+        while self.idle:
+            self.idle.pop()[1].close()
+
+
+@dataclass(eq=False)
+class _Session:
+    """A session as the router knows it.
+
+    Attributes:
+        head: how a gateway opens it.
+        journal: a line of JSON for each node.
+        worker: where it is; None if it has to be opened from the journal.
+        moves: how often it was opened. A reply from before the last time does not count.
+    """
+
+    head: dict[str, Any]
+    journal: list[bytes] = field(default_factory=list)
+    worker: _Worker | None = None
+    moves: int = 0
+    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def tree(self) -> Trajectory:
+        return Trajectory(list(map(read_node, self.journal)))
+
+
+class GatewayRouter:
+    """Forwards the calls of sessions to the gateways of workers.
+
+    Args:
+        workers: `Gateway.endpoint` of each: what ``group.start_gateway(...)`` returns.
+        limits: what clients can take. They hold at each gateway too.
+        host: address to listen at. Use one that programs can reach.
+        port: 0 for any. With a port of its own, programs find the router again after the driver was restarted.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[tuple[str, str]] = (),
+        *,
+        limits: GatewayLimits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.limits = limits or GatewayLimits()
+        self._lock = threading.Lock()
+        self._workers = [_Worker(*one) for one in workers]
+        self._sessions: dict[str, _Session] = {}
+        self._front = HTTPFront(self, self.limits, host, port)
+        self.moved = 0
+        """How many times a session was opened at another worker."""
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``."""
+        return self._front.address
+
+    def start(self) -> str:
+        """Start the server, and return its address; see `HTTPFront.start`."""
+        address = self._front.start()
+        asyncio.run_coroutine_threadsafe(self._watch(), self._front.loop)
+        return address
+
+    def stop(self) -> None:
+        """End all calls, and the server. Sessions remain, and can be closed or kept as `state_dict`."""
+        self._front.stop()
+
+    def set_workers(self, workers: Iterable[tuple[str, str]]) -> None:
+        """Say which gateways there are now. Sessions of those that are gone continue on the others.
+
+        Args:
+            workers: as in the constructor.
+        """
+        wanted = list(workers)
+
+        async def change() -> None:
+            gone = [one for one in self._workers if (one.address, one.key) not in wanted]
+            known = {(one.address, one.key): one for one in self._workers}
+            self._workers = [known.get(one) or _Worker(*one) for one in wanted]
+            for worker in gone:
+                self._lost(worker, "it was replaced")
+
+        self._front.run(change())
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        row_id: str = "",
+        *,
+        seed: int | None = None,
+        sampling_params: SamplingParams | None = None,
+        token_ids: bool = False,
+    ) -> tuple[str, str]:
+        """Open a session. See `Gateway.open`; a worker is chosen with the first call.
+
+        Raises:
+            GatewayError: too many sessions are open.
+        """
+        token = f"sk-{secrets.token_urlsafe(24)}"
+        head = {
+            "row_id": row_id or token[:8],
+            "seed": secrets.randbits(62) if seed is None else seed,
+            "sampling_params": None if sampling_params is None else asdict(sampling_params),
+            "token_ids": token_ids,
+        }
+        with self._lock:
+            if len(self._sessions) >= self.limits.sessions:
+                raise GatewayError("limit", f"{len(self._sessions)} sessions are open, which is the limit; close some")
+            self._sessions[token] = _Session(head)
+        return self.address, token
+
+    def close(self, token: str) -> Trajectory:
+        """Close a session, and return its tokens.
+
+        Raises:
+            KeyError: there is no such session.
+        """
+        with self._lock:
+            session = self._sessions.pop(token, None)
+        if session is None:
+            raise KeyError("GatewayRouter.close(): there is no session with this token; was it closed already?")
+        if session.worker is not None:
+            asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
+        with self._lock:
+            return session.tree
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions are open."""
+        return len(self._sessions)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sessions, for a checkpoint. Calls that have not been answered are not in it."""
+        with self._lock:
+            return {"sessions": {name: (dict(one.head), list(one.journal)) for name, one in self._sessions.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the sessions of a `state_dict`, at whatever workers there are now."""
+        with self._lock:
+            self._sessions = {
+                token: _Session(dict(head), list(kept)) for token, (head, kept) in state["sessions"].items()
+            }
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def admit(self, call: Call) -> int:
+        """See `Player.admit`."""
+        if call.token not in self._sessions:
+            raise GatewayError("token", "no session has this token; it is not open, or was closed")
+        return self.limits.body_bytes
+
+    async def play(self, call: Call) -> Reply:
+        """See `Player.play`."""
+        headers = {"authorization": f"Bearer {call.token}", "content-type": "application/json"}
+        while True:
+            session = self._sessions.get(call.token)
+            if session is None:
+                raise GatewayError("token", "the session was closed")
+            worker = await self._placed(call.token, session)
+            moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
+            try:
+                status, given, body = await self._send(worker, call.method, call.path, headers, call.body)
+            except WorkerGoneError as error:
+                if session.moves == moves:
+                    session.worker = None
+                self._lost(worker, str(error))
+                continue
+            if session.moves != moves or session.worker is None:
+                continue  # the session went on elsewhere, without this
+            if status == 410:  # the worker has forgotten the session
+                session.worker = None
+                continue
+            count = int(given.get(NODES_HEADER, 0))
+            with self._lock:
+                lines = body[:count].splitlines()
+                # Other calls of this session may have brought some of these nodes already.
+                session.journal += lines[len(session.journal) - int(headers[JOURNAL_HEADER]) :]
+            return Reply(status, body[count:], given.get("content-type", "application/json"))
+
+    async def _send(self, worker: _Worker, *request: Any) -> tuple[int, dict[str, str], bytes]:
+        sending = asyncio.ensure_future(worker.send(*request))
+        worker.calls.add(sending)
+        try:
+            return await sending
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client has left
+                raise
+            raise WorkerGoneError(f"{worker.address} is gone") from None
+        finally:
+            worker.calls.discard(sending)
+
+    async def _placed(self, token: str, session: _Session) -> _Worker:
+        """The session's worker, which is the least busy one for a session that has none."""
+        async with session.placing:
+            while session.worker is None or not session.worker.up:
+                up = [one for one in self._workers if one.up]
+                if not up:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                worker = min(up, key=lambda one: len(one.sessions))
+                worker.sessions.add(token)
+                body = b"\n".join([json.dumps(session.head).encode(), *session.journal])
+                session.moves += 1
+                try:
+                    headers = {"authorization": f"Bearer {token}"}
+                    status, _, said = await self._send(worker, "PUT", "/private/sessions", headers, body)
+                except WorkerGoneError as error:
+                    self._lost(worker, str(error))
+                    continue
+                if status != 200:
+                    worker.sessions.discard(token)
+                    raise GatewayError(
+                        "unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}"
+                    )
+                session.worker = worker
+                self.moved += session.moves > 1
+            return session.worker
+
+    async def _leave(self, worker: _Worker, token: str) -> None:
+        worker.sessions.discard(token)
+        try:
+            await self._send(worker, "DELETE", "/private/sessions", {"authorization": f"Bearer {token}"}, b"")
+        except WorkerGoneError:
+            logger.debug("a session was closed at a worker that is gone")
+
+    def _lost(self, worker: _Worker, why: str) -> None:
+        """Move the sessions of a worker away. It comes back when it answers."""
+        if worker.up:
+            logger.warning(
+                "the gateway at %s is gone (%s); its %d sessions move", worker.address, why, len(worker.sessions)
+            )
+        worker.leave()
+        worker.sessions.clear()
+
+    async def _watch(self) -> None:
+        """Look at each worker now and then."""
+        waiting: dict[_Worker, tuple[float, asyncio.Future[Any]]] = {}
+        while True:
+            for worker in list(self._workers):
+                begun, looking = waiting.pop(worker, (0.0, None))
+                if looking is None or looking.done():
+                    if looking is not None and not looking.cancelled():
+                        alive = looking.exception() is None
+                        if worker.up and not alive:
+                            self._lost(worker, str(looking.exception()))
+                        worker.up = alive
+                    waiting[worker] = time.monotonic(), asyncio.ensure_future(worker.send("GET", "/health", {}, b""))
+                elif time.monotonic() - begun > SILENCE_SECONDS:
+                    self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
+                    looking.cancel()
+                else:
+                    waiting[worker] = begun, looking
+            await asyncio.sleep(HEALTH_SECONDS)

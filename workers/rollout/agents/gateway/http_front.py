@@ -1,0 +1,386 @@
+"""HTTPFront: the HTTP side of the gateway and of its router, as an ASGI application on a thread of its own.
+
+It bounds what a client can take: the size of a body, the seconds for sending a request and for taking a reply, and the
+number of connections. What a request means is up to its `Player`.
+
+Threads: `HTTPFront.start` starts "gateway", which runs an event loop; `HTTPFront.stop` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
+
+from workers.extras import require
+from workers.rollout.agents.gateway.chat_dialect import ChatDialect
+from workers.rollout.agents.gateway.dialect import Dialect, GatewayError, stream_of
+from workers.rollout.agents.gateway.messages_dialect import MessagesDialect
+from workers.rollout.agents.gateway.responses_dialect import ResponsesDialect
+from workers.rollout.agents.gateway.tokens_dialect import TokensDialect
+from workers.rollout.rollout_errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+DIALECTS: dict[str, Dialect] = {
+    "/chat/completions": ChatDialect(),
+    "/messages": MessagesDialect(),
+    "/responses": ResponsesDialect(),
+    "/inference/v1/generate": TokensDialect(),
+}
+"""The dialect of each path, which may have /v1 before it: some clients add that to the address, and others do not."""
+
+KEY_HEADER = "x-gateway-key"
+"""Of requests from a `GatewayRouter`."""
+
+START_SECONDS = 30.0
+BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class GatewayLimits:
+    """What clients can take of a gateway.
+
+    Attributes:
+        body_bytes: of a request.
+        sessions: that are open at the same time.
+        nodes: of a session's tree; a turn adds two.
+        calls: of a session that are being answered at the same time.
+        connections: that are open at the same time.
+        read_seconds: for sending a request, and until a new connection has sent one.
+        write_seconds: for taking a reply.
+        call_seconds: for answering a request, waiting for the engine included.
+        wait_seconds: for an engine that takes no requests now, because it sleeps for example.
+        ping_seconds: of silence, after which a client that asked for a stream gets a comment, so that nothing between
+            it and the gateway closes the connection.
+
+    Raises:
+        ValueError: a limit is not above 0.
+    """
+
+    body_bytes: int = 16 * 2**20
+    sessions: int = 8192
+    nodes: int = 1024
+    calls: int = 64
+    connections: int = 16384
+    read_seconds: float = 30.0
+    write_seconds: float = 30.0
+    call_seconds: float = 1800.0
+    wait_seconds: float = 60.0
+    ping_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not getattr(self, one.name) > 0:
+                raise ValueError(f"GatewayLimits: {one.name}={getattr(self, one.name)!r}; expected a number above 0")
+
+
+class Call(NamedTuple):
+    """A request of which the client is known.
+
+    Attributes:
+        method, path, body: of HTTP.
+        headers: with names in lower case.
+        token: the bearer token or ``x-api-key``.
+        dialect: of the path; None if it is none of `DIALECTS`.
+    """
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    token: str
+    dialect: Dialect | None
+    body: bytes
+
+
+class Reply(NamedTuple):
+    """What a `Player` answers."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Player(Protocol):
+    """Answers requests."""
+
+    def admit(self, call: Call) -> int:
+        """Return how many bytes the call's body may have. It has not been read.
+
+        Raises:
+            GatewayError: of the kind "token", for example.
+        """
+
+    async def play(self, call: Call) -> Reply:
+        """Answer. Cancelled if the client leaves.
+
+        Raises:
+            GatewayError: what the client gets instead.
+        """
+
+
+def json_reply(value: Any, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Reply:
+    """A reply with JSON."""
+    return Reply(status, json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), headers=headers)
+
+
+class _Gone(RolloutError):
+    """The client has closed its connection."""
+
+
+class HTTPFront:
+    """An HTTP server.
+
+    Args:
+        player: answers requests.
+        limits: for clients.
+        host: address to listen at.
+        port: 0 for any.
+
+    Attributes:
+        address: ``http://host:port``, once started.
+        loop: of the server's thread, once started.
+    """
+
+    address: str
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, player: Player, limits: GatewayLimits, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.player, self.limits, self.host, self.port = player, limits, host, port
+        self._thread: threading.Thread | None = None
+        self._server: Any = None
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> str:
+        """Start the server, and return its address. Needs ``pip install 'single-controller[agents]'``.
+
+        Raises:
+            ImportError: uvicorn is not installed.
+            OSError: the address is in use.
+            RolloutError: the server did not start.
+        """
+        uvicorn = require("uvicorn", "agents")
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that never reads: the kernel drops what it does not take
+            milliseconds = int(self.limits.write_seconds * 1000)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        host, port = listening.getsockname()[:2]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        config = uvicorn.Config(
+            self,
+            http=_protocol(self.limits.read_seconds),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # a client that behaves badly is no event of ours
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=self.limits.connections,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = uvicorn.Server(config)
+        started, failed = threading.Event(), []
+
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            self.loop.set_exception_handler(_log_exception)
+            started.set()
+            await self._server.serve(sockets=[listening])
+
+        def run() -> None:
+            try:
+                asyncio.run(serve())
+            except BaseException as error:
+                failed.append(error)
+                logger.exception("the gateway's server has failed")
+            finally:
+                listening.close()
+                started.set()
+
+        self._thread = threading.Thread(target=run, name="gateway", daemon=True)
+        self._thread.start()
+        if not started.wait(START_SECONDS) or failed:
+            raise RolloutError(f"the gateway did not start at {self.address}: {failed or 'timeout'}")
+        return self.address
+
+    def stop(self) -> None:
+        """Close all connections, and end the thread."""
+        if self._server is not None:
+            self._server.should_exit = True
+            self._server.force_exit = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(START_SECONDS)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the server's loop, from another thread, and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    # --- a request ------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return
+        path = scope["path"].rstrip("/")
+        while path.startswith("/v1/"):
+            path = path[3:]
+        dialect = DIALECTS.get(path)
+        shape = dialect or DIALECTS["/chat/completions"]
+        try:
+            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+            await self._answer(scope, path, headers, dialect, receive, send)
+        except _Gone:
+            pass
+        except GatewayError as error:
+            if error.kind in ("large", "slow", "token"):  # the rest of the body is not read
+                await self._send(send, json_reply(shape.error(error), error.status, (("connection", "close"),)))
+            else:
+                await self._send(send, json_reply(shape.error(error), error.status))
+
+    async def _answer(
+        self, scope: Scope, path: str, headers: dict[str, str], dialect: Dialect | None, receive: Receive, send: Send
+    ) -> None:
+        if path == "/health":
+            await self._send(send, json_reply({"status": "ok"}))
+            return
+        bearer = headers.get("authorization", "")
+        token = bearer[7:].strip() if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")
+        call = Call(scope["method"], path, headers, token, dialect, b"")
+        most = self.player.admit(call)
+        if dialect is not None and call.method != "POST":
+            raise GatewayError("method", f"{call.method} is not supported here; use POST")
+        call = call._replace(body=await self._body(headers, receive, most))
+        await self._play(call, receive, send)
+
+    async def _body(self, headers: dict[str, str], receive: Receive, most: int) -> bytes:
+        told = headers.get("content-length", "0")
+        if told.isdigit() and int(told) > most:
+            raise GatewayError("large", f"the body has {told} bytes; the limit is {most}")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone("while its request was read")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise GatewayError("large", f"the body has more than {most} bytes, which is the limit")
+                    if not message.get("more_body"):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            raise GatewayError("slow", f"the body has not come within {self.limits.read_seconds:g} s") from None
+
+    async def _play(self, call: Call, receive: Receive, send: Send) -> None:
+        """Answer while the client stays."""
+        playing = asyncio.ensure_future(self.player.play(call))
+        leaving = asyncio.ensure_future(receive())
+        begun = False
+        try:
+            deadline = asyncio.get_running_loop().time() + self.limits.call_seconds
+            while not playing.done():
+                left = deadline - asyncio.get_running_loop().time()
+                if left <= 0:
+                    break
+                wait = min(left, self.limits.ping_seconds)
+                await asyncio.wait((playing, leaving), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done() and not playing.done():
+                    raise _Gone("before the reply")
+                if not playing.done() and (begun or _wants_stream(call)):
+                    if not begun:
+                        await self._send_start(send, 200, "text/event-stream", ())
+                    begun = True
+                    await self._send_part(send, b": waiting\n\n", more=True)
+            reply = await _result(playing, call, self.limits)
+            if not begun:
+                await self._send(send, reply)
+                return
+            if reply.status != 200 and call.dialect is not None:
+                event = call.dialect.error_event(json.loads(reply.body))
+                reply = reply._replace(body=stream_of(iter([event])))
+            await self._send_part(send, reply.body, more=False)
+        finally:
+            leaving.cancel()
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait((playing,))
+
+    async def _send(self, send: Send, reply: Reply) -> None:
+        length = (("content-length", str(len(reply.body))),)
+        await self._send_start(send, reply.status, reply.content_type, reply.headers + length)
+        await self._send_part(send, reply.body, more=False)
+
+    async def _send_start(
+        self, send: Send, status: int, content_type: str, headers: tuple[tuple[str, str], ...]
+    ) -> None:
+        encoded = [
+            (name.encode(), value.encode("latin-1")) for name, value in (*headers, ("content-type", content_type))
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _send_part(self, send: Send, body: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self.limits.write_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise _Gone("it does not read") from None
+
+
+async def _result(playing: asyncio.Future[Reply], call: Call, limits: GatewayLimits) -> Reply:
+    """The reply, also if it is an error."""
+    shape = call.dialect or DIALECTS["/chat/completions"]
+    try:
+        if not playing.done():
+            raise GatewayError("late", f"there was no completion within {limits.call_seconds:g} s")
+        return playing.result()
+    except GatewayError as error:
+        return json_reply(shape.error(error), error.status)
+    except Exception as error:
+        logger.exception("a call of the gateway has failed")
+        failed = GatewayError("failed", f"{type(error).__name__}: {error}")
+        return json_reply(shape.error(failed), failed.status)
+
+
+def _wants_stream(call: Call) -> bool:
+    if KEY_HEADER in call.headers:  # the router keeps its own client waiting
+        return False
+    try:
+        return call.dialect is not None and bool(json.loads(call.body).get("stream"))
+    except (ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.debug("in the gateway's loop: %s", context.get("message"), exc_info=context.get("exception"))
+
+
+def _protocol(seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with a deadline for the first request of a connection, which uvicorn has not."""
+    base = require("uvicorn.protocols.http.auto", "agents").AutoHTTPProtocol
+
+    class Impatient(base):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(seconds, self._end_if_silent)
+
+        def _end_if_silent(self) -> None:
+            if self.cycle is None:
+                self.transport.abort()
+
+    return Impatient

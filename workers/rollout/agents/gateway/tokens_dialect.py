@@ -1,0 +1,51 @@
+"""vLLM's token endpoint: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from workers.rollout.agents.gateway.dialect import Answer, Ask, Body, Dialect, GatewayError, check_supported, count
+
+
+class TokensDialect(Dialect):
+    """``POST /inference/v1/generate``. A prompt continues the session where it begins with its tokens."""
+
+    def read(self, body: Body) -> Ask:
+        """See `Dialect.read`."""
+        given = body.get("sampling_params") or {}
+        if not isinstance(given, dict):
+            raise GatewayError("invalid", f"sampling_params={given!r:.80}; expected an object")
+        check_supported(given)
+        token_ids, stops = body.get("token_ids"), given.get("stop_token_ids")
+        for name, value in (("token_ids", token_ids), ("stop_token_ids", stops or [])):
+            if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+                raise GatewayError("invalid", f"{name} is {value!r:.80}; expected a list of token ids")
+        if not token_ids:
+            raise GatewayError("invalid", "token_ids is empty; a prompt has at least one token")
+        if body.get("stream"):
+            raise GatewayError("invalid", "stream=true is not supported here; use chat completions")
+        limit = count(given.get("max_tokens"), "max_tokens")
+        return Ask([], None, limit, False, token_ids, tuple(stops) if stops else None, body=body)
+
+    def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        done = answer.completion
+        content: list[dict[str, Any]] = [
+            {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
+            for token, log_prob in zip(done.token_ids, done.log_probs, strict=True)
+        ]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": list(done.token_ids),
+            "logprobs": {"content": content},
+            "finish_reason": done.finish_reason,
+        }
+        if (mask := done.sampling_mask) is not None:
+            choice["sampling_mask"] = {"token_ids": list(mask.token_ids), "lengths": list(mask.lengths)}
+        return {"request_id": f"gen-{answer.id}", "choices": [choice], "prompt_logprobs": None}
+
+    def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
+        """See `Dialect.events`."""
+        yield None, json.dumps(reply)

@@ -1,0 +1,516 @@
+"""Rendering: from messages to tokens and back, in such a way that tokens which were sampled are never rendered again.
+
+Messages are dicts as in OpenAI's chat completions: ``role``, ``content``, ``reasoning_content``, ``tool_calls``. A
+`Renderer` has the methods of the package ``renderers`` (PyPI), which knows the formats of the published models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from workers.extras import require
+from workers.rollout.agents.trajectory import Trajectory
+from workers.rollout.engines.rollout_engine import Completion
+from workers.rollout.rollout_errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+class RenderError(RolloutError, ValueError):
+    """Messages cannot be rendered: none, one without a role, or one that the renderer's format does not have."""
+
+
+class PromptMismatchError(RolloutError):
+    """An engine generated from other tokens than those of the session's tree.
+
+    Attributes:
+        session: name of the session.
+        position: of the first token that differs.
+    """
+
+    def __init__(self, message: str, session: str = "", position: int = 0) -> None:
+        super().__init__(message)
+        self.session, self.position = session, position
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.session, self.position)
+
+
+class HasTokens(Protocol):
+    token_ids: list[int]
+
+
+class Renderer(Protocol):
+    """The part of the protocol of ``renderers`` 0.1 that is used here."""
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> HasTokens:
+        """Render a whole conversation."""
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> Any:
+        """Return an object with ``content``, ``reasoning_content`` and ``tool_calls``; see `Parsed`."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        """Return the tokens that end a completion."""
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> HasTokens | None:
+        """Return the next prompt, which begins with the previous prompt and completion; None if that cannot be proved
+        to be what a rendering of the whole conversation means."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What `TokenRenderer` and `TemplateRenderer` return."""
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """A tool call in a completion. ``status`` is "ok", or why it is none."""
+
+    raw: str
+    name: str | None = None
+    arguments: Any = None
+    status: str = "ok"
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A completion as a message."""
+
+    content: str
+    reasoning_content: str | None = None
+    tool_calls: list[ParsedCall] = field(default_factory=list)
+
+
+class TokenRenderer:
+    """A format for tests, and for models without a chat template: ``<|role|>content`` and an end token for each
+    message. Tools are listed in a message of their own, and called by ``<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`` in the text.
+
+    Args:
+        tokenizer: has ``encode(text)``, ``decode(ids)`` and ``eos_token_id``. If it knows ``<|user|>`` and so on as
+            special tokens, text that a user or tool writes can contain them.
+        end: the token that ends a message; the tokenizer's ``eos_token_id`` by default.
+
+    Raises:
+        ValueError: there is no end token.
+    """
+
+    def __init__(self, tokenizer: Any, end: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        found = getattr(tokenizer, "eos_token_id", None) if end is None else end
+        if found is None:
+            raise ValueError("TokenRenderer: the tokenizer has no eos_token_id; pass the token that ends a message")
+        self.end: int = found
+
+    def _message(self, message: Message) -> list[int]:
+        text = content_text(message)
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            said = {"name": function["name"], "arguments": _by_value(function.get("arguments"))}
+            text += f"<tool_call>{json.dumps(said, ensure_ascii=False)}</tool_call>"
+        return [*self.tokenizer.encode(f"<|{message['role']}|>"), *self.tokenizer.encode(text), self.end]
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """See `Renderer.render`."""
+        listed = [{"role": "tools", "content": json.dumps(tools, ensure_ascii=False)}] if tools else []
+        token_ids = [token for message in [*listed, *messages] for token in self._message(message)]
+        if add_generation_prompt:
+            token_ids += self.tokenizer.encode("<|assistant|>")
+        return Rendered(token_ids)
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> Parsed:
+        """See `Renderer.parse_response`."""
+        ended = bool(token_ids) and token_ids[-1] == self.end
+        text = self.tokenizer.decode(list(token_ids[:-1] if ended else token_ids))
+        calls = [_tool_call(raw, closed == "</tool_call>") for raw, closed in _CALLS.findall(text)]
+        return Parsed(_CALLS.sub("", text), None, calls)
+
+    def get_stop_token_ids(self) -> list[int]:
+        """See `Renderer.get_stop_token_ids`."""
+        return [self.end]
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> Rendered | None:
+        """See `Renderer.bridge_to_next_turn`."""
+        if any(message["role"] == "assistant" for message in new_messages):
+            return None  # its tokens were sampled, or the client made it up
+        before = [*previous_prompt_ids, *previous_completion_ids]
+        if not before or before[-1] != self.end:
+            before.append(self.end)
+        return Rendered(before + self.render(new_messages, add_generation_prompt=True).token_ids)
+
+
+_CALLS = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
+
+
+def _tool_call(raw: str, closed: bool) -> ParsedCall:
+    if not closed:
+        return ParsedCall(raw, status="unclosed_block")
+    try:
+        said = json.loads(raw)
+    except ValueError:
+        return ParsedCall(raw, status="invalid_json")
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        return ParsedCall(raw, status="missing_name")
+    return ParsedCall(raw, said["name"], said.get("arguments") or {})
+
+
+class TemplateRenderer:
+    """``renderers.DefaultRenderer``, which applies a tokenizer's chat template, with a bridge: the text that the
+    template appends to a conversation of two messages, the second of which is what was sampled. If the template
+    changes that message, because it removes the reasoning from the history for example, there is no bridge.
+
+    Args:
+        inner: the ``DefaultRenderer``.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+    """
+
+    def __init__(self, inner: Any, tokenizer: Any) -> None:
+        self._inner, self._tokenizer = inner, tokenizer
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> HasTokens:
+        """See `Renderer.render`."""
+        return Rendered(self._inner.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt))
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> Any:
+        """See `Renderer.parse_response`."""
+        return self._inner.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+
+    def get_stop_token_ids(self) -> list[int]:
+        """See `Renderer.get_stop_token_ids`."""
+        return list(self._inner.get_stop_token_ids())
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> Rendered | None:
+        """See `Renderer.bridge_to_next_turn`."""
+        stop = previous_completion_ids[-1] if previous_completion_ids else None
+        if stop not in self.get_stop_token_ids() or any(one["role"] == "assistant" for one in new_messages):
+            return None
+        parsed = self.parse_response(previous_completion_ids, tools=tools, prompt_ids=previous_prompt_ids)
+        history = [{"role": "user", "content": "?"}, assistant_message(parsed)]
+        before = self._text(history, tools)
+        after = self._text([*history, *new_messages], tools, add_generation_prompt=True)
+        _, ended, behind = before.rpartition(self._tokenizer.decode([stop]))
+        if not ended or not after.startswith(before):
+            return None
+        appended = self._tokenizer.encode(behind + after[len(before) :], add_special_tokens=False)
+        return Rendered([*previous_prompt_ids, *previous_completion_ids, *appended])
+
+    def _text(self, messages: list[Any], tools: list[Any] | None, **options: Any) -> str:
+        decoded = [_arguments_by_value(message) for message in messages]
+        options |= getattr(self._inner.config, "model_extra", None) or {}
+        return str(self._tokenizer.apply_chat_template(decoded, tools=tools, tokenize=False, **options))
+
+
+def load_renderer(tokenizer: Any, name: str = "auto", **options: Any) -> Renderer:
+    """Return the renderer of a model. Needs ``pip install 'single-controller[agents]'``.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or one with the methods that the renderer uses.
+        name: of a renderer of the package ``renderers``, such as "qwen3"; "default" for the tokenizer's chat template.
+            "auto" knows the published models by ``tokenizer.name_or_path`` and takes "default" for others, such as a
+            checkpoint in a local folder: name the renderer for those.
+        options: of the renderer's configuration, such as ``enable_thinking=False``, or ``tool_parser="qwen3"`` of
+            "default", without which a chat template's tool calls are not parsed.
+
+    Raises:
+        ImportError: the package is not installed.
+        ValueError: there is no such renderer or option, or the tokenizer lacks a token of the format.
+    """
+    require("renderers", "agents")
+    from pydantic import TypeAdapter
+    from renderers import create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
+    from renderers.configs import RendererConfig
+
+    path = getattr(tokenizer, "name_or_path", "")
+    if name == "auto":
+        name = MODEL_RENDERER_MAP.get(path, "default")
+        if name == "default":
+            logger.warning(
+                "load_renderer: no renderer is known for %r; its chat template is used. Name the renderer if the model "
+                "has the format of a published one: load_renderer(tokenizer, 'qwen3')",
+                path or type(tokenizer).__name__,
+            )
+    if name == "default" and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"load_renderer: the tokenizer {path!r} has no chat template; name a renderer, or use TokenRenderer"
+        )
+    config = TypeAdapter(RendererConfig).validate_python({"name": name, **options})
+    try:
+        renderer = create_renderer(tokenizer, config)
+    except AssertionError as error:  # how the package says that a token is missing
+        raise ValueError(f"load_renderer: {name!r} does not fit the tokenizer {path!r}: {error}") from None
+    own: Renderer = TemplateRenderer(renderer, tokenizer) if name == "default" else renderer
+    return own
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def content_text(message: Message) -> str:
+    """The text of a message, whether it is a string or in parts.
+
+    Raises:
+        RenderError: it has parts that are no text.
+    """
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise RenderError(f"a message's content is {content!r:.80}; expected a string or a list of parts")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise RenderError(f"a message has a part {part!r:.80}; only parts with a text are supported")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _by_value(arguments: Any) -> Any:
+    """Arguments of a tool call, which are a JSON text or what it means."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return arguments
+
+
+def _arguments_by_value(message: Message) -> dict[str, Any]:
+    """The message with decoded arguments, which many chat templates need."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _by_value(call["function"].get("arguments"))}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def digest(message: Message) -> str:
+    """A digest of what a message says, for `Trajectory.find`: role, content (None is ""), tool calls with their
+    arguments by value, and, behind a dot, the reasoning if there is any. The ids of tool calls don't count, because
+    each client makes its own.
+
+    Raises:
+        RenderError: it is no message.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RenderError(f"a message is {message!r:.80}; expected a dict with a role")
+    try:
+        calls = [
+            [call["function"]["name"], _by_value(call["function"].get("arguments"))]
+            for call in message.get("tool_calls") or ()
+        ]
+    except (AttributeError, KeyError, TypeError):
+        raise RenderError(f"tool_calls={message['tool_calls']!r:.80}; expected functions with names") from None
+    said = _hash([message["role"], content_text(message), calls])
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return f"{said}.{_hash(reasoning)}" if reasoning else said
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def assistant_message(parsed: Any) -> dict[str, Any]:
+    """A parsed completion as a message. Tool calls that could not be read stay in the content as they were written,
+    and are listed under ``invalid_tool_calls``.
+
+    Args:
+        parsed: what `Renderer.parse_response` returned.
+    """
+    content: str = parsed.content or ""
+    calls: list[dict[str, Any]] = []
+    invalid: list[dict[str, str]] = []
+    for call in parsed.tool_calls:
+        if str(call.status) == "ok" and call.name:
+            given = call.arguments
+            text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+            name = {"name": call.name, "arguments": text}
+            calls.append({"id": call.id or f"call_{len(calls)}", "type": "function", "function": name})
+        else:
+            content += call.raw
+            invalid.append({"raw": call.raw, "status": str(call.status)})
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if parsed.reasoning_content:
+        message["reasoning_content"] = parsed.reasoning_content
+    if calls:
+        message["tool_calls"] = calls
+    if invalid:
+        message["invalid_tool_calls"] = invalid
+    return message
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def extend(
+    trajectory: Trajectory,
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    counters: MutableMapping[str, int] | None = None,
+    at: tuple[int, int] | None = None,
+) -> int:
+    """Find where a conversation continues, append what is new, and return the node whose path is the engine's prompt.
+
+    Only the messages behind the last completion are rendered. If the renderer cannot say how they continue its tokens,
+    the whole conversation is rendered: if that begins with the tokens so far, it continues them; otherwise it is a new
+    root, counted as "rerenders" and logged once per session.
+
+    Args:
+        trajectory: of the session.
+        renderer: of the model.
+        messages: the whole conversation. A client that does not return the reasoning of a completion still continues
+            that completion: what becomes of the reasoning in the prompt is up to the renderer.
+        tools: as in OpenAI's ``tools``. They are part of the prompt: others begin a new root.
+        counters: of the session.
+        at: the node that the conversation continues, and how many messages its path stands for, if the client says so.
+            By default, `Trajectory.find` finds it.
+
+    Raises:
+        RenderError: the messages cannot be rendered, or the last one is the assistant's.
+    """
+    if not messages or messages[-1].get("role") == "assistant":
+        raise RenderError("the conversation is empty or ends with the assistant's message; there is nothing to answer")
+    given, listed = list(messages), list(tools or ()) or None
+    digests = ([_hash(listed)] if listed else []) + [digest(message) for message in given]
+    spoken = {whole.partition(".")[0]: whole for node in trajectory.nodes if node.sampled for whole in node.messages}
+    digests = [spoken.get(one, one) for one in digests]
+    found, count = trajectory.find(digests)
+    if at is not None:
+        found, count = at[0], at[1] + len(digests) - len(given)
+    if found is None:
+        return trajectory.give(None, _render(renderer, given, listed), digests)
+    before = trajectory.token_ids(found)
+    if count == len(digests):
+        return found
+    token_ids: list[int] | None = None
+    if trajectory.nodes[found].sampled:
+        own = len(trajectory.nodes[found].token_ids)
+        rest = given[count - len(digests) :]
+        bridged = renderer.bridge_to_next_turn(before[:-own], before[-own:], rest, tools=listed)
+        token_ids = None if bridged is None else list(bridged.token_ids)
+    if token_ids is None or not _extends(token_ids, before):
+        token_ids = _render(renderer, given, listed)
+        if not _extends(token_ids, before):
+            _count_rerender(counters)
+            return trajectory.give(None, token_ids, digests)
+    return trajectory.give(found, token_ids[len(before) :], digests[count:])
+
+
+def _extends(token_ids: list[int], before: list[int]) -> bool:
+    return len(token_ids) > len(before) and token_ids[: len(before)] == before
+
+
+def _render(renderer: Renderer, messages: list[Any], tools: list[Any] | None) -> list[int]:
+    try:
+        return list(renderer.render(messages, tools=tools, add_generation_prompt=True).token_ids)
+    except RolloutError:
+        raise
+    except Exception as error:  # a template raises what it likes
+        raise RenderError(f"the messages cannot be rendered: {type(error).__name__}: {error}") from error
+
+
+def _count_rerender(counters: MutableMapping[str, int] | None) -> None:
+    before = 0 if counters is None else counters.get("rerenders", 0)
+    if counters is not None:
+        counters["rerenders"] = before + 1
+    if not before:
+        logger.warning(
+            "a session's next prompt does not begin with its tokens so far, because the client has changed its history "
+            "or the chat template rewrites it; the session branches there, and rendered completions are not trained"
+        )
+
+
+def record(
+    trajectory: Trajectory, renderer: Renderer, node: int, completion: Completion, tools: Sequence[Any] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Append a completion of the prompt that `extend` returned.
+
+    Returns:
+        The new node, and the assistant's message.
+
+    Raises:
+        RenderError: the renderer cannot parse it; nothing was appended.
+    """
+    prompt, listed = trajectory.token_ids(node), list(tools or ()) or None
+    try:
+        message = assistant_message(renderer.parse_response(completion.token_ids, tools=listed, prompt_ids=prompt))
+    except Exception as error:
+        raise RenderError(f"a completion cannot be parsed: {type(error).__name__}: {error}") from error
+    return trajectory.sample(node, completion, [digest(message)]), message
+
+
+def check_prompt(
+    trajectory: Trajectory, node: int, prompt: Sequence[int], session: str, decode: Callable[[list[int]], str] = str
+) -> None:
+    """Raise if an engine's prompt is not the path to a node.
+
+    Args:
+        trajectory: of the session.
+        node: the node whose path the engine should have got.
+        prompt: what it got.
+        session: its name, for the error.
+        decode: from token ids to text, for the error.
+
+    Raises:
+        PromptMismatchError: a token differs.
+    """
+    path = trajectory.token_ids(node)
+    if list(prompt) == path:
+        return
+    same = next((i for i, (one, other) in enumerate(zip(prompt, path, strict=False)) if one != other), None)
+    position = min(len(prompt), len(path)) if same is None else same
+    begin = max(0, position - 8)
+    got, kept = (decode(list(ids[begin : position + 24])) for ids in (prompt, path))
+    raise PromptMismatchError(
+        f"session {session}: the engine's prompt of {len(prompt)} tokens differs from the tree's {len(path)} tokens at "
+        f"position {position}: the engine has {got!r} there, and the tree {kept!r}",
+        session,
+        position,
+    )

@@ -1,0 +1,487 @@
+"""Session: one multi-turn play of the policy with its environment. Everything here runs in the event loop of an
+`AgentEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from workers.rollout.agents.environment import Action, Environment, Observation, SessionLimits, Step
+from workers.rollout.agents.rendering import assistant_message
+from workers.rollout.agents.rows import completion_of
+from workers.rollout.agents.tools import ToolCall
+from workers.rollout.agents.trajectory import Node, Trajectory
+from workers.rollout.engines.rollout_engine import Completion, FinishReason, SamplingParams
+from workers.rollout.rollout_errors import PromptError, RolloutError
+from workers.seeds import mixed_seed
+
+if TYPE_CHECKING:
+    from workers.rollout.agents.rendering import Renderer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CANCEL_SECONDS = 2.0
+"""How long a call of an environment that was cancelled may take to end. After that nobody waits for it."""
+
+RETRY_SECONDS = 0.05
+"""How often a session looks whether its engine has weights again."""
+
+CUT_OFF = ("turns", "tokens", "seconds", "length")
+"""End reasons of sessions that might have gone on: they count as truncated."""
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """What another `AgentEngine` needs to continue a session. It pickles. The tokens and the state of the environment
+    are of one moment: between two turns, or between what was sampled and the environment's reaction to it.
+
+    Attributes:
+        number: grows with each state of a session.
+        nodes: of its `Trajectory`, without the first ``base``; see `onto`.
+        node: where the path ends.
+        environment: pickled `Environment.state_dict`; None if it has none. Then the session begins again.
+        acting: the environment has not reacted to the last sampled node yet.
+        partial: a turn that has begun.
+        turns, invalid, counts, info: so far.
+        rewards: sampled node -> reward of its turn.
+        seconds: that were used.
+    """
+
+    number: int = 0
+    nodes: Sequence[Node] = ()
+    base: int = 0
+    node: int = 0
+    environment: bytes | None = None
+    acting: bool = False
+    partial: Completion | None = None
+    turns: int = 0
+    rewards: Mapping[int, float] = field(default_factory=dict)
+    invalid: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were sampled."""
+        sampled = sum(len(node.token_ids) for node in self.nodes if node.sampled)
+        return sampled + (len(self.partial.token_ids) if self.partial else 0)
+
+    def after(self, nodes: int) -> SessionState:
+        """The state without its first nodes, for someone who has them."""
+        return replace(self, nodes=tuple(self.nodes[nodes - self.base :]), base=nodes)
+
+    def onto(self, earlier: SessionState | None) -> SessionState:
+        """The whole state, from one without its first nodes and an earlier one that has them."""
+        if not self.base or earlier is None:
+            return self
+        return replace(self, nodes=(*earlier.nodes[: self.base - earlier.base], *self.nodes), base=earlier.base)
+
+
+class _Ended(Exception):
+    """The session ends, for this reason."""
+
+    def __init__(self, reason: str, error: BaseException | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.error = reason, error
+
+
+class Session:
+    """See the module's docstring.
+
+    Args:
+        name: of the session; its requests at the engine are named after it.
+        prompt: where the path begins.
+        sampling_params: of each turn.
+        seed: of the session.
+        row: for the environment.
+        submit: begins a turn at the engine, as `RolloutEngine.submit`.
+        abort: ends one, by its name.
+        unavailable: whether the engine has no weights at the moment, but may have them again.
+        environment: makes the environment.
+        renderer: None if observations are token ids.
+        limits: see `SessionLimits`.
+        positions: how many tokens the engine has room for; None for no limit.
+        turn_discount: of the rewards of turns, for `Completion.token_rewards`; None for one reward.
+        state: to continue from.
+
+    Attributes:
+        saved: the last state between two turns; None before the first one.
+        future: of the completion.
+        turn: name of the request at the engine that it began last.
+        aborting: whether it will end before its next turn. Any thread may set it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        seed: int,
+        row: Mapping[str, Any],
+        *,
+        submit: Callable[..., Future[Completion]],
+        abort: Callable[[Sequence[str]], None],
+        unavailable: Callable[[], bool],
+        environment: Callable[[], Environment],
+        renderer: Renderer | None,
+        limits: SessionLimits,
+        positions: int | None,
+        turn_discount: float | None = None,
+        state: SessionState | None = None,
+    ) -> None:
+        self.name, self.future = name, Future[Completion]()
+        self.saved: SessionState | None = None
+        self.turn, self.aborting = "", False
+        self._prompt, self._row, self._seed = list(prompt), row, seed
+        self._submit, self._abort, self._unavailable = submit, abort, unavailable
+        self._make, self._renderer, self._limits = environment, renderer, limits
+        self._positions, self._turn_discount = positions, turn_discount
+        if renderer is not None:
+            stops = dict.fromkeys((*sampling_params.stop_token_ids, *renderer.get_stop_token_ids()))
+            sampling_params = replace(sampling_params, stop_token_ids=tuple(stops))
+        self._how = sampling_params
+        self._environment: Environment | None = None
+        self._aborted: asyncio.Future[None] | None = None
+        self._began = time.monotonic()
+        self._begin(state)
+
+    def _begin(self, state: SessionState | None) -> None:
+        again = state is not None and state.nodes and state.environment is None
+        if state is not None and again:
+            state = SessionState(counts={"restarts": state.counts.get("restarts", 0) + 1})
+        self._continued = state is not None and bool(state.nodes)
+        state = state or SessionState()
+        self._number, self._turns, self._invalid = state.number, state.turns, state.invalid
+        self._rewards, self._info = dict(state.rewards), dict(state.info)
+        self._counts = {"rerenders": 0, "restarts": 0, **state.counts}
+        self._used, self._acting, self._partial = state.seconds, state.acting, state.partial
+        self._state_of_environment = state.environment
+        self._trajectory = Trajectory(state.nodes)
+        self._node = state.node if state.nodes else self._trajectory.give(None, self._prompt)
+        self._messages: list[Mapping[str, Any]] | None = None
+        if isinstance(self._row.get("messages"), (list, tuple)):
+            self._messages = list(self._row["messages"])
+
+    # --- from outside ---------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End the session; its completion has the tokens so far, and the finish reason "abort". In the event loop."""
+        self.aborting = True
+        if self._aborted is not None and not self._aborted.done():
+            self._aborted.set_result(None)
+
+    async def run(self, ended: Callable[[Session], None]) -> None:
+        """Play the session, call ``ended``, and set the future."""
+        self._aborted = asyncio.get_running_loop().create_future()
+        if self.aborting:
+            self._aborted.set_result(None)
+        completion: Completion | None = None
+        error: BaseException | None = None
+        try:
+            completion = await self._completion()
+        except BaseException as raised:
+            error = raised
+        self._aborted.cancel()
+        ended(self)
+        if completion is not None:
+            self.future.set_result(completion)
+        elif isinstance(error, asyncio.CancelledError):
+            self.future.set_exception(RolloutError("the engine was closed before the session ended"))
+        else:
+            self.future.set_exception(error or RolloutError("the session has no completion"))
+        if self._environment is not None:  # afterwards: nobody has to wait for it
+            closing = asyncio.ensure_future(self._environment.close())
+            await asyncio.wait({closing}, timeout=self._limits.silence)
+            await self._cancelled(closing)
+
+    # --- the play -------------------------------------------------------------------------------------------------
+
+    async def _completion(self) -> Completion:
+        error: BaseException | None = None
+        try:
+            reason = await self._play()
+        except _Ended as ended:
+            reason, error = ended.reason, ended.error
+        except RolloutError:  # of the engine, or of the user's program
+            raise
+        except Exception as raised:
+            reason, error = "error", raised
+        if reason == "abort":
+            tree = self._trajectory
+            if self._partial is not None:
+                tree = Trajectory(tree.nodes)
+                tree.sample(self._node, self._partial)
+            return replace(completion_of(tree, self._prompt, "abort"), session=self._state())
+        if error is not None:
+            self._info["error"] = f"{type(error).__name__}: {error}"
+            logger.warning("session %s ended: %s", self.name, self._info["error"], exc_info=error)
+        info = {
+            **self._info,
+            "reward": float(sum(self._rewards.values())),
+            "turn_rewards": list(self._rewards.values()),
+            "turns": self._turns,
+            "end_reason": reason,
+            **self._counts,
+        }
+        finish: FinishReason = "length" if reason in CUT_OFF else "stop"
+        return completion_of(
+            self._trajectory,
+            self._prompt,
+            finish,
+            info=info,
+            rewards=self._rewards if self._turn_discount is not None else None,
+            turn_discount=self._turn_discount or 0.0,
+        )
+
+    async def _play(self) -> str:
+        environment = self._environment = self._make()
+        if not isinstance(environment, Environment):
+            raise RolloutError(f"AgentEngine: environment={self._make!r} returned {environment!r:.80}, no Environment")
+        if self._continued:
+            if self._state_of_environment is None:
+                raise RolloutError(f"session {self.name}: a state without that of its environment")
+            environment.load_state_dict(pickle.loads(self._state_of_environment))
+        else:
+            self._see(await self._call(environment.reset, self._row))
+            self._save()
+        while True:
+            if not self._acting:
+                if self._limits.turns is not None and self._turns >= self._limits.turns:
+                    return "turns"
+                await self._generate(environment)
+            step = await self._call(environment.step, self._action(environment))
+            if not isinstance(step, Step):
+                raise RolloutError(f"{type(environment).__name__}.step() returned {step!r:.80}; expected a Step")
+            self._acting = False
+            self._rewards[self._node] = 0.0 if step.reward is None else float(step.reward)
+            self._info |= step.info or {}
+            self._invalid = self._invalid + 1 if step.invalid else 0
+            if step.done:
+                return "length" if step.reason == "done" and self._finish_reason == "length" else step.reason
+            if self._limits.invalid is not None and self._invalid >= self._limits.invalid:
+                return "invalid"
+            if self._limits.turns is None or self._turns < self._limits.turns:
+                self._see(step.observation)
+            self._save()
+
+    @property
+    def _finish_reason(self) -> FinishReason:
+        return self._trajectory.nodes[self._node].finish_reason or "stop"
+
+    async def _generate(self, environment: Environment) -> None:
+        """One turn of the policy."""
+        left = self._tokens_left()
+        most = self._how.max_new_tokens if left is None else min(self._how.max_new_tokens, left)
+        if most < 1:
+            raise _Ended("tokens")
+        name, prompt = f"{self.name}/{self._turns}", self._trajectory.token_ids(self._node)
+        how, seed = replace(self._how, max_new_tokens=most), mixed_seed(self._seed, self._turns)
+        self.turn = name
+        while True:
+            try:
+                future = self._submit(prompt, how, name, seed=seed, partial=self._partial)
+                break
+            except PromptError as error:  # an observation with tokens that the model does not have
+                raise _Ended("error", error) from error
+            except RolloutError:
+                if not self._unavailable():
+                    raise
+            if not await self._waited(asyncio.sleep(RETRY_SECONDS), self._seconds_left()):
+                raise _Ended("abort" if self._is_aborted else "seconds")
+        turn = asyncio.wrap_future(future)
+        if not await self._waited(turn, self._seconds_left()):
+            self._abort([name])
+        completion = await turn
+        if completion.finish_reason == "abort" and (self.aborting or not self._out_of_time):
+            self._partial = completion if completion.token_ids else None
+            raise _Ended("abort")
+        self._partial = None
+        if completion.token_ids:
+            self._node = self._trajectory.sample(self._node, completion)
+        if completion.finish_reason == "abort":
+            raise _Ended("seconds")
+        self._turns += 1
+        if completion.finish_reason == "length" and most < self._how.max_new_tokens:
+            raise _Ended("tokens")
+        self._acting = True
+        self._save(self._state_of_environment)
+
+    def _action(self, environment: Environment) -> Action:
+        node = self._trajectory.nodes[self._node]
+        ids, reason = node.token_ids.tolist(), self._finish_reason
+        if self._renderer is None:
+            return Action(ids, reason)
+        prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
+        parsed = self._renderer.parse_response(ids, tools=self._specs(environment), prompt_ids=prompt)
+        message = assistant_message(parsed)
+        calls, named = [], iter(message.get("tool_calls", ()))
+        for one in parsed.tool_calls:
+            if str(one.status) == "ok" and one.name:
+                of = next(named)
+                calls.append(ToolCall(one.name, of["function"]["arguments"], of["id"]))
+            else:
+                calls.append(ToolCall(one.name, "", one.id or "", f"{one.status}: {one.raw}"[:200]))
+        if self._messages is not None:
+            self._messages.append(message)
+        return Action(ids, reason, message, calls)
+
+    # --- observations ---------------------------------------------------------------------------------------------
+
+    def _see(self, observation: Observation) -> None:
+        """Append an observation to the path."""
+        if observation is None or not len(observation):
+            return
+        if not isinstance(observation[0], Mapping):
+            self._give(self._node, [int(token) for token in observation])  # type: ignore[arg-type]
+            return
+        messages = [dict(message) for message in observation]  # type: ignore[arg-type]
+        if self._renderer is None or self._environment is None:
+            raise RolloutError("the environment's observation has messages: pass a renderer to the AgentEngine")
+        tools = self._specs(self._environment)
+        if self._messages is not None:
+            self._messages += messages
+        node = self._trajectory.nodes[self._node]
+        if not node.sampled or node.parent is None:  # from `reset`
+            made = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
+            self._give(self._node, list(made.token_ids))
+            return
+        prompt, sampled = self._trajectory.token_ids(node.parent), node.token_ids.tolist()
+        bridged = self._renderer.bridge_to_next_turn(prompt, sampled, messages, tools=tools)
+        before = len(prompt) + len(sampled)
+        if bridged is not None and list(bridged.token_ids[:before]) == prompt + sampled:
+            self._give(self._node, list(bridged.token_ids[before:]))
+            return
+        if self._messages is None:
+            raise RolloutError(
+                "the renderer cannot show that the next prompt extends this one, and there are no messages to render "
+                "it anew: give the rows a column 'messages' (engine_extras), or use another renderer"
+            )
+        if not self._counts["rerenders"]:
+            logger.warning("session %s: the conversation is rendered anew, as a new branch", self.name)
+        self._counts["rerenders"] += 1
+        made = self._renderer.render(self._messages, tools=tools, add_generation_prompt=True)
+        self._give(None, list(made.token_ids))
+
+    def _give(self, parent: int | None, token_ids: list[int]) -> None:
+        if not token_ids:
+            return
+        left = self._tokens_left()
+        if left is not None and parent is not None and len(token_ids) >= left:
+            raise _Ended("tokens")  # no sampled token could follow it
+        self._node = self._trajectory.give(parent, token_ids)
+
+    @staticmethod
+    def _specs(environment: Environment) -> list[dict[str, Any]] | None:
+        return [tool.schema for tool in environment.tools] or None
+
+    def _tokens_left(self) -> int | None:
+        length = self._trajectory.length(self._node)
+        left = []
+        if self._limits.tokens is not None:
+            left.append(self._limits.tokens - (length - len(self._prompt)))
+        if self._positions is not None:
+            left.append(self._positions - length)
+        return min(left, default=None)
+
+    # --- time, and states -----------------------------------------------------------------------------------------
+
+    @property
+    def _is_aborted(self) -> bool:
+        return self._aborted is not None and self._aborted.done()
+
+    @property
+    def _seconds(self) -> float:
+        return self._used + time.monotonic() - self._began
+
+    def _seconds_left(self) -> float | None:
+        return None if self._limits.seconds is None else max(0.0, self._limits.seconds - self._seconds)
+
+    @property
+    def _out_of_time(self) -> bool:
+        return self._seconds_left() == 0.0
+
+    async def _waited(self, what: Awaitable[Any], seconds: float | None) -> bool:
+        """Wait for something. False: the time is over, or the session was aborted."""
+        task, aborted = asyncio.ensure_future(what), self._aborted
+        if aborted is None:
+            raise RuntimeError("a session that does not run waits for nothing")
+        await asyncio.wait({task, aborted}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+
+    async def _call(self, method: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Wait for one call of the environment. It may not take longer than the limits say, and ends with the session.
+
+        Raises:
+            _Ended: it has raised, or taken too long, or the session was aborted.
+            RolloutError: it has raised this, or is no ``async`` function.
+        """
+        silence, left = self._limits.silence, self._seconds_left()
+        limits = [one for one in (silence, left) if one is not None]
+        if not asyncio.iscoroutine(coroutine := method(*args)):
+            raise RolloutError(f"{method.__qualname__} must be an `async def`")
+        task = asyncio.ensure_future(coroutine)
+        try:
+            ended = await self._waited(task, min(limits, default=None))
+        except asyncio.CancelledError:
+            await self._cancelled(task)
+            raise
+        if not ended:
+            await self._cancelled(task)
+            if self._is_aborted:
+                raise _Ended("abort")
+            raise _Ended("seconds" if left is not None and (silence is None or left < silence) else "silence")
+        try:
+            return task.result()
+        except RolloutError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # the latter if it has cancelled itself
+            raise _Ended("error", error) from error
+
+    async def _cancelled(self, task: asyncio.Future[Any]) -> None:
+        if task.done() and task.exception() is None:
+            return
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        if not task.done():
+            logger.warning("session %s: a call of its environment does not end, though it was cancelled", self.name)
+        elif not task.cancelled() and task.exception() is not None:
+            logger.debug("session %s: its environment raised when it was cancelled", self.name, exc_info=True)
+
+    def _save(self, environment: bytes | None = None) -> None:
+        """Note the state, from which the session can continue elsewhere.
+
+        Args:
+            environment: its state, if that is known.
+        """
+        if environment is None and self._environment is not None:
+            state = self._environment.state_dict()
+            environment = None if state is None else pickle.dumps(state)
+        self._state_of_environment = environment
+        self._number += 1
+        self.saved = self._state()
+
+    def _state(self) -> SessionState:
+        kept = self._state_of_environment is not None
+        return SessionState(
+            number=self._number,
+            nodes=tuple(self._trajectory.nodes if kept else self._trajectory.nodes[:1]),
+            node=self._node if kept else 0,
+            environment=self._state_of_environment,
+            acting=self._acting,
+            partial=self._partial,
+            turns=self._turns,
+            rewards=dict(self._rewards),
+            invalid=self._invalid,
+            counts=dict(self._counts),
+            info=dict(self._info),
+            seconds=self._seconds,
+        )
