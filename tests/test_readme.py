@@ -158,6 +158,16 @@ def test_every_page_is_at_most_two_links_from_the_readme():
     assert {page.relative_to(ROOT / "docs").as_posix() for page in DOCS if page.resolve() not in near} == apart
 
 
+def test_map_is_compared_with_ray_data():
+    assert "`map_batches`" in (ROOT / "docs" / "calls.md").read_text()
+
+
+def test_pages_say_who_they_are_for():
+    says = re.compile(r"^For (everyone|users|readers|contributors)\b", re.MULTILINE)
+    without = {page.name for page in (ROOT / "docs").glob("*.md") if not says.search(page.read_text())}
+    assert without == {"index.md", "limits.md", "arguments.md", "contributing.md"}
+
+
 def test_pages_are_short():
     """Those that are not one table."""
     assert {page.name for page in PAGES if len(page.read_text().split()) >= 2000} == {"formulas.md"}

@@ -279,6 +279,18 @@ class TestContract(EngineContract):
     long = 150
 
 
+@pytest.mark.full("the contract of all engines in exact mode")
+class TestExactContract(EngineContract):
+    long = 150
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls):
+        engine = HFEngine(CONFIG, exact=True)
+        yield Subject(engine, config=CONFIG, positions=512)
+        engine.close()
+
+
 @pytest.fixture
 def make():
     """config -> an engine with the weights of `plain_model`, and that model."""
