@@ -20,6 +20,7 @@ from workers.rollout.rollout_errors import RolloutError
 anthropic, httpx, openai = (pytest.importorskip(name) for name in ("anthropic", "httpx", "openai"))
 pytest.importorskip("uvicorn")
 
+CLIENT = httpx.Client()
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}]
@@ -43,10 +44,10 @@ def serving(engine=None, renderer=None, **options):
         engine.close()
 
 
-def chat(gateway, token, messages, client=httpx, **more):
+def chat(gateway, token, messages, **more):
     headers = {"authorization": f"Bearer {token}"}
     body = {"model": "m", "messages": messages, **more}
-    return client.post(f"{gateway.address}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    return CLIENT.post(f"{gateway.address}/v1/chat/completions", json=body, headers=headers, timeout=30)
 
 
 def user(text):
@@ -315,7 +316,7 @@ def test_bad_input_gets_the_dialects_error(shared_gateway, path, body, says):
     gateway, token = shared_gateway
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     url = f"{gateway.address}/v1/{path}" if ".." not in path else f"{gateway.address}/{path[3:]}"
-    reply = httpx.post(url, content=content, headers={"x-api-key": token})
+    reply = CLIENT.post(url, content=content, headers={"x-api-key": token})
     assert reply.status_code == 400 and says in reply.text, reply.text
     error = reply.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"]

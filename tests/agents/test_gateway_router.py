@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 gateway_router = pytest.importorskip("workers.rollout.agents.gateway.gateway_router")
 
 HERE = Path(__file__).parent
+CLIENT = httpx.Client()
 ENV = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE}"}
 
 
@@ -45,7 +46,7 @@ def routing(*workers, **options):
 
 def post(router, token, messages):
     body, headers = {"model": "m", "messages": messages}, {"x-api-key": token}
-    return httpx.post(f"{router.address}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    return CLIENT.post(f"{router.address}/v1/chat/completions", json=body, headers=headers, timeout=60)
 
 
 def user(text):
@@ -96,7 +97,7 @@ async def play(client, router, number, turns, kept):
 
 
 def test_killing_a_worker_with_200_open_sessions_loses_nothing():
-    sessions, turns = 200, 4
+    sessions, turns = 200, 3
     with ExitStack() as stack:
         processes, endpoints = zip(*(stack.enter_context(worker(8, 0.02)) for _ in range(2)), strict=True)
         router = stack.enter_context(routing(*endpoints))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from workers.weight_sync import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
+
+    from workers.rollout.agents.gateway.gateway import Gateway
 
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class RolloutWorker(WeightReceiver):
 
     engine: RolloutEngine
     _taken: torch.device | None = None
+    _gateway: Gateway | None = None
 
     def __init__(self, engine: Callable[..., RolloutEngine] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -152,6 +156,54 @@ class RolloutWorker(WeightReceiver):
             weights_id=self.engine.weights_id,
             any_rank=self.engine.any_rank,
         )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_gateway(
+        self,
+        renderer: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        limits: Any = None,
+        host: str | None = None,
+        verify: bool = False,
+    ) -> tuple[str, str]:
+        """Serve sessions over HTTP in front of the engine, besides everything else that the worker does. A second call
+        returns the same.
+
+        Args:
+            renderer: a `Renderer`, or a function that returns one.
+            sampling_params, limits, verify: see `Gateway`.
+            host: address to listen at; by default that of the worker's node in Ray.
+
+        Returns:
+            The endpoint, for a `GatewayRouter`.
+
+        Raises:
+            RolloutError: the engine has no requests.
+        """
+        import ray
+
+        from workers.rollout.agents.gateway.gateway import Gateway
+        from workers.rollout.engines.request_engine import RequestEngine
+
+        if self._gateway is None:
+            inner = getattr(self.engine, "engine", self.engine)  # that of an AgentEngine plays the turns
+            if not isinstance(inner, RequestEngine):
+                raise RolloutError(f"start_gateway(): {type(inner).__name__} generates batches only")
+            made: Any = renderer() if inspect.isfunction(renderer) or inspect.isclass(renderer) else renderer
+            gateway = Gateway(
+                inner,
+                made,
+                sampling_params,
+                limits=limits,
+                host=host or (ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"),
+                verify=verify,
+                tag=lambda completion: with_fingerprints(completion, self.fingerprints, self.weight_version),
+            )
+            gateway.start()
+            self._cleanups.insert(0, gateway.stop)
+            self._gateway = gateway
+        return self._gateway.endpoint
 
     def _tell_bias(self, how: SamplingParams) -> None:
         """Warn once, before the first rollout, of what an engine without sampling masks makes of ``top_p`` and

@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from workers.rollout.agents.environment import Environment, SessionLimits
+from workers.rollout.agents.program import AgentProgram, Programs
 from workers.rollout.agents.session import Session, SessionState
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, PauseMode, RolloutEngine, SamplingParams
@@ -56,6 +58,8 @@ class AgentEngine(RolloutEngine):
         limits: of each session; by default `SessionLimits`.
         turn_discount: credit each turn with its own reward and those of later turns, each discounted once more per
             turn: `Completion.token_rewards`. None: the session has one reward.
+        verify: compare the prompt that each turn was generated from, as the engine says it, with the session's tree. A
+            difference fails the rollout with a `PromptMismatchError`.
 
     Raises:
         TypeError: an argument has the wrong type, or the engine has no requests.
@@ -71,6 +75,7 @@ class AgentEngine(RolloutEngine):
         renderer: Renderer | Callable[[], Renderer] | None = None,
         limits: SessionLimits | None = None,
         turn_discount: float | None = None,
+        verify: bool = False,
         **kwargs: Any,
     ) -> None:
         if not callable(environment):
@@ -79,7 +84,7 @@ class AgentEngine(RolloutEngine):
             raise TypeError(f"AgentEngine: limits={limits!r:.80}; expected SessionLimits(...)")
         if turn_discount is not None and not 0 <= turn_discount <= 1:
             raise ValueError(f"AgentEngine: turn_discount={turn_discount!r}; expected a number from 0 to 1, or None")
-        self.environment, self.limits = environment, limits or SessionLimits()
+        self.limits = limits or SessionLimits()
         makes = inspect.isfunction(renderer) or inspect.isclass(renderer)
         self.renderer = cast("Renderer | None", cast("Any", renderer)() if makes else renderer)
         self.turn_discount = turn_discount
@@ -87,6 +92,12 @@ class AgentEngine(RolloutEngine):
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
         self.engine = made
+        if verify:
+            made.echo_prompts = True
+        self.environment = environment
+        if isinstance(environment, AgentProgram):
+            self.environment = environment.of(made, self.renderer)
+            self.limits = replace(self.limits, silence=None)  # its one call is the whole session
         self._lock = threading.Condition()
         self._sessions: dict[str, Session] = {}
         """By request id, those that have not ended."""
@@ -293,6 +304,8 @@ class AgentEngine(RolloutEngine):
             asyncio.run_coroutine_threadsafe(self._end(loop), loop)
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)
+        if isinstance(self.environment, Programs):
+            self.environment.close()
         self.engine.close()
 
     async def _end(self, loop: asyncio.AbstractEventLoop) -> None:

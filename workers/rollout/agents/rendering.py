@@ -45,7 +45,11 @@ class PromptMismatchError(RolloutError):
 
 
 class HasTokens(Protocol):
-    token_ids: list[int]
+    """What `Renderer.render` returns."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
 
 
 class Renderer(Protocol):
@@ -356,12 +360,13 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def assistant_message(parsed: Any) -> dict[str, Any]:
+def assistant_message(parsed: Any, name: str = "call") -> dict[str, Any]:
     """A parsed completion as a message. Tool calls that could not be read stay in the content as they were written,
     and are listed under ``invalid_tool_calls``.
 
     Args:
         parsed: what `Renderer.parse_response` returned.
+        name: how the ids of its tool calls begin, if the format has none: one for each turn of a session.
     """
     content: str = parsed.content or ""
     calls: list[dict[str, Any]] = []
@@ -370,8 +375,8 @@ def assistant_message(parsed: Any) -> dict[str, Any]:
         if str(call.status) == "ok" and call.name:
             given = call.arguments
             text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
-            name = {"name": call.name, "arguments": text}
-            calls.append({"id": call.id or f"call_{len(calls)}", "type": "function", "function": name})
+            function = {"name": call.name, "arguments": text}
+            calls.append({"id": call.id or f"{name}_{len(calls)}", "type": "function", "function": function})
         else:
             content += call.raw
             invalid.append({"raw": call.raw, "status": str(call.status)})
@@ -480,7 +485,8 @@ def record(
     """
     prompt, listed = trajectory.token_ids(node), list(tools or ()) or None
     try:
-        message = assistant_message(renderer.parse_response(completion.token_ids, tools=listed, prompt_ids=prompt))
+        parsed = renderer.parse_response(completion.token_ids, tools=listed, prompt_ids=prompt)
+        message = assistant_message(parsed, f"call_{len(trajectory.nodes)}")
     except Exception as error:
         raise RenderError(f"a completion cannot be parsed: {type(error).__name__}: {error}") from error
     return trajectory.sample(node, completion, [digest(message)]), message

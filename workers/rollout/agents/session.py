@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workers.rollout.agents.environment import Action, Environment, Observation, SessionLimits, Step
-from workers.rollout.agents.rendering import assistant_message
+from workers.rollout.agents.program import ProgramEnvironment
+from workers.rollout.agents.rendering import assistant_message, check_prompt
 from workers.rollout.agents.rows import completion_of
 from workers.rollout.agents.tools import ToolCall
 from workers.rollout.agents.trajectory import Node, Trajectory
@@ -246,6 +247,8 @@ class Session:
         environment = self._environment = self._make()
         if not isinstance(environment, Environment):
             raise RolloutError(f"AgentEngine: environment={self._make!r} returned {environment!r:.80}, no Environment")
+        if isinstance(environment, ProgramEnvironment):
+            return await self._play_program(environment)
         if self._continued:
             if self._state_of_environment is None:
                 raise RolloutError(f"session {self.name}: a state without that of its environment")
@@ -272,6 +275,21 @@ class Session:
             if self._limits.turns is None or self._turns < self._limits.turns:
                 self._see(step.observation)
             self._save()
+
+    async def _play_program(self, environment: ProgramEnvironment) -> str:
+        """The whole session is played by a program, through the gateway."""
+        try:
+            told = await self._call(environment.play, self._row, self.name, self._seed, self._how)
+        finally:
+            self._trajectory = environment.tree
+            self._counts |= environment.counters
+            sampled = [number for number, node in enumerate(self._trajectory.nodes) if node.sampled]
+            self._turns = len(sampled)
+        self._info |= told
+        if sampled:
+            self._node = sampled[-1]
+            self._rewards[self._node] = float(told["reward"])
+        return "length" if sampled and self._finish_reason == "length" else "done"
 
     @property
     def _finish_reason(self) -> FinishReason:
@@ -305,6 +323,9 @@ class Session:
             self._partial = completion if completion.token_ids else None
             raise _Ended("abort")
         self._partial = None
+        if completion.prompt_ids is not None:
+            check_prompt(self._trajectory, self._node, completion.prompt_ids, self.name)
+            completion = replace(completion, prompt_ids=None)
         if completion.token_ids:
             self._node = self._trajectory.sample(self._node, completion)
         if completion.finish_reason == "abort":
@@ -322,7 +343,7 @@ class Session:
             return Action(ids, reason)
         prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
         parsed = self._renderer.parse_response(ids, tools=self._specs(environment), prompt_ids=prompt)
-        message = assistant_message(parsed)
+        message = assistant_message(parsed, f"call_{self._turns}")
         calls, named = [], iter(message.get("tool_calls", ()))
         for one in parsed.tool_calls:
             if str(one.status) == "ok" and one.name:

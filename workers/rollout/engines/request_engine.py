@@ -595,6 +595,8 @@ class RequestEngine(RolloutEngine):
 
 def _token_ids(values: Sequence[int]) -> list[int] | None:
     """Token ids as Python's integers; None if they are no sequence of integers."""
+    if isinstance(values, list) and set(map(type, values)) <= {int}:
+        return values[:]
     try:
         found = [as_integer(value) for value in values]
     except TypeError:  # it cannot be iterated

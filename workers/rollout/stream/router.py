@@ -213,6 +213,8 @@ class Router:
                 )
             first = rollout_id * len(prompts)
             ids = [token_ids(first + index, prompt) for index, prompt in enumerate(prompts)]
+            if self._manager.rewards is not None:
+                self._manager.rewards.check_columns(extras)
             self._rollouts[rollout_id] = (
                 ids,
                 {name: checked_values(name, values, len(ids)) for name, values in extras.items()},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 import logging
 import secrets
@@ -55,6 +56,7 @@ class GatewaySession:
         counters: "calls", "failed", "overruled" and "rerenders".
         running: ids of the engine's requests.
         closed: whether it was closed.
+        id: of its calls, with a number.
     """
 
     row_id: str
@@ -65,6 +67,7 @@ class GatewaySession:
     counters: dict[str, int] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     closed: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(6))
 
     def count(self, name: str) -> int:
         """Count one more, and return how many there are."""
@@ -304,7 +307,7 @@ class Gateway:
                     raise GatewayError("failed", str(error)) from error
         model = ask.body.get("model")
         answer = Answer(
-            secrets.token_hex(8),
+            f"{session.id}{node}",
             int(time.time()),
             model if isinstance(model, str) else self.model,
             prompt,
@@ -370,10 +373,11 @@ class Gateway:
         """Generate. If somebody else aborts the request, for an update of the weights for example, it continues."""
         number = session.count("calls")
         seed = mixed_seed(session.seed, len(session.tree.nodes), number)
+        ids = (f"gateway-{session.id}-{number}-{again}" for again in itertools.count())
         partial: Completion | None = None
         deadline = time.monotonic() + self.limits.wait_seconds
         while True:
-            id_ = f"gateway-{secrets.token_hex(12)}"
+            id_ = next(ids)
             session.running.add(id_)
             try:
                 future = self._submit(session, prompt, how, id_, seed, partial, deadline)

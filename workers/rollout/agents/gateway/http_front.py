@@ -45,6 +45,9 @@ KEY_HEADER = "x-gateway-key"
 START_SECONDS = 30.0
 BACKLOG = 2048
 
+SKIP_BYTES = 2**20
+"""How much of a refused body is read."""
+
 
 @dataclass(frozen=True)
 class GatewayLimits:
@@ -173,15 +176,12 @@ class HTTPFront:
         uvicorn = require("uvicorn", "agents")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that never reads: the kernel drops what it does not take
-            milliseconds = int(self.limits.write_seconds * 1000)
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         host, port = listening.getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             self,
-            http=_protocol(self.limits.read_seconds),
+            http=_protocol(self.limits),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -248,6 +248,7 @@ class HTTPFront:
             pass
         except GatewayError as error:
             if error.kind in ("large", "slow", "token"):  # the rest of the body is not read
+                await _skip(receive, self.limits)
                 await self._send(send, json_reply(shape.error(error), error.status, (("connection", "close"),)))
             else:
                 await self._send(send, json_reply(shape.error(error), error.status))
@@ -342,6 +343,21 @@ class HTTPFront:
             raise _Gone("it does not read") from None
 
 
+async def _skip(receive: Receive, limits: GatewayLimits) -> None:
+    """Take the rest of a body that is not too large. Otherwise the kernel tells the client that the connection was
+    reset, before it has read the reply."""
+    size = 0
+    try:
+        async with asyncio.timeout(min(2.0, limits.read_seconds)):
+            while size < SKIP_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
+    except TimeoutError:
+        return
+
+
 async def _result(playing: asyncio.Future[Reply], call: Call, limits: GatewayLimits) -> Reply:
     """The reply, also if it is an error."""
     shape = call.dialect or DIALECTS["/chat/completions"]
@@ -370,17 +386,38 @@ def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
     logger.debug("in the gateway's loop: %s", context.get("message"), exc_info=context.get("exception"))
 
 
-def _protocol(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with a deadline for the first request of a connection, which uvicorn has not."""
+def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with two deadlines that it does not have: for the first request of a connection, and for
+    taking a reply."""
     base = require("uvicorn.protocols.http.auto", "agents").AutoHTTPProtocol
 
     class Impatient(base):  # type: ignore[misc, valid-type]
+        _unread: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self.loop.call_later(seconds, self._end_if_silent)
+            transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as the kernel takes no more
+            self.loop.call_later(limits.read_seconds, self._end_if_silent)
 
         def _end_if_silent(self) -> None:
             if self.cycle is None:
                 self.transport.abort()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(limits.write_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._still_read()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._still_read()
+            super().connection_lost(exc)
+
+        def _still_read(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
 
     return Impatient

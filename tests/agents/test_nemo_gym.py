@@ -1,0 +1,147 @@
+"""The client of NeMo-Gym's resources servers. The package is on no index here, so the server is written from the wire
+of its example with a counter per session (`resources_servers/example_session_state_mgmt`): its state is a cookie's."""
+
+import json
+import secrets
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from agent_helpers import Characters, ScriptEngine
+
+from workers.rollout.agents.agent_engine import AgentEngine
+from workers.rollout.agents.clients.nemo_gym import NemoGymClient
+from workers.rollout.agents.rendering import TokenRenderer
+from workers.rollout.engines.rollout_engine import SamplingParams
+
+pytest.importorskip("httpx")
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.counters, self.verified, self.broken = {}, [], False
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        session = (self.headers["cookie"] or "").removeprefix("session=")
+        fresh, of = not session, self.server
+        session = session or secrets.token_hex(8)
+        status, reply = 200, {}
+        if self.path == "/seed_session":
+            of.counters[session] = body["initial_count"]
+        elif self.path == "/increment_counter" and isinstance(body.get("count"), int):
+            of.counters[session] += body["count"]
+            reply = {"success": True}
+        elif self.path == "/get_counter_value":
+            reply = {"count": of.counters[session]}
+        elif self.path == "/verify" and not of.broken:
+            of.verified.append(body)
+            reply = {**body, "reward": float(body["expected_count"] == of.counters[session]), "parts": {"x": 1}}
+        else:
+            status, reply = (500 if self.path == "/verify" else 422), {"detail": "wrong"}
+        text = json.dumps(reply).encode()
+        self.send_response(status)
+        if fresh:
+            self.send_header("set-cookie", f"session={session}; Path=/")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@contextmanager
+def serving():
+    server = Server()
+    threading.Thread(target=server.serve_forever, name="nemo-gym", daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def tool(name, properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "name": name, "description": name, "parameters": parameters, "strict": True}
+
+
+TOOLS = [tool("increment_counter", {"count": {"type": "integer"}}), tool("get_counter_value", {})]
+
+
+def row(initial, expected, count):
+    given = {
+        "input": [{"role": "system", "content": "count"}, {"role": "user", "content": f"add {count}"}],
+        "tools": TOOLS,
+    }
+    return {"responses_create_params": given, "initial_count": initial, "expected_count": expected}
+
+
+def counts(prompt, seed):
+    """A policy: increments by what it is asked, looks, and tells. A request for 13 is called wrongly first."""
+    wanted = prompt.rpartition("add ")[2].partition("<end>")[0]
+    results = prompt.count("<|tool|>")
+    if wanted == "13" and results < 2:
+        call = ["no_such_tool", "increment_counter"][results]
+        return f'<tool_call>{{"name": "{call}", "arguments": {{"count": "many"}}}}</tool_call>'
+    results -= 2 * (wanted == "13")
+    if results == 0:
+        return f'<tool_call>{{"name": "increment_counter", "arguments": {{"count": {wanted}}}}}</tool_call>'
+    if results == 1:
+        return '<tool_call>{"name": "get_counter_value", "arguments": {}}</tool_call>'
+    return "it is " + prompt.rpartition("<|tool|>")[2].partition("<end>")[0]
+
+
+def test_sessions_of_a_resources_server():
+    with serving() as server:
+        engine = AgentEngine(
+            ScriptEngine(counts), environment=lambda: NemoGymClient(server.url), renderer=TokenRenderer(Characters())
+        )
+        rows = [row(3, 8, 5), row(0, 1, 2), row(1, 14, 13), *(row(n, 2 * n, n) for n in range(20, 40))]
+        extras = {name: [one[name] for one in rows] for name in rows[0]}
+        try:
+            done = engine.generate([[20]] * len(rows), SamplingParams(200), [0] * len(rows), extras=extras)
+        finally:
+            engine.close()
+    assert [one.info["reward"] for one in done] == [1.0, 0.0, 1.0] + [1.0] * 20
+    assert {one.info["end_reason"] for one in done} == {"done"} and done[0].info["parts"] == {"x": 1}
+    assert [one.info["turns"] for one in done[:3]] == [3, 3, 5]
+    assert 'it is {"count": 8}' in Characters().decode(done[0].token_ids)
+    # What is verified has the row, and the whole conversation as output items of a response.
+    (verified,) = [one for one in server.verified if one["initial_count"] == 3]
+    kinds = [one["type"] for one in verified["response"]["output"]]
+    assert kinds == ["function_call", "function_call_output"] * 2 + ["message"]
+    calls = [one for one in verified["response"]["output"] if one["type"] == "function_call"]
+    assert json.loads(calls[0]["arguments"]) == {"count": 5} and verified["expected_count"] == 8
+    outputs = [one for one in verified["response"]["output"] if one["type"] == "function_call_output"]
+    assert [one["call_id"] for one in outputs] == [one["call_id"] for one in calls] and len(calls) == 2
+    assert len({one["call_id"] for one in calls}) == 2
+    # The policy sees what was wrong with its calls.
+    seen = Characters().decode(done[2].token_ids)
+    assert "there is no tool 'no_such_tool'" in seen and '{"detail": "wrong"}' in seen
+
+
+def test_a_server_that_fails_ends_its_session_with_a_reason():
+    with serving() as server:
+        server.broken = True
+        engine = AgentEngine(
+            ScriptEngine(lambda *_: "8"),
+            environment=lambda: NemoGymClient(server.url),
+            renderer=TokenRenderer(Characters()),
+        )
+        extras = {name: [value] for name, value in row(3, 8, 5).items()}
+        try:
+            (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
+        finally:
+            engine.close()
+    assert done.info["end_reason"] == "error" and "/verify: 500" in done.info["error"]

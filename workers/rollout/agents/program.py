@@ -1,0 +1,138 @@
+"""AgentProgram: a program that plays sessions over HTTP, in the place of an `Environment`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from workers.rollout.agents.environment import Action, Environment, Step
+from workers.rollout.agents.trajectory import Trajectory
+from workers.rollout.engines.request_engine import RequestEngine
+from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_errors import RolloutError
+
+if TYPE_CHECKING:
+    from workers.rollout.agents.gateway.gateway import Gateway
+    from workers.rollout.agents.gateway.http_front import GatewayLimits
+    from workers.rollout.agents.rendering import Renderer
+
+Agent = Callable[[Mapping[str, Any], str, str], Awaitable[Any]]
+
+
+class AgentProgram:
+    """The ``environment`` of an `AgentEngine` whose sessions are played by a program of yours::
+
+        async def agent(row, base_url, api_key):
+            client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key)
+            ...  # as many calls as it likes; tools, subagents, retries
+            return reward
+
+        AgentEngine(HFEngine, config, environment=AgentProgram(agent), renderer=make_renderer)
+
+    The worker's process has one `Gateway`, which the first session starts. A session's rows are made of the tree of its
+    calls: the prompt that the rollout is named after is not in it, unless the program asks it. A program that raises
+    ends its session with the reason "error", and one that takes longer than `SessionLimits.seconds` is cancelled; of
+    the other limits, none applies. When its worker dies, the session begins again.
+
+    Args:
+        agent: gets the row of `Environment.reset`, an address and a token. It returns the reward; or a dict with
+            "reward" and what else becomes part of `Completion.info`; or None for no reward. It runs on the event loop
+            of all sessions: what blocks belongs into ``await asyncio.to_thread(...)``, or into a process.
+        host: where the gateway listens; another address than the default for programs in containers.
+        limits: of the gateway.
+        verify: see `Gateway`.
+
+    Raises:
+        TypeError: ``agent`` is not callable.
+    """
+
+    def __init__(
+        self, agent: Agent, *, host: str = "127.0.0.1", limits: GatewayLimits | None = None, verify: bool = False
+    ) -> None:
+        if not callable(agent):
+            raise TypeError(f"AgentProgram: agent={agent!r:.80}; pass `async def agent(row, base_url, api_key)`")
+        self.agent, self.host, self.limits, self.verify = agent, host, limits, verify
+
+    def of(self, engine: RequestEngine, renderer: Renderer | None) -> Programs:
+        """What makes the environments of an engine.
+
+        Raises:
+            TypeError: there is no renderer.
+        """
+        if renderer is None:
+            raise TypeError("AgentEngine: an AgentProgram sends messages: pass a renderer")
+        return Programs(self, engine, renderer)
+
+    def __call__(self) -> Environment:
+        raise RolloutError("AgentProgram: pass it as environment=... of an AgentEngine, which knows the engine")
+
+
+class Programs:
+    """Makes the environments of the sessions of one engine, which share a gateway. ``_lock`` protects its start."""
+
+    def __init__(self, program: AgentProgram, engine: RequestEngine, renderer: Renderer) -> None:
+        self.program, self._engine, self._renderer = program, engine, renderer
+        self._lock = threading.Lock()
+        self._gateway: Gateway | None = None
+
+    def __call__(self) -> ProgramEnvironment:
+        return ProgramEnvironment(self)
+
+    def gateway(self) -> Gateway:
+        """The gateway, started."""
+        from workers.rollout.agents.gateway.gateway import Gateway
+
+        with self._lock:
+            if self._gateway is None:
+                own = self.program
+                made = Gateway(self._engine, self._renderer, limits=own.limits, host=own.host, verify=own.verify)
+                made.start()
+                self._gateway = made
+            return self._gateway
+
+    def close(self) -> None:
+        """End the gateway."""
+        with self._lock:
+            if self._gateway is not None:
+                self._gateway.stop()
+                self._gateway = None
+
+
+class ProgramEnvironment(Environment):
+    """A session of a program.
+
+    Attributes:
+        tree: what the program has asked and got, once it has ended.
+        counters: see `GatewaySession`.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self.tree, self.counters = Trajectory(), dict[str, int]()
+
+    async def play(self, row: Mapping[str, Any], name: str, seed: int, how: SamplingParams) -> dict[str, Any]:
+        """Run the program.
+
+        Returns:
+            What it has told, with "reward".
+        """
+        gateway = await asyncio.to_thread(self._programs.gateway)
+        base_url, token = gateway.open(name, seed=seed, sampling_params=how)
+        try:
+            told = self._programs.program.agent(row, base_url, token)
+            if not inspect.isawaitable(told):
+                raise RolloutError("AgentProgram: the agent must be an `async def`")
+            told = await told
+        finally:
+            closed = gateway.close_session(token)
+            self.tree, self.counters = closed.tree, closed.counters
+        if told is None:
+            return {"reward": 0.0}
+        return {"reward": 0.0, **told} if isinstance(told, Mapping) else {"reward": float(told)}
+
+    async def step(self, action: Action) -> Step:
+        """Not called: the program plays the whole session."""
+        raise RolloutError("ProgramEnvironment.step(): a program plays whole sessions")
