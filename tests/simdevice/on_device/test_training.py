@@ -115,7 +115,7 @@ def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data, e
         data = rollout(small_llama(), left=lambda log_probs: log_probs.topk(9).indices.tolist())
         assert data["sampling_mask_lengths"].max() == 9
     found = []
-    for most in (10_000, 50, 16):
+    for most in (10_000, 32):  # all rows at once; two to four at a time
         with worker() as group:
             group.init(args | extra | {"max_tokens_per_micro_batch": most}, "actor")
             for call in (lambda group=group: group.train(0, data), lambda group=group: group.compute_log_prob(data)):
@@ -123,5 +123,5 @@ def test_the_host_waits_as_often_for_many_micro_batches_as_for_one(args, data, e
                 simulated.counts(True)
                 call()
                 found.append({key: n for key, n in simulated.counts(True).items() if key.startswith(BLOCKING)})
-    assert found[0] == found[2] == found[4] and found[1] == found[3] == found[5]
+    assert found[0] == found[2] and found[1] == found[3]
     assert sum(found[0].values()) <= 4 and sum(found[1].values()) <= 3, found
