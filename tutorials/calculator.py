@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers import Action, Observation, SessionLimits, Step, ToolEnvironment
+from workers import Action, SessionLimits, Step, ToolEnvironment
+from workers.rollout.agents.environment import Observation
 from workers.rollout.agents.rendering import Parsed, ParsedCall, Rendered
 
 ALPHABET = "0123456789*=C;?"

@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.rollout.agents.agent_engine import AgentEngine as AgentEngine
     from workers.rollout.agents.environment import Action as Action
     from workers.rollout.agents.environment import Environment as Environment
-    from workers.rollout.agents.environment import Observation as Observation
     from workers.rollout.agents.environment import SessionLimits as SessionLimits
     from workers.rollout.agents.environment import Step as Step
     from workers.rollout.agents.environment import ToolEnvironment as ToolEnvironment

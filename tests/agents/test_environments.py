@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -329,6 +330,40 @@ def test_rows_have_what_was_sampled_and_nothing_else(turns):
             expected, mask = expected + [40 + count] * count, mask + [0] * count
     assert (made.token_ids, list(made.loss_mask)) == (expected, mask)
     assert made.log_probs == [-0.5 * counts for counts in mask]
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "turns"),
+    [
+        (["C3*4;", "12;"], 1.0, 2),
+        (["C3*4;", "13;"], 0.5 + 0.5 * 2 / 3, 2),
+        (["C3*1;", "12;"], 0.5 * 4 / 5 + 0.5, 2),
+        (["12;", "12;"], 0.5, 2),
+    ],
+)
+def test_calculator_of_the_tutorials(monkeypatch, script, reward, turns):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tutorials"))
+    import calculator
+
+    class Says(BigramEngine):
+        def drawn(self, request):
+            said = calculator.encode(script[int(request.id.rpartition("/")[2])])
+            place = len(request.token_ids)
+            return [said[place]], [-0.5], "stop" if place == len(said) - 1 else None, [()]
+
+    engine = AgentEngine(
+        Says,
+        vocabulary=len(calculator.ALPHABET),
+        environment=calculator.Calculator,
+        renderer=calculator.CalculatorFormat,
+        limits=calculator.Calculator.limits,
+    )
+    rows = {"expression": ["3*4"]}
+    (made,) = engine.generate([calculator.encode("3*4=")], SamplingParams(5), [0], extras=rows)
+    engine.close()
+    assert made.info["reward"] == pytest.approx(reward) and made.info["turns"] == turns
+    result = {"C3*4;": "12", "C3*1;": "03"}.get(script[0], "")
+    assert calculator.decode(made.token_ids) == script[0] + result + script[1]
 
 
 # --- the sandbox ----------------------------------------------------------------------------------------------------

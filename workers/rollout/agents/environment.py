@@ -227,7 +227,9 @@ class ToolEnvironment(Environment):
         return f"{text[: most - most // 2]}[...]{text[len(text) - most // 2 :]}"
 
 
-def session_reward(prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any]) -> float:
+def session_reward(
+    prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any], **columns: Any
+) -> float:
     """The reward function of sessions: the sum of what `Environment.step` has returned. Pass it to `RolloutManager`."""
     return float(info["reward"])
 
