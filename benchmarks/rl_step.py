@@ -1,4 +1,4 @@
-"""One step of GRPO beside TRL's trainer: `python -m benchmarks.rl_step` (twenty minutes on two idle cores).
+"""One step of GRPO beside TRL's trainer: `python -m benchmarks.rl_step` (an hour and a half on two idle cores).
 
 All train the same model from the same weights, generate as many tokens for the same prompts, and take one AdamW step in
 float32: this library synchronously and asynchronously, with HFEngine and, where `make setup-vllm` was run, VLLMEngine;
@@ -145,9 +145,14 @@ def save_model(folder: str, name: str) -> None:
         **MODELS[name],
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
+    # Special tokens are found inside words too: named "0", "1" and "2", they would cut most prompts into more tokens.
+    special = ["<pad>", "<s>", "</s>"]
+    names = [*special, *map(str, range(len(special), VOCABULARY))]
+    words = Tokenizer(models.WordLevel({word: token for token, word in enumerate(names)}, unk_token=special[0]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2").save_pretrained(folder)
+    pad, begin, end = special
+    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, bos_token=begin, eos_token=end)
+    made.save_pretrained(folder)
 
 
 def measure(model: str, names: list[str], rounds: int, logs: Path) -> dict[str, Way]:
@@ -216,14 +221,17 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     names = [name for name in options.ways if "vLLM" not in name or VLLM_PYTHON.exists()]
     about = machine()
-    lines = [f"{about['processor']}, {about['cores']} cores; n = {options.rounds} turns of {TURN - 1} steps."]
+    lines = [
+        f"{about['processor']}, {about['cores']} cores; n = {options.rounds} turns of {TURN - 1} steps; "
+        "16 prompts of 32 tokens, 8 completions of 64 each, float32."
+    ]
     for model in options.models:
         began = time.monotonic()
         ways = measure(model, names, options.rounds, options.out)
         lines += [
-            f"\nLlama {model}, 16 prompts of 32 tokens, 8 completions of 64 each, float32:\n",
-            "| | s per step (least-most) | generated tokens/s | generation s | training s | update s | CPU s "
-            "| peak memory, GiB | reward, first and last third |",
+            "",
+            f"| Llama {model} | s per step (least-most) | generated tokens/s | generation s | training s | update s "
+            "| CPU s | peak memory, GiB | reward, first and last third |",
             "|---|" + "--:|" * 8,
             *(row(name, way, 16 * 8 * 64) for name, way in ways.items()),
         ]

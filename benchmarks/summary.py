@@ -1,4 +1,4 @@
-"""Draw docs/images/benchmark.svg, the README's picture, from the table in docs/benchmark.md.
+"""Draw docs/images/benchmark.svg and rl_step.svg, the README's pictures, from the tables in docs/benchmark.md.
 
     python -m benchmarks.summary
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLE = DOCS / "benchmark.md"
 PICTURE = DOCS / "images" / "benchmark.svg"
+STEPS = DOCS / "images" / "rl_step.svg"
 
 PANELS = {
     "broadcast of 256 MB to 4 ranks": "Broadcast: 256 MB to 4 ranks",
@@ -35,6 +36,9 @@ BARS = {
     "Monarch": ("other", "torchmonarch 0.7.0: tensors"),
 }
 """Label of a bar -> its CSS class, and its name in the table."""
+
+PEERS = ("TRL 1.16.0", "a loop by hand")
+"""Names in the tables of steps that are not this library."""
 
 LEAST, MOST = 10.0, 10_000.0  # milliseconds
 WIDTH, BAR, LABEL, SPAN = 860, 15, 160, 190
@@ -100,6 +104,40 @@ def draw(cases: dict[str, dict[str, Row]]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
 
 
+def read_steps(text: str) -> dict[str, dict[str, float]]:
+    """Parse the tables of `benchmarks.rl_step` into model -> variant -> seconds per step."""
+    models: dict[str, dict[str, float]] = {}
+    rows: dict[str, float] = {}
+    for line in text.splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells and name.startswith("Llama "):
+            rows = models[name] = {}
+        elif cells and (found := re.match(r"[\d.]+", cells[0])):
+            rows[name] = float(found[0])
+        elif not cells:
+            rows = {}  # those of another table
+    return models
+
+
+def draw_steps(models: dict[str, dict[str, float]]) -> str:
+    """Return the picture of the steps as SVG, with a panel for each model, each on a linear scale of its own."""
+    lines, top = [], 0
+    for model, rows in models.items():
+        lines.append(f'<text class="title" x="4" y="{top + 16}">A step of GRPO, {model}: seconds</text>')
+        for place, (name, seconds) in enumerate(rows.items()):
+            y, length = top + 26 + place * BAR, round(3 * SPAN * seconds / max(rows.values()), 1)
+            colour = "other" if name in PEERS else "ours"
+            lines.append(f'<text x="{LABEL + 34}" y="{y + 11}" text-anchor="end">{name}</text>')
+            lines.append(
+                f'<rect class="{colour}" x="{LABEL + 40}" y="{y + 2}" width="{length:g}" height="{BAR - 4}" rx="2"/>'
+            )
+            lines.append(f'<text x="{LABEL + 45 + length:g}" y="{y + 11}">{seconds:.2f}</text>')
+        top += 40 + len(rows) * BAR
+    body = "\n".join(lines)
+    size = f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
+
+
 def _length(time: float) -> float:
     """Return the length of a bar in pixels, on a logarithmic scale."""
     return round(SPAN * math.log10(time / LEAST) / math.log10(MOST / LEAST), 1)
@@ -107,3 +145,4 @@ def _length(time: float) -> float:
 
 if __name__ == "__main__":
     PICTURE.write_text(draw(read_table(TABLE.read_text())))
+    STEPS.write_text(draw_steps(read_steps(TABLE.read_text())))

@@ -497,7 +497,8 @@ def _fields_length(value: Any) -> int | None:
     for key, part in fields_of(value) or ():
         if isinstance(part, Deferred):
             raise BatchError(
-                f"it has a future at {key!r}: a future may be an argument, or an entry of a plain dict that is one"
+                f"it has a future at {key!r}, which a method with materialize_futures=False gets as it is; pass it as "
+                "an argument of its own"
             )
         part_rows = length(part)
         if part_rows is None:

@@ -7,8 +7,10 @@ caller's objects.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,11 +20,14 @@ from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
 from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode
-from dispatch.register import CALL_OPTIONS, MethodSpec, check_arguments, misfit
+from dispatch.register import CALL_OPTIONS, Attribute, MethodSpec, check_arguments, misfit
 
-Parameter = int | str | tuple[int | str, Any]
-"""Which parameter an argument fills: a position, or a keyword. With the key of a dict: a future in that argument, which
-travels beside it."""
+Parameter = int | str | tuple[Any, ...]
+"""Which parameter an argument fills: a position, or a keyword. With the steps from there to a future inside the
+argument, which travels beside it: keys, indices and `Attribute`s."""
+
+_DATACLASS = "__dataclass_fields__"
+"""What the classes of dataclasses have."""
 
 _BROADCAST = "Broadcast(value) sends anything whole to every rank"
 
@@ -41,13 +46,27 @@ class DeferredArgument:
     """Stands for an argument that is a future: what one rank fetches of its result."""
 
     source: Deferred  # the future
-    kind: Literal["rows", "item", "whole"]  # ``"rows"`` of a shard, one ``"item"`` of a list, or the ``"whole"`` result
+    # ``"rows"`` of a shard, one ``"item"`` of a list, the ``"whole"`` result, or as a ``"setting"``, which has no rows
+    kind: Literal["rows", "item", "whole", "setting"]
     index: int = 0  # number of the shard or item
     count: int = 1  # number of shards or items
     uneven: str = "error"  # the rule of the consuming call for rows that do not divide
 
     def __post_init__(self) -> None:
         self.source.check_argument()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DeferredArgument, (_Source(self.source), self.kind, self.index, self.count, self.uneven)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Pickled in place of a future, and unpickled as that: a pickler then tells it from a future inside an argument."""
+
+    future: Deferred
+
+    def __reduce__(self) -> Any:
+        return self.future.__reduce__()
 
 
 @dataclass(frozen=True)
@@ -79,16 +98,6 @@ class CallPlan:
         """The same plan for a subset of its ranks."""
         shard_of = tuple(shard if rank in ranks else None for rank, shard in enumerate(self.shard_of))
         return replace(self, shard_of=shard_of, collecting=tuple(rank for rank in self.collecting if rank in ranks))
-
-    def arguments(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments of one rank."""
-        shard = self.shard_of[rank]
-        if shard is None:
-            raise ValueError(f"rank {rank} is not called")
-        arguments = {**self.whole, **self.shards[shard].values}
-        put_back(arguments)
-        positions = sorted(key for key in arguments if isinstance(key, int))
-        return tuple(arguments[p] for p in positions), {k: v for k, v in arguments.items() if isinstance(k, str)}
 
 
 def plan_call(
@@ -129,7 +138,8 @@ def plan_call(
     except TypeError as error:
         raise misfit(spec.label, spec.signature, kwargs, error, CALL_OPTIONS) from None
     arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
-    if any(isinstance(value, (Deferred, dict)) for value in arguments.values()):
+    # Inline, because every call passes here. See `_may_have_futures`.
+    if any(isinstance(v, (Deferred, dict, tuple)) or hasattr(type(v), _DATACLASS) for v in arguments.values()):
         arguments = _futures_apart(spec, arguments)
     if custom is not None:
         plan = _plan_lists(spec, layout, arguments, source="its dispatch_fn splits")
@@ -186,23 +196,109 @@ def plan_rank_zero(spec: MethodSpec, layout: Layout, args: tuple[Any, ...], kwar
 
 
 def put_back(arguments: dict[Parameter, Any]) -> None:
-    """Put the values of futures that were in dicts into those dicts."""
-    for key in [key for key in arguments if isinstance(key, tuple)]:
-        arguments[key[0]] = {**arguments[key[0]], key[1]: arguments.pop(key)}
+    """Put the values of futures into the arguments that they were taken out of."""
+    for path in [key for key in arguments if isinstance(key, tuple)]:
+        arguments[path[0]] = _with_part(arguments[path[0]], path[1:], arguments.pop(path))
+
+
+def find_futures(spec: MethodSpec, plan: CallPlan) -> CallPlan | None:
+    """The plan with the futures taken out of all containers in its arguments; None if there are none. `plan_call` looks
+    into dicts and dataclasses alone: looking at each item of each list would make all calls slower."""
+    found: list[Deferred] = []
+
+    def taken(values: dict[Parameter, Any]) -> dict[Parameter, Any]:
+        apart: dict[Any, Any] = {}
+        kept = {key: _take_futures(value, _path(key), apart, everywhere=True) for key, value in values.items()}
+        found.extend(apart.values())
+        return kept | {path: _to_send(spec, future) for path, future in apart.items()}
+
+    parts = [plan.whole, *(shard.values for shard in plan.shards)]
+    whole, *shards = map(taken, parts)
+    pairs = zip(parts, (whole, *shards), strict=True)
+    if all(new[key] is value for old, new in pairs for key, value in old.items()):
+        return None
+    return replace(
+        plan,
+        whole=whole,
+        shards=tuple(replace(shard, values=values) for shard, values in zip(plan.shards, shards, strict=True)),
+        deferred=(*plan.deferred, *dict.fromkeys(found)),
+    )
 
 
 def _futures_apart(spec: MethodSpec, arguments: dict[Any, Any]) -> dict[Parameter, Any]:
-    """The arguments with futures taken out of dicts, which `put_back` puts back on the rank."""
+    """The arguments with futures taken out of dicts and dataclasses, which `put_back` puts back on the rank."""
     if not spec.registration.materialize_futures:
         return arguments
-    apart: dict[Parameter, Any] = {}
-    for key, value in arguments.items():
-        apart[key] = value = _computed(value)
-        if type(value) is dict and not isinstance(key, tuple) and any(isinstance(v, Deferred) for v in value.values()):
-            entries = {name: _computed(part) for name, part in value.items()}
-            apart[key] = {name: part for name, part in entries.items() if not isinstance(part, Deferred)}
-            apart.update({(key, name): part for name, part in entries.items() if isinstance(part, Deferred)})
-    return apart
+    apart: dict[Any, Any] = {}
+    kept = {key: _take_futures(_computed(value), (key,), apart) for key, value in arguments.items()}
+    return kept | {path[0] if len(path) == 1 else path: future for path, future in apart.items()}
+
+
+def _may_have_futures(value: Any) -> bool:
+    return isinstance(value, (Deferred, dict, tuple)) or _is_dataclass(value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return hasattr(type(value), _DATACLASS)
+
+
+def _path(key: Parameter) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _take_futures(value: Any, path: tuple[Any, ...], apart: dict[Any, Any], *, everywhere: bool = False) -> Any:
+    """A container with None in place of its futures, which are added to ``apart`` by their paths; unchanged if it has
+    none.
+
+    Args:
+        value: the container, which is copied where it changes.
+        path: where it is.
+        apart: path -> future.
+        everywhere: also in lists, tuples and batches of the user's own types.
+    """
+    if isinstance(value, Deferred):
+        apart[path] = value
+        return None
+    if isinstance(value, DeferredArgument):
+        return value
+    for step, part in _parts(value, everywhere=everywhere):
+        if not (everywhere or _may_have_futures(part)):
+            continue
+        new = _take_futures(_computed(part), (*path, step), apart, everywhere=everywhere)
+        if new is not part:
+            value = _with_part(value, (step,), new)
+    return value
+
+
+def _parts(value: Any, *, everywhere: bool = False) -> list[tuple[Any, Any]]:
+    """(step, part) of a dict, named tuple or dataclass instance; with ``everywhere``, see `_take_futures`."""
+    if _is_dataclass(value) and (everywhere or not hasattr(type(value), "__len__")):
+        names = [item.name for item in dataclasses.fields(value)]
+        return [(Attribute(name), getattr(value, name)) for name in names if hasattr(value, name)]
+    if isinstance(value, dict) and (everywhere or batch.batch_type(value).parts is batch.fields_of):
+        return list(value.items())
+    if isinstance(value, (list, tuple)) and (everywhere or hasattr(type(value), "_fields")):
+        return list(enumerate(value))
+    return []
+
+
+def _with_part(value: Any, path: tuple[Any, ...], part: Any) -> Any:
+    """A copy of a container with another part at a path. Dataclasses are not initialized again: their fields were
+    checked with the future, and may be read-only or of another shape than their ``__init__`` takes."""
+    if not path:
+        return part
+    step = path[0]
+    name = step.name if isinstance(step, Attribute) else ""
+    if len(path) > 1:
+        part = _with_part(getattr(value, name) if name else value[step], path[1:], part)
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), (part if k == step else item for k, item in enumerate(value)))
+    other = copy.copy(value)
+    if name:
+        object.__setattr__(other, name, part)
+    else:
+        other[step] = part
+    return other
 
 
 def _computed(value: Any) -> Any:
@@ -273,6 +369,9 @@ def _plan_rows(
     for key, value in arguments.items():
         if isinstance(value, Deferred):
             if spec.registration.materialize_futures:
+                if isinstance(key, tuple) and any(isinstance(step, Attribute) for step in key):
+                    whole[key] = DeferredArgument(value, "setting")
+                    continue
                 for index, shard in enumerate(shards):
                     shard[key] = DeferredArgument(value, "rows", index, count, uneven)
             else:
@@ -357,6 +456,17 @@ def deferred_in(arguments: dict[Parameter, Any]) -> tuple[Deferred, ...]:
     return tuple(value for value in values if isinstance(value, Deferred))
 
 
+def futures_in(value: Any, *, everywhere: bool = False) -> Iterator[Deferred]:
+    """The futures in a value that `plan_call` finds; with ``everywhere``, those that `find_futures` does."""
+    if isinstance(value, Deferred):
+        yield value
+    elif isinstance(value, Broadcast):
+        yield from futures_in(value.value, everywhere=everywhere)
+    else:
+        for _, part in _parts(value, everywhere=everywhere):
+            yield from futures_in(part, everywhere=everywhere)
+
+
 def _take_function(spec: MethodSpec, arguments: dict[Parameter, Any]) -> dict[Parameter, Any]:
     """Remove the function, which is sent whole, from the arguments of DP_COMPUTE_PROTO_WITH_FUNC."""
     first = next(iter(spec.signature.parameters), None)
@@ -405,7 +515,12 @@ def _call_dispatch_fn(
 
 
 def _value_of(value: Any) -> Any:
-    return value.result() if isinstance(value, Deferred) else value
+    """A value with the results of the futures in it, which are waited for."""
+    apart: dict[Any, Any] = {}
+    value = _take_futures(value, (), apart, everywhere=True)
+    for path, future in apart.items():
+        value = _with_part(value, path, future.result())
+    return value
 
 
 def _copy_containers(value: Any) -> Any:

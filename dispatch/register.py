@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_args, overload
 
 from dispatch.batch import UNEVEN, Uneven
 from dispatch.checks import naming_keywords
@@ -57,6 +57,12 @@ def label(role: str | None, method: str) -> str:
     return method if role is None else f"{role}.{method}"
 
 
+class Attribute(NamedTuple):
+    """A step from a dataclass to one of its fields; see `dispatch.plan.Parameter`."""
+
+    name: str
+
+
 @dataclass(frozen=True)
 class MethodSpec:
     """One method of one worker class, as a group calls it."""
@@ -84,11 +90,12 @@ class MethodSpec:
         return self.function.__module__.partition(".")[0] in ("dispatch", "single_controller", "workers")
 
     def parameter(self, key: Any) -> str:
-        """The name of the parameter that a positional index or a keyword fills, or of an entry of a dict in it."""
+        """The name of the parameter that a positional index or a keyword fills, or of a part of it."""
         if isinstance(key, str):
             return key
         if isinstance(key, tuple):
-            return f"{self.parameter(key[0])}[{key[1]!r}]"
+            steps = (f".{step.name}" if isinstance(step, Attribute) else f"[{step!r}]" for step in key[1:])
+            return self.parameter(key[0]) + "".join(steps)
         for position, parameter in enumerate(self.signature.parameters.values()):
             if parameter.kind is parameter.VAR_POSITIONAL:
                 return f"*{parameter.name}[{key - position}]"

@@ -296,6 +296,12 @@ class Stubborn:
 
 
 EIGHT = list(range(8))
+
+
+@dataclass
+class Settings:
+    options: object
+
 SEVEN = list(range(7))
 SIX = list(range(6))
 
@@ -711,9 +717,11 @@ returned("future-of-scalars-into-rows", ResultError, r"results of apply\(\).*no 
          lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: 0.5, EIGHT)))
 returned("future-of-objects-into-rows", DispatchError, r"result of apply\(\) cannot be cut into rows.*set",
          lambda s: s.kit.rows(s.kit.apply.remote(lambda worker, rows: set(rows), EIGHT)))
-refused("future-inside-a-dict", DispatchError,
-        r"rows\(\).*'batch'.*future at 'ids'.*an argument, or an entry of a plain dict",
-        lambda s: s.kit.rows({"batch": {"ids": s.kit.calls.remote()}}))
+refused("future-inside-a-set", DispatchError, r"rows\(\).*'batch'.*future inside an object.*future\.result\(\)",
+        lambda s: s.kit.rows([*EIGHT[:3], {s.kit.calls.remote()}]))
+returned("future-of-rows-in-a-dataclass", DispatchError,
+         r"rows\(\): argument \"batch\['of'\]\.options\".*8 rows.*dataclass.*Broadcast\(\.\.\.\)",
+         lambda s: s.kit.rows({"ids": EIGHT, "of": Settings(s.kit.rows.remote(EIGHT))}))
 
 
 def _failed_already(s):

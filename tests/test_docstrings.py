@@ -51,3 +51,14 @@ def test_attributes_that_docstrings_name_exist():
     checked = {found: files for found, files in references().items() if found[0] in classes}
     assert len(checked) > 50
     assert {found: files for found, files in checked.items() if not has(classes[found[0]], found[1])} == {}
+
+
+def test_functions_that_docstrings_name_exist():
+    files = [file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    nodes = [node for text in files for node in ast.walk(ast.parse(text))]
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
+    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, ast.Module | ast.ClassDef)]
+    texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, ast.FunctionDef)]
+    named = {name for text in texts for name in re.findall(r"(?<!`)`([a-z]\w+)\(\)`(?!`)", text)}
+    assert named - defined == set()
+    assert "collate_completions" not in "".join(files)  # named once by docstrings, where `collate` was meant

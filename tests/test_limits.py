@@ -46,3 +46,8 @@ def is_for_cuda(statement):
         or any(getattr(node, field, None) in NAMES for field in ("attr", "id", "value"))
         for node in ast.walk(statement)
     )
+
+
+def test_what_is_included_is_not_named_as_a_limit():
+    text = PAGE.read_text().lower()
+    assert [name for name in ("dynamic sampling", "group.map", "compute_log_prob") if name in text] == []

@@ -73,3 +73,9 @@ def test_committed_outputs_do_not_name_a_machine(path):
         text = str(cell.get("outputs", ""))
         found = re.search(r"/home/|/tmp/|/root/|\(pid=|raylet|\b\d+\.\d+\.\d+\.\d+\b| at 0x", text)
         assert found is None, f"{found.group()!r} in an output of {path.name}"
+
+
+def test_register_comes_before_calls_by_name():
+    text = [cell.source for path in NOTEBOOKS for cell in nbformat.read(path, as_version=4).cells]
+    first = {word: next(i for i, one in enumerate(text) if word in one) for word in ("@register", "execute_all")}
+    assert first["@register"] < first["execute_all"]

@@ -85,6 +85,7 @@ def test_readme_is_short():
 
 def test_benchmark_picture_matches_the_table():
     assert summary.PICTURE.read_text() == summary.draw(summary.read_table(summary.TABLE.read_text()))
+    assert summary.STEPS.read_text() == summary.draw_steps(summary.read_steps(summary.TABLE.read_text()))
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
@@ -155,6 +156,16 @@ def test_every_page_is_at_most_two_links_from_the_readme():
     near |= {target for page in near for target in linked_pages(page)}
     apart = {"index.md", "contributing.md"}  # the site's home, and its copy of CONTRIBUTING.md
     assert {page.relative_to(ROOT / "docs").as_posix() for page in DOCS if page.resolve() not in near} == apart
+
+
+def test_map_is_compared_with_ray_data():
+    assert "`map_batches`" in (ROOT / "docs" / "calls.md").read_text()
+
+
+def test_pages_say_who_they_are_for():
+    says = re.compile(r"^For (everyone|users|readers|contributors)\b", re.MULTILINE)
+    without = {page.name for page in (ROOT / "docs").glob("*.md") if not says.search(page.read_text())}
+    assert without == {"index.md", "limits.md", "arguments.md", "contributing.md"}
 
 
 def test_pages_are_short():

@@ -10,6 +10,7 @@ a future: the driver never has it.
 
 import sys
 import time
+from typing import Any
 
 import distill_teacher  # noqa: F401  (registers the losses)
 import ray
@@ -31,14 +32,14 @@ MODEL = {
     "max_position_embeddings": 64,
 }
 TEACHER = {**MODEL, "num_hidden_layers": 0, "initializer_range": 0.3}  # bigrams, and far from uniform
-USUAL = {"hf_config": MODEL, "seed": 0, "num_rollout": 60, "rollout_batch_size": 32, "n_samples_per_prompt": 4}
+USUAL: Any = {"hf_config": MODEL, "seed": 0, "num_rollout": 60, "rollout_batch_size": 32, "n_samples_per_prompt": 4}
 USUAL |= {"rollout_max_response_len": 12, "lr": 1e-2, "lr_decay_style": "cosine", "rollout_stop_token_ids": []}
 LOSSES = {"sampled": {"advantage_estimator": "teacher"}, "top_k": {"policy_loss_type": "teacher_top_k"}}
 GOAL = 0.2  # nats per token
 
 
-def arguments(given):
-    given = OmegaConf.to_container(OmegaConf.from_cli(given))
+def arguments(words):
+    given: Any = OmegaConf.to_container(OmegaConf.from_cli(words))
     teacher, temperature = given.pop("teacher", TEACHER), given.pop("teacher_temperature", None)
     loss, k = given.pop("loss", "sampled"), given.pop("k", 24)
     if loss not in LOSSES:

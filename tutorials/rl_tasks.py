@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from byte_tokenizer import byte_tokenizer
+from calculator import ALPHABET, Calculator, CalculatorFormat, decode, encode
 
-from workers import PromptData, reward_of
+from workers import PromptData, reward_of, session_reward
 from workers.hf_files import read_tokenizer
 
 LUCKY = 7
@@ -19,20 +20,26 @@ class Task:
     """A task for the model to learn.
 
     Attributes:
-        reward: (prompt tokens, completion tokens) -> a number from 0 to 1.
+        reward: (prompt tokens, completion tokens) -> a number from 0 to 1; for sessions, also of their ``info``.
         vocab_size: size of the model's vocabulary.
         digits: prompts are four tokens below this number.
         ending: tokens at the end of every prompt.
         goal: the mean reward at which the task counts as learned.
         args: training arguments for it.
+        agent: keyword arguments of an `AgentEngine`, for a task of several turns.
     """
 
-    reward: Callable[[list[int], list[int]], float]
+    reward: Callable[..., float]
     vocab_size: int
     digits: int
     ending: list[int]
     goal: float
     args: dict[str, Any]
+    agent: dict[str, Any] | None = None
+
+    def columns(self, prompts: list[list[int]]) -> dict[str, list[Any]]:
+        """Return what the environments get of each prompt."""
+        return {} if self.agent is None else {"expression": [decode(prompt)[:-1] for prompt in prompts]}
 
     def held_out(self, count: int = 64) -> list[list[int]]:
         """Draw the prompts of evaluations, always the same. There are so few possible prompts that training may meet
@@ -55,6 +62,14 @@ def in_order(prompt: list[int], completion: list[int]) -> float:
     """Return the share of positions at which the completion has the prompt's digits in ascending order."""
     digits = sorted(token for token in prompt if token != SEPARATOR)
     return sum(a == b for a, b in zip(completion, digits, strict=False)) / len(digits)
+
+
+class CalculatorTask(Task):
+    """Prompts are products of two numbers from 1 to 4."""
+
+    def prompts(self, rollout_id: int, count: int, seed: int) -> list[list[int]]:
+        drawn = super().prompts(rollout_id, count, seed)
+        return [encode(f"{left + 1}*{right + 1}=") for left, right, *_ in drawn]
 
 
 TASKS = {
@@ -89,6 +104,22 @@ TASKS = {
             "min_lr": 1e-4,
             "entropy_coef": 0.05,  # without it the policy collapses before it learns to sort
         },
+    ),
+    "calculator": CalculatorTask(
+        session_reward,
+        vocab_size=len(ALPHABET),
+        digits=4,
+        ending=[],
+        goal=0.9,
+        args={
+            "num_rollout": 150,
+            "rollout_batch_size": 16,
+            "n_samples_per_prompt": 16,
+            "rollout_max_response_len": 5,
+            "lr": 3e-3,
+            "entropy_coef": 0.05,
+        },
+        agent={"environment": Calculator, "renderer": CalculatorFormat, "limits": Calculator.limits},
     ),
 }
 

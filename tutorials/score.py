@@ -39,7 +39,7 @@ def batches(count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kills", type=int, default=2, help="how many workers are killed meanwhile, one after another")

@@ -5,6 +5,7 @@
     python tutorials/train_grpo.py colocate=true offload_train=true    # train and rollout share devices
     python tutorials/train_grpo.py advantage_estimator=gae             # PPO with a critic
     python tutorials/train_grpo.py task=sort                           # sort the prompt's digits
+    python tutorials/train_grpo.py task=calculator                     # call a tool, and answer with its result
     python tutorials/train_grpo.py async_rollout=true max_staleness=1  # generate the next batch while training this one
     python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
     python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, SingleControllerError
 from workers import (
+    AgentEngine,
     HFEngine,
     LoraSettings,
     RayTrainGroup,
@@ -105,7 +107,8 @@ def main():
         if args.eval_interval and held_out is None:
             sys.exit("eval_interval: set eval_data to files with held-out prompts")
     else:
-        reward, held_out = task.reward, (task.held_out(), {})
+        prompts_of_eval = task.held_out()
+        reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
     with place(args, standby=standby) as placement, RunLog(args.tensorboard_dir) as log:
         ranks = placement.actor.world_size - standby
         options = {"standby": standby}
@@ -131,6 +134,8 @@ def main():
             options = {"exact": True, "param_dtype": args.param_dtype, "fp32_lm_head": args.fp32_lm_head, **options}
         if args.lora_rank:  # the engine has the same base model as the trainers, and only gets the adapter
             options = {"seed": args.seed, "lora": LoraSettings.from_args(args), **options}
+        if task and task.agent:  # a session per completion: AgentEngine(HFEngine, model, ..., environment=...)
+            engine_cls, model, options = AgentEngine, engine_cls, {"model": model, **task.agent, **options}
         rollout = RayWorkerGroup(
             placement.rollout,
             RayClassWithInitArgs(
@@ -149,11 +154,15 @@ def main():
             reward_timeout=args.reward_timeout,
             on_reward_timeout=args.on_reward_timeout,
             greedy_baselines=args.advantage_estimator == "remax",
+            engine_extras=["expression"] if task and task.agent else [],
         )
         actor.set_rollout_manager(manager)
 
         def prompts(rollout_id):
-            return data(rollout_id) if data else (task.prompts(rollout_id, args.rollout_batch_size, args.seed), {})
+            if data:
+                return data(rollout_id)
+            drawn = task.prompts(rollout_id, args.rollout_batch_size, args.seed)
+            return drawn, task.columns(drawn)
 
         state = (actor.load_driver_state() or {}) if start else {}
         if data and start:

@@ -37,6 +37,16 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.megatron.mlp import ParallelLlamaMLP as ParallelLlamaMLP
     from workers.recovery.weight_backup import BackupError as BackupError
     from workers.recovery.weight_backup import WeightBackup as WeightBackup
+    from workers.rollout.agents.agent_engine import AgentEngine as AgentEngine
+    from workers.rollout.agents.environment import Action as Action
+    from workers.rollout.agents.environment import Environment as Environment
+    from workers.rollout.agents.environment import SessionLimits as SessionLimits
+    from workers.rollout.agents.environment import Step as Step
+    from workers.rollout.agents.environment import ToolEnvironment as ToolEnvironment
+    from workers.rollout.agents.environment import session_reward as session_reward
+    from workers.rollout.agents.rendering import TokenRenderer as TokenRenderer
+    from workers.rollout.agents.rendering import load_renderer as load_renderer
+    from workers.rollout.agents.tools import Tool as Tool
     from workers.rollout.engines.hf_engine import HFEngine as HFEngine
     from workers.rollout.engines.http_engine import HTTPEngine as HTTPEngine
     from workers.rollout.engines.request_engine import RequestEngine as RequestEngine

@@ -239,8 +239,8 @@ def _plan(ranks):
     batch = torch.arange(ranks * 4).reshape(ranks * 2, 2)
 
     def finish(plan):
-        first = [plan.arguments(rank)[0][0] for rank in range(0, ranks, 8)]
-        last = [plan.arguments(rank)[0][0] for rank in range(7, ranks, 8)]
+        first = [plan.shards[plan.shard_of[rank]].values[0] for rank in range(0, ranks, 8)]
+        last = [plan.shards[plan.shard_of[rank]].values[0] for rank in range(7, ranks, 8)]
         data.same(first, batch.chunk(ranks // 8))
         data.same(last, batch.chunk(ranks // 8))
 

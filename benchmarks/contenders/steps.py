@@ -16,7 +16,7 @@ class Task:
     """One step: ``samples`` completions of each of ``prompts`` prompts, then one optimizer step on all of them.
 
     Attributes:
-        model: folder of the model and its tokenizer, whose token k is the word "k".
+        model: folder of the model and its tokenizer, whose token k is the word "k", from 3 on.
         vocabulary: number of tokens.
         prompt_tokens: length of each prompt.
         new_tokens: length of each completion.

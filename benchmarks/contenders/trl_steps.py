@@ -75,13 +75,17 @@ def main() -> None:
         beta=0.0,
         shuffle_dataset=False,
     )
-    words = [" ".join(map(str, prompt)) for step in range(200) for prompt in task.prompts_of(step)]
+    prompts = [prompt for step in range(200) for prompt in task.prompts_of(step)]
+    words = [" ".join(map(str, prompt)) for prompt in prompts]
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    if tokenizer(words)["input_ids"] != prompts:
+        raise RuntimeError("the tokenizer has not turned the words into the tokens that the others get")
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": words}),
-        processing_class=AutoTokenizer.from_pretrained(task.model),
+        processing_class=tokenizer,
         callbacks=[turns],
     )
     generate = trainer._generate

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dispatch import jagged
-from dispatch.batch import described
+from dispatch.batch import Deferred, described
 from dispatch.errors import DispatchError, ResultError
 from dispatch.modes import Join
 from dispatch.plan import CallPlan, Parameter
@@ -109,21 +109,29 @@ SEPARATE = 0
 """Stands in a message for arguments that are sent beside it. None means no arguments."""
 
 
-def encode(value: Any, *, in_process: bool = False) -> Encoded:
+class FutureInside(Exception):
+    """An argument has a future in it that `dispatch.plan.find_futures` has to find."""
+
+
+def encode(value: Any, *, in_process: bool = False, futures: bool = True) -> Encoded:
     """Encode a value.
 
     Args:
         value: the value. Its tensors and arrays are not copied: the result refers to their memory.
         in_process: the readers are in this process. They would see what the owner of the value writes later, so the
             buffers are copied. The value may contain references that are valid only in this process.
+        futures: whether futures may be in it.
 
     Raises:
+        FutureInside: one is, and may not.
         Exception: whatever pickle raises for a part that cannot be pickled.
     """
     out = io.BytesIO()
     buffers: list[Any] = []
     encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
     encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
+    if not futures:
+        encoder.reference_types += (Deferred,)
     # Of this value alone: the numbers of references and the identities of tensors mean nothing in another one.
     encoder.references, encoder.seen, encoder.made = [], {}, {}
     encoder.dump(value)
@@ -190,6 +198,8 @@ class _Reducers:
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, self.reference_types):
+            if isinstance(obj, Deferred):
+                raise FutureInside
             self.references.append(obj)
             return _nth_reference, (len(self.references) - 1,)
         # A value of these libraries exists only after somebody has imported them.
@@ -414,10 +424,16 @@ def encode_call(
 
     Raises:
         DispatchError: an argument cannot be pickled.
+        FutureInside: one has a future in it, and the method takes values.
     """
     parts = [plan.whole, *(shard.values for shard in plan.shards)]
     try:
-        whole, *shards = [encode(values, in_process=in_process) if values else None for values in parts]
+        futures = not spec.registration.materialize_futures
+        whole, *shards = [
+            encode(values, in_process=in_process, futures=futures) if values else None for values in parts
+        ]
+    except FutureInside:
+        raise
     except Exception as error:
         raise _argument_error(spec, parts, error, in_process) from error
     how, join, collecting = spec.registration, plan.join is Join.ROWS, frozenset(plan.collecting)
@@ -435,6 +451,24 @@ def encode_call(
             messages[number, collects] = message
         encoded.append((rank, message, whole, shards[number]))
     return encoded
+
+
+def future_inside(spec: MethodSpec, plan: CallPlan) -> DispatchError:
+    """The error of an argument with a future in something else than containers."""
+    given = ((key, value) for values in (plan.whole, *(s.values for s in plan.shards)) for key, value in values.items())
+    for key, value in given:
+        try:
+            encode(value, in_process=True, futures=False)
+        except FutureInside:
+            name = spec.parameter(key)
+            return DispatchError(
+                f"{spec.label}(): argument {name!r}, {described(value)}, has a future inside an object that is no "
+                "dict, list, tuple or dataclass. Pass future.result(), or register the method with "
+                "materialize_futures=False to get the future itself",
+                method=spec.name,
+                argument=name,
+            )
+    return DispatchError(f"{spec.label}(): an argument has a future inside an object", method=spec.name)
 
 
 def _argument_error(

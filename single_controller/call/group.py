@@ -18,10 +18,11 @@ from dispatch.checks import check_count, check_seconds, suggestion
 from dispatch.errors import DispatchError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import CustomMode, Mode, has_axes
-from dispatch.plan import CallPlan, deferred_in, plan_call
+from dispatch.plan import CallPlan, deferred_in, find_futures, futures_in, plan_call
 from dispatch.register import MethodSpec, method_spec, naming_keywords
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
+from single_controller.call.codec import FutureInside, future_inside
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
 from single_controller.call.future import ComputedFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.map_batches import BatchMap, report
@@ -507,7 +508,9 @@ class WorkerGroup(VerlGroup, Closing):
         if self._state.unsent:
             self._wait_for_unsent()
         self._check()
-        call = self._send(spec, self._plan(spec, args, kwargs, options), options, begun=begun)
+        must_not_wait = may_wait and in_event_loop()
+        plan = self._plan(spec, args, kwargs, options)
+        call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return call if may_wait else call.value() if blocking else WorkerFuture(call)
@@ -525,7 +528,10 @@ class WorkerGroup(VerlGroup, Closing):
         try:
             if self._must_wait(spec, dict(enumerate(args)) | kwargs):
                 return self._send_later(spec, invoke)
-            return WorkerFuture(invoke())
+            try:
+                return WorkerFuture(invoke())
+            except FutureInside:  # whose value or call may have to be waited for
+                return self._send_later(spec, invoke)
         finally:
             sending.release()
 
@@ -538,8 +544,10 @@ class WorkerGroup(VerlGroup, Closing):
         if state.transport is None or state.transport.synchronous or state.closed:
             return False
         # The call takes the values of the futures of this process, and a dispatch_fn those of all.
-        takes = WorkerFuture if isinstance(mode, CustomMode) else ComputedFuture
-        futures = [one for one in deferred_in(arguments) if isinstance(one, WorkerFuture)]
+        custom = isinstance(mode, CustomMode)
+        takes, values = WorkerFuture if custom else ComputedFuture, arguments.values()
+        found = (*deferred_in(arguments), *(one for value in values for one in futures_in(value, everywhere=custom)))
+        futures = [one for one in found if isinstance(one, WorkerFuture)]
         if self._must_recover() or any(one.unsent or (isinstance(one, takes) and not one.done()) for one in futures):
             return True
         needed = mode.in_layout if isinstance(mode, Mode) and not spec.registration.execute.rank_zero else None
@@ -643,36 +651,50 @@ class WorkerGroup(VerlGroup, Closing):
         *,
         begun: float | None = None,
         recorded: bool = True,
+        must_not_wait: bool = False,
     ) -> Call:
+        """Send a call.
+
+        Raises:
+            FutureInside: a future inside an argument may have to be waited for, and ``must_not_wait`` is set.
+        """
         state = self._state
         for future in plan.deferred:
             if isinstance(future, WorkerFuture):  # before the lock, which the thread that sends it needs
                 future.wait_sent()
-        with state.sending:
-            transport = state.transport
-            # Again: another thread may have closed the group while this one waited.
-            if transport is None or state.closed or state.broken is not None:
-                raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
-            stats = self._worker_classes[self._role].stats if recorded else None
-            call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
-            try:
-                sent = transport.send(spec, plan, call)
-            except PartlySentError as error:
-                # The ranks that have the call would wait for the others in its first collective.
-                cause, reached = error.__cause__, ranks_text(error.reached)
-                state.break_(
-                    f"{spec.label}() was sent to {reached}, but not to rank {error.failed}: "
-                    f"{type(cause).__name__}: {cause}"
-                )
-                raise (state.refusal() or error) from cause
-            except BaseException as error:
-                if not isinstance(error, Exception) and not transport.synchronous:
-                    # Ctrl-C in the middle: some ranks may have the call and others not. The next collective would hang.
-                    state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
+        try:
+            with state.sending:
+                transport = state.transport
+                # Again: another thread may have closed the group while this one waited.
+                if transport is None or state.closed or state.broken is not None:
+                    raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
+                stats = self._worker_classes[self._role].stats if recorded else None
+                call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
+                try:
+                    sent = transport.send(spec, plan, call)
+                except PartlySentError as error:
+                    # The ranks that have the call would wait for the others in its first collective.
+                    cause, reached = error.__cause__, ranks_text(error.reached)
+                    state.break_(
+                        f"{spec.label}() was sent to {reached}, but not to rank {error.failed}: "
+                        f"{type(cause).__name__}: {cause}"
+                    )
+                    raise (state.refusal() or error) from cause
+                except BaseException as error:
+                    if not isinstance(error, Exception) and not transport.synchronous:
+                        # Ctrl-C in the middle: only some ranks may have the call. The next collective would hang.
+                        state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
+                    raise
+                state.sent += 1
+                call.number = state.sent
+                call.sent(sent)
+        except FutureInside:
+            if must_not_wait:
                 raise
-            state.sent += 1
-            call.number = state.sent
-            call.sent(sent)
+            found = find_futures(spec, plan)
+            if found is None:
+                raise future_inside(spec, plan) from None
+            return self._send(spec, found, options, begun=begun, recorded=recorded)
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------

@@ -150,6 +150,13 @@ def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[
             )
         return [Located(join, (k,), item=True) for k in range(count)]
     lengths = _lengths(source, results, join)
+    if argument.kind == "setting" and lengths is not None:
+        raise DispatchError(
+            f"the future of {source.label}() has {sum(lengths)} rows, and is in a dataclass, which is sent whole. Pass "
+            "it in a dict or as an argument to have it cut, or the dataclass in Broadcast(...) to send all rows to "
+            "every rank",
+            method=source.label,
+        )
     if lengths is None:
         return [Located(join, (0,), item=True)] * count
     starts = list(itertools.accumulate(lengths, initial=0))  # of each result's rows, and at the end their number

@@ -174,7 +174,8 @@ class GroupState:
                 self.broken, self.dead, self.why = reason, tuple(dead), reason if why is None else why
                 self.on_change()
                 level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
-                logger.log(level, "%s is broken: %s", self.name, reason)
+                text = "%s: %s; the next call first has the group recover, as on_death says"
+                logger.log(level, text if self.recovers and self.dead else "%s is broken: %s", self.name, reason)
             self._end_calls(self.dead if self.independent and not self.restarting else ())
 
     def note_deaths(self, deaths: Mapping[int, str]) -> None:

@@ -349,6 +349,9 @@ class LocatedResults(Deferred):
         self._key = key
         self._rank = rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocatedResults, (self.label, self._ref, self._key, self._rank)
+
     def check_argument(self) -> None:
         """See `dispatch.batch.Deferred`. The future was checked when the call was planned."""
 

@@ -23,7 +23,7 @@ class Diary(Environment):
         await asyncio.sleep(self.seconds)
         self.said = said
         turn = len(said)
-        return Step([20 + turn % 8], float(turn), turn == self.turns, info={"said": said})
+        return Step([20 + turn % 8], float(turn), done=turn == self.turns, info={"said": said})
 
     def state_dict(self):
         return {"turns": self.turns, "said": self.said}

@@ -27,7 +27,7 @@ from workers.train.policy_worker import PolicyTrainWorker, check_entries
 from workers.train.train_model import StepReport
 
 TOKENS = 9
-SHAPES = [[3], [2, 4], [5], [1, 1, 3], [4], [2], [6, 2], [3, 0], [4], [2, 2, 2, 2], [3]]
+SHAPES = [[3], [5, 4], [5], [1, 1, 3], [4], [2], [6, 2], [3, 0], [4], [2, 2, 2, 2], [3]]
 """Of each rollout: how many tokens count in each of its rows."""
 GROUPS = [5, 2**40, 9, 5, 9, 2**40, 9, 5, 5, 2**40, 7]
 ROWS = sum(map(len, SHAPES))

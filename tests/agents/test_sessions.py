@@ -13,6 +13,7 @@ from engine_contract import EngineContract, Subject
 from rollout_helpers import Bigram, BigramEngine
 from waits import wait_until
 
+from workers.rollout.agents import agent_engine as engine_file
 from workers.rollout.agents import session as session_file
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, SessionLimits, Step
@@ -496,10 +497,12 @@ def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine.close()
 
 
-def test_blocked_event_loop_is_reported(make, caplog):
+def test_blocked_event_loop_is_reported(make, caplog, monkeypatch):
+    monkeypatch.setattr(engine_file, "LAG_SECONDS", 0.2)
+
     class Blocks(Counting):
         async def step(self, action):
-            time.sleep(1.8)
+            time.sleep(0.8)
             return Step(done=True)
 
     with caplog.at_level(logging.WARNING):

@@ -10,6 +10,9 @@ import statistics
 import threading
 import time
 import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import depth
 import pytest
@@ -428,11 +431,102 @@ def test_future_in_a_dict(counters, smaller):
     }
     assert counters.echo({"a": add, "b": 1})[3] == {"b": 1, "a": [0, 1]}
     assert counters.execute_rank_zero_sync("echo", {"a": add}) == {"a": [0, 1]}
-    with pytest.raises(DispatchError, match=r"double\(\).*'batch' is a dict.*future at 'y'.*entry of a plain dict"):
-        smaller[5].double({"x": {"y": double}})
+    assert smaller[3].padded({"a": {"y": double, "z": {"x": batch}}, "x": [*range(10)]})["a"]["y"].shape == (10, 2)
     with pytest.raises(DispatchError, match=r"argument \"batch\['y'\]\".*10 rows.*5"):
         smaller[5].double({"x": [1, 2, 3, 4, 5], "y": double})
     assert smaller[5].broken is None
+
+
+@dataclass
+class Both:
+    """Takes no list, so that a second initialization with the result of a call would fail."""
+
+    x: object
+    y: object = 0
+
+    def __post_init__(self):
+        if type(self.y) is list:
+            raise ValueError("initialized again")
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: object
+    made: object = field(default=None, init=False)
+
+
+class Named(NamedTuple):
+    a: object
+    b: object
+
+
+@dataclass
+class Chunks:
+    """A batch of a user's own type, of which every chunk has all of ``about``."""
+
+    rows: list
+    about: object
+
+    def __len__(self):
+        return len(self.rows)
+
+    def chunk(self, count):
+        size = len(self.rows) // count
+        return [Chunks(self.rows[k * size : (k + 1) * size], self.about) for k in range(count)]
+
+    @staticmethod
+    def concat(chunks):
+        return Chunks([row for chunk in chunks for row in chunk.rows], chunks[0].about)
+
+
+def test_future_in_dataclasses_lists_and_tuples(counters):
+    add = counters.add.remote(0)
+    value = [100, 101, 102, 103]
+    frozen = Frozen(add)
+    object.__setattr__(frozen, "made", (add, 1))
+    assert counters.echo(Both(1, add))[2].y == value
+    given = Both([frozen, {"k": (1, add)}], OrderedDict(n=Named(1, add), m=2))
+    for found in (*counters.echo(given), counters.execute_rank_zero_sync("echo", given), counters.first(given)[1]):
+        assert type(found) is Both and type(found.y) is OrderedDict and found.y == OrderedDict(n=Named(1, value), m=2)
+        assert type(found.x[0]) is Frozen and (found.x[0].x, found.x[0].made) == (value, (value, 1))
+        assert found.x[1] == {"k": (1, value)}
+    assert given.x[0].x is add and given.x[1] == {"k": (1, add)} and given.y["n"].b is add  # nothing of the caller's
+    assert counters.items([Both(add, k) for k in range(4)])[3] == (3, Both(value, 3), 0)
+    assert counters.items([0, 0, 0, [[add]]])[3] == (3, [[value]], 0)
+    assert counters.echo(Both(1, 2)) == [Both(1, 2)] * 4
+
+
+def test_future_in_a_dataclass_where_rows_are_cut(smaller):
+    group = smaller[2]
+    number, rows = group.one_rank_zero.remote(3), group.double.remote([1, 2])
+    assert group.apply(lambda worker, rows: rows, [number, 1, [number], 2]) == [3, 1, [3], 2]
+    assert group.double(torch.ones(2), factor=number).tolist() == [3.0, 3.0]
+    assert group.padded({"x": [1, 2], "s": Both(0.5, number)}) == {"x": [1, 2], "s": Both(0.5, 3)}
+    assert group.padded(Chunks([1, 2, 3, 4], number)) == Chunks([1, 2, 3, 4], 3)
+    # What has rows is refused in a dataclass, as it is without a future, and nothing breaks.
+    with pytest.raises(DispatchError, match=r"argument \"batch\['s'\]\.x\".*double\(\) has \d rows.*Broadcast"):
+        group.padded({"x": [1, 2], "s": Both(rows)})
+    given = {"x": [1, 2], "s": Broadcast(Both(rows))}
+    assert group.apply(lambda worker, part: [part["s"].x] * len(part["x"]), given) == [rows.result()] * 2
+    assert group.broken is None
+
+
+def test_future_that_cannot_be_taken_out_or_that_fails(counters, transport):
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    add = counters.add.remote(0)
+    sent = counters._state.sent
+    for argument, name in ((Box(add), "Box"), ([add, Box(add)], "list"), ({add}, "set"), (lambda: add, "function")):
+        with pytest.raises(DispatchError, match=rf"echo\(\): argument 'value', a {name}.*materialize_futures=False"):
+            counters.echo(argument)
+    assert counters._state.sent == sent
+    failing = counters.apply.remote(lambda worker, rows: 1 / 0, [1, 2, 3, 4])
+    for given in (Both(1, failing), [[failing]], {"a": {"b": failing}}):
+        with pytest.raises(WorkerError, match=r"apply\(\)"):
+            counters.echo(given)
+    assert counters.echo(Both(add))[0] == Both([100, 101, 102, 103])
 
 
 def test_future_of_this_process_as_an_argument(counters, smaller):
@@ -449,6 +543,10 @@ def test_future_of_this_process_as_an_argument(counters, smaller):
     assert counters.items([0, later(4), 0, 0])[1] == (1, 4, 0)
     assert counters.take_future(later(3))[0] == ("ComputedFuture", 3)
     assert counters.custom(later([1, 2]), y=later([5, 6])) == [106, 109, 108, 111]
+    assert counters.echo(Both([later(1)], later(2)))[3] == Both([1], 2)
+    assert counters.custom([later(1), 2], y=[5, later(6)]) == [106, 109, 108, 111]
+    with pytest.raises(DispatchError, match=r"Both.*cannot be cut into rows"):
+        smaller[5].double(batch, factor=Both(later(batch)))
     failing = ComputedFuture("generate")
     failing.set_exception(ValueError("out of paper"))
     with pytest.raises(ValueError, match="out of paper"):
@@ -675,6 +773,54 @@ def test_event_loop_goes_on_while_ranks_are_replaced(make_group):
 
     found, pause = asyncio.run(longest_pause(replace()))
     assert found == ((2,), 4) and pause < 0.3
+
+
+@pytest.mark.alone
+@pytest.mark.transports("ray")
+def test_event_loop_goes_on_while_a_group_shrinks(make_group, caplog):
+    group = make_group(Fragile, group_options={"on_death": "shrink", "collectives": False})
+    os.kill(group.pid()[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError):
+        group.sleep(1)
+
+    async def call():
+        return await group.ping.remote()
+
+    found, pause = asyncio.run(longest_pause(call()))
+    assert len(found) == 3 and pause < 0.3
+    # What is logged of the death does not say that the group is broken, which it is not for its next call.
+    said = [one.getMessage() for one in caplog.records if "died during sleep()" in one.getMessage()]
+    assert any("the next call first has the group recover" in one for one in said)
+    assert not any("is broken" in one for one in said)
+
+
+@pytest.mark.alone
+@pytest.mark.transports("ray")
+def test_event_loop_goes_on_while_ranks_leave_and_come(make_group):
+    group = make_group(Fragile, group_options={"collectives": False})
+
+    async def change():
+        left, come, pids = await group.ashrink([3]), await group.agrow(1), await group.pid.remote()
+        await group.arestart([0])
+        return left, come, pids, await group.pid.remote()
+
+    (left, come, before, after), pause = asyncio.run(longest_pause(change()))
+    assert (left, come) == ((3,), (3,)) and pause < 0.3
+    assert [new == old for new, old in zip(after, before, strict=True)] == [False, True, True, True]
+
+
+@pytest.mark.alone
+@overlapping
+def test_event_loop_goes_on_while_a_future_inside_an_argument_is_waited_for(counters):
+    async def calls():
+        rows = [ComputedFuture("generate") for _ in range(3)]
+        for future in rows:
+            threading.Timer(0.4, future.set_result, [7]).start()
+        given = [[rows[0]]], Both(1, rows[1]), {"a": {"b": rows[2]}}
+        return await asyncio.gather(*(counters.echo.remote(value) for value in given))
+
+    found, pause = asyncio.run(longest_pause(calls()))
+    assert [each[3] for each in found] == [[[7]], Both(1, 7), {"a": {"b": 7}}] and pause < 0.3
 
 
 @pytest.mark.alone

@@ -766,3 +766,24 @@ def test_methods_of_the_user_come_first():
         assert set(names[:2]) == {"generate", "score"} and "exchange" in names[2:] and len(names) == len(set(names))
         assert dir(group.methods) == sorted(names) and repr(group.methods).startswith(f"<methods: {names[0]}, ")
         assert "score" in group.methods and "nothing" not in group.methods
+
+
+def numbered(group, rows):
+    return ([rows] * group.world_size,), {}, len(rows)
+
+
+def with_count(group, results, count):
+    return count, results
+
+
+class Numbered(Worker):
+    @register({"dispatch_fn": numbered, "collect_fn": with_count})
+    def total(self, rows):
+        return sum(rows)
+
+
+def test_context_of_a_custom_mode_reaches_its_collect_fn():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Numbered)) as group:
+        first, second = group.total.remote([4]), group.total.remote([5, 6])  # each call has a context of its own
+        assert group.total([1, 2, 3]) == (3, [6, 6])
+        assert (second.result(), first.result()) == ((2, [11, 11]), (1, [4, 4]))

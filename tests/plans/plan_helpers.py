@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from dispatch import Layout, register
 from dispatch.modes import Join
-from dispatch.plan import CallPlan, plan_call
+from dispatch.plan import CallPlan, plan_call, put_back
 from dispatch.register import MethodSpec, registered_methods
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -45,12 +45,24 @@ def plan_of(mode: Any, layout: Layout, *args: Any, uneven: str = "error", **kwar
     return plan_call(declare(mode, uneven=uneven), layout, args, kwargs)
 
 
+def arguments(plan, rank):
+    """The positional and keyword arguments of one rank."""
+    shard = plan.shard_of[rank]
+    if shard is None:
+        raise ValueError(f"rank {rank} is not called")
+    given = {**plan.whole, **plan.shards[shard].values}
+    put_back(given)
+    return tuple(given[p] for p in sorted(key for key in given if isinstance(key, int))), {
+        key: value for key, value in given.items() if isinstance(key, str)
+    }
+
+
 def run(plan: CallPlan, function: Callable[..., Any]) -> dict[int, Any]:
     """Call ``function(rank, *args, **kwargs)`` for every rank that the plan calls. Returns rank -> result."""
     results = {}
     for rank, shard in enumerate(plan.shard_of):
         if shard is not None:
-            args, kwargs = plan.arguments(rank)
+            args, kwargs = arguments(plan, rank)
             results[rank] = function(rank, *args, **kwargs)
     return results
 
@@ -309,8 +321,8 @@ def check_by_dp(layout: Layout, sizes: dict[str, int], places: Sequence[dict[str
     first_seen = {}
     for rank, place in enumerate(places):
         d = place["dp"]
-        assert by_item.arguments(rank)[0] == (items[d],)
-        (rows,) = by_rows.arguments(rank)[0]
+        assert arguments(by_item, rank)[0] == (items[d],)
+        (rows,) = arguments(by_rows, rank)[0]
         assert rows == list(range(per_shard * d, per_shard * (d + 1)))
         assert first_seen.setdefault(d, rows) is rows, "ranks that share a shard share the object"
         readers.update(rows)
@@ -332,5 +344,5 @@ def check_pp_as_dp(layout: Layout, sizes: dict[str, int], places: Sequence[dict[
         assert len(made.shards) == len(data)
         for rank, place in enumerate(places):
             own = (place["dp"], place["cp"], place["pp"])
-            assert made.arguments(rank)[0] == ((own,) if mode == "MEGATRON_PP_AS_DP" else ([own],))
+            assert arguments(made, rank)[0] == ((own,) if mode == "MEGATRON_PP_AS_DP" else ([own],))
         assert made.collecting == tuple(collecting[place] for place in data)

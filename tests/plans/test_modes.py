@@ -5,7 +5,7 @@ import dataclasses
 import pickle
 
 import pytest
-from plan_helpers import declare, plain_layout, simulate
+from plan_helpers import arguments, declare, plain_layout, simulate
 
 from dispatch import (
     Dispatch,
@@ -208,7 +208,7 @@ class TestExtension:
         assert repr(mode) == "Dispatch.REVERSED"
         for spelling in (mode, "REVERSED"):
             plan = plan_call(declare(spelling), plain_layout(3), ([1, 2, 3],), {})
-            assert [plan.arguments(rank)[0] for rank in range(3)] == [(3,), (2,), (1,)]
+            assert [arguments(plan, rank)[0] for rank in range(3)] == [(3,), (2,), (1,)]
             assert simulate(plan, lambda rank, x: (rank, x)) == (2, 1)
 
     @pytest.mark.parametrize("name", ["ALL_TO_ALL", "DIRECT_ROLLOUT_METHOD"])
@@ -260,7 +260,7 @@ class TestExtension:
         with pytest.raises(TypeError):
             update_dispatch_mode("ALL_TO_ALL", to_all, None)
         plan = plan_call(declare("ALL_TO_ALL"), plain_layout(2), ([1, 2],), {})
-        assert plan.arguments(1) == ((2,), {})
+        assert arguments(plan, 1) == ((2,), {})
 
     def test_update_makes_direct_rollout_callable(self):
         spec = declare("DIRECT_ROLLOUT_METHOD")

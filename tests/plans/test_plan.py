@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_helpers import coordinates, declare, layout_of, plain_layout, run, same, simulate
+from plan_helpers import arguments, coordinates, declare, layout_of, plain_layout, run, same, simulate
 
 from dispatch import Broadcast, DispatchError, Layout, collect_all_to_all
 from dispatch.modes import Join
@@ -46,7 +46,7 @@ class TestCustomModes:
 
     def test_arguments_without_lists_go_to_every_rank(self):
         made = custom(lambda group, x: ((x,), {"key": "k"}), (1, 2))
-        assert [made.arguments(rank) for rank in range(4)] == [(((1, 2),), {"key": "k"})] * 4
+        assert [arguments(made, rank) for rank in range(4)] == [(((1, 2),), {"key": "k"})] * 4
 
     def test_collect_fn_gets_the_group_and_all_results_by_rank(self):
         seen = []
@@ -86,14 +86,14 @@ class TestCustomModes:
 
     def test_dispatch_fn_may_accept_arguments_that_the_method_does_not(self):
         made = custom(lambda group, *, copies: ((copies + 1,), {}), copies=4)
-        assert made.arguments(2) == ((5,), {})
+        assert arguments(made, 2) == ((5,), {})
 
     def test_broadcast_beside_lists(self):
         made = custom(lambda group, x: ((x, Broadcast([0] * 9)), {}), [1, 2, 3, 4])
-        assert made.arguments(3) == ((4, [0] * 9), {})
+        assert arguments(made, 3) == ((4, [0] * 9), {})
 
     def test_dispatch_fn_may_return_a_list_of_arguments(self):
-        assert custom(lambda group, x: ([x], {}), 7).arguments(0) == ((7,), {})
+        assert arguments(custom(lambda group, x: ([x], {}), 7), 0) == ((7,), {})
 
     @pytest.mark.parametrize(
         "made", [None, 3, (1,), ((1,), {}, 3), ((1,), [2]), ("ab", {}), [(1,), {}], {"x": 1}], ids=repr
@@ -148,7 +148,7 @@ class TestExecuteAll:
 
     def test_lists_are_split_if_all_arguments_are_lists_of_world_size(self):
         made = self.made([1, 2, 3, 4], y=list("abcd"))
-        assert [made.arguments(rank) for rank in range(4)] == [
+        assert [arguments(made, rank) for rank in range(4)] == [
             ((k,), {"y": letter}) for k, letter in zip((1, 2, 3, 4), "abcd", strict=True)
         ]
         assert simulate(made, lambda rank, x, y: (rank, x, y))[3] == (3, 4, "d")
@@ -157,7 +157,7 @@ class TestExecuteAll:
     def test_without_lists_every_rank_gets_everything(self, value):
         made = self.made(value, key=value)
         for rank in range(4):
-            (x,), kwargs = made.arguments(rank)
+            (x,), kwargs = arguments(made, rank)
             assert x is value
             assert kwargs["key"] is value
         assert made.join is Join.LIST
@@ -194,8 +194,8 @@ class TestExecuteAll:
 
     def test_broadcast_resolves_both_errors(self):
         made = self.made([1, 2, 3, 4], Broadcast(5), key=Broadcast([7]))
-        assert made.arguments(1) == ((2, 5), {"key": [7]})
-        assert self.made(Broadcast([1, 2])).arguments(3) == (([1, 2],), {})
+        assert arguments(made, 1) == ((2, 5), {"key": [7]})
+        assert arguments(self.made(Broadcast([1, 2])), 3) == (([1, 2],), {})
 
     def test_arguments_that_do_not_fit(self):
         with pytest.raises(TypeError, match=r"unregistered\(\) got an unexpected keyword argument 'z'"):

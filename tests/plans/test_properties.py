@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_helpers import (
     NO_EMPTY_SHARD,
+    arguments,
     batches,
     coordinates,
     expected_rows,
@@ -60,10 +61,10 @@ def check_rows(plan, rows, uneven, readers):
     assert [entry.real for entry in plan.shards] == real
     called = 0
     for number, ranks in readers.items():
-        first = plan.arguments(ranks[0])[0][0]
+        first = arguments(plan, ranks[0])[0][0]
         assert first.tolist() == cut[number]
         for rank in ranks:
-            assert plan.arguments(rank)[0][0] is first
+            assert arguments(plan, rank)[0][0] is first
             called += 1
     assert plan.ranks == list(range(called))
 
@@ -107,12 +108,12 @@ def test_megatron_items(placed):
     layout = layout_of(places)
     items = [object() for _ in range(sizes["dp"])]
     plan = plan_of("MEGATRON_COMPUTE", layout, items)
-    assert all(plan.arguments(rank)[0][0] is items[place["dp"]] for rank, place in enumerate(places))
+    assert all(arguments(plan, rank)[0][0] is items[place["dp"]] for rank, place in enumerate(places))
     assert simulate(plan, lambda rank, x: x) == items
     data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
     plan = plan_of("MEGATRON_PP_AS_DP", layout, data)
     for rank, place in enumerate(places):
-        assert plan.arguments(rank)[0] == ((place["dp"], place["cp"], place["pp"]),)
+        assert arguments(plan, rank)[0] == ((place["dp"], place["cp"], place["pp"]),)
     assert simulate(plan, lambda rank, x: x) == data
 
 
@@ -188,7 +189,7 @@ def test_calls_with_random_trees_of_batches(tree, rows, shards, uneven, as_keywo
     args, kwargs = ((), {"key": value}) if as_keyword else ((value,), {})
     plan = plan_of("DP_COMPUTE_PROTO", plain_layout(shards), *args, uneven=uneven, **kwargs)
     for rank in range(shards):
-        given_args, given_kwargs = plan.arguments(rank)
+        given_args, given_kwargs = arguments(plan, rank)
         assert same([*given_args, *given_kwargs.values()], [pick(value, cut[rank])])
     assert same(simulate(plan, lambda rank, x=None, key=None: key if as_keyword else x), value)
     assert same(value, before)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plan_helpers import coordinates, declare, layout_of, plain_layout, run, same, simulate
+from plan_helpers import arguments, coordinates, declare, layout_of, plain_layout, run, same, simulate
 
 from dispatch import Broadcast, Dispatch, DispatchError, Layout, Mesh
 from dispatch.modes import _BUILT_IN, Join
@@ -26,19 +26,19 @@ class TestWhole:
     def test_rank_zero(self):
         made = plan("RANK_ZERO", FLAT, [1, 2, 3], y="text")
         assert made.ranks == [0]
-        assert made.arguments(0) == (([1, 2, 3],), {"y": "text"})
+        assert arguments(made, 0) == (([1, 2, 3],), {"y": "text"})
         assert simulate(made, lambda rank, x, y: (rank, x, y)) == (0, [1, 2, 3], "text")
 
     def test_rank_zero_does_not_call_the_others(self):
         with pytest.raises(ValueError, match="rank 1 is not called"):
-            plan("RANK_ZERO", FLAT, 1).arguments(1)
+            arguments(plan("RANK_ZERO", FLAT, 1), 1)
 
     def test_one_to_all(self):
         argument = [1, 2, 3, 4]
         made = plan("ONE_TO_ALL", FLAT, argument, y=torch.arange(4))
         assert made.collecting == (0, 1, 2, 3)
         for rank in range(4):
-            (x,), others = made.arguments(rank)
+            (x,), others = arguments(made, rank)
             assert x == [1, 2, 3, 4], "a list must not be split, whatever its length"
             assert torch.equal(others["y"], torch.arange(4))
         assert simulate(made, lambda rank, x, y: (rank, len(x))) == [(0, 4), (1, 4), (2, 4), (3, 4)]
@@ -47,22 +47,22 @@ class TestWhole:
         made = plan("ONE_TO_ALL", FLAT, torch.zeros(3))
         assert set(made.whole) == {0}
         assert all(shard.values == {} for shard in made.shards)
-        assert len({id(made.arguments(rank)[0][0]) for rank in range(4)}) == 1
+        assert len({id(arguments(made, rank)[0][0]) for rank in range(4)}) == 1
 
     @pytest.mark.parametrize("mode", ["RANK_ZERO", "ONE_TO_ALL"])
     def test_broadcast_is_unwrapped(self, mode):
-        assert plan(mode, FLAT, Broadcast([1]), y=Broadcast(None)).arguments(0) == (([1],), {"y": None})
+        assert arguments(plan(mode, FLAT, Broadcast([1]), y=Broadcast(None)), 0) == (([1],), {"y": None})
 
     @pytest.mark.parametrize("mode", ["RANK_ZERO", "ONE_TO_ALL"])
     def test_without_arguments(self, mode):
-        assert plan(mode, FLAT).arguments(0) == ((), {})
+        assert arguments(plan(mode, FLAT), 0) == ((), {})
 
 
 class TestItems:
     @pytest.mark.parametrize("mode", ["ALL_TO_ALL", "DP_COMPUTE"])
     def test_each_rank_gets_its_item(self, mode):
         made = plan(mode, FLAT, [10, 11, 12, 13], y=("a", "b", "c", "d"))
-        assert [made.arguments(rank) for rank in range(4)] == [
+        assert [arguments(made, rank) for rank in range(4)] == [
             ((10,), {"y": "a"}),
             ((11,), {"y": "b"}),
             ((12,), {"y": "c"}),
@@ -73,7 +73,7 @@ class TestItems:
     def test_megatron_compute(self):
         made = plan("MEGATRON_COMPUTE", MEGATRON, ["p", "q"], key=[1, 2])
         assert list(received(made).values()) == ["p", "p", "q", "q", "p", "p", "q", "q"]
-        assert made.arguments(3) == (("q",), {"key": 2})
+        assert arguments(made, 3) == (("q",), {"key": 2})
         assert simulate(made, lambda rank, x, key: (rank, x)) == [(4, "p"), (6, "q")]
 
     def test_megatron_pp_as_dp(self):
@@ -92,7 +92,7 @@ class TestItems:
 
     def test_broadcast_sends_the_same_to_every_rank(self):
         made = plan("DP_COMPUTE", FLAT, [1, 2, 3, 4], Broadcast([9, 9]))
-        assert [made.arguments(rank)[0] for rank in range(4)] == [(k, [9, 9]) for k in (1, 2, 3, 4)]
+        assert [arguments(made, rank)[0] for rank in range(4)] == [(k, [9, 9]) for k in (1, 2, 3, 4)]
 
     @pytest.mark.parametrize(
         ("mode", "layout", "need", "unit"),
@@ -117,7 +117,7 @@ class TestItems:
 class TestRows:
     def test_dp_compute_proto(self):
         made = plan("DP_COMPUTE_PROTO", FLAT, torch.arange(8), y=list("abcdefgh"), key="all")
-        (x,), others = made.arguments(2)
+        (x,), others = arguments(made, 2)
         assert (x.tolist(), others) == ([4, 5], {"y": ["e", "f"], "key": "all"})
         assert made.collecting == (0, 1, 2, 3)
         assert made.rows == 8
@@ -150,7 +150,7 @@ class TestRows:
     @pytest.mark.parametrize("mode", ["DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC", "MEGATRON_COMPUTE_PROTO"])
     def test_without_batches_every_rank_gets_the_other_arguments(self, mode):
         made = plan(mode, MEGATRON, "text", key=3)
-        assert [made.arguments(rank) for rank in range(8)] == [(("text",), {"key": 3})] * 8
+        assert [arguments(made, rank) for rank in range(8)] == [(("text",), {"key": 3})] * 8
         assert made.rows is None
 
     @pytest.mark.parametrize("mode", ["MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "MEGATRON_PP_AS_DP"])

@@ -8,6 +8,7 @@ from plan_helpers import (
     BATCH_KINDS,
     NO_EMPTY_SHARD,
     Chunked,
+    arguments,
     batches,
     coordinates,
     declare,
@@ -62,7 +63,7 @@ def test_each_rank_gets_its_rows_of_every_type(mode, uneven, rows):
     assert [shard.real for shard in made.shards] == real
     wanted = [[pick(value, numbers) for value in values.values()] for numbers in cut]
     for rank, number in enumerate(SHARD_OF[mode]):
-        args, kwargs = made.arguments(rank)
+        args, kwargs = arguments(made, rank)
         assert same(list(args), list(function_first(mode, *wanted[number])))
         assert list(kwargs) == list(by_keyword)
         assert same(list(kwargs.values()), wanted[number])
@@ -79,7 +80,7 @@ def test_driver_gets_its_rows_back(mode, uneven, kind):
     assert same(simulate(made, lambda rank, *function, key: key), value)
     kept = []
     for rank in made.collecting:
-        shard, value_of_rank = made.shards[made.shard_of[rank]], made.arguments(rank)[1]["key"]
+        shard, value_of_rank = made.shards[made.shard_of[rank]], arguments(made, rank)[1]["key"]
         if shard.real == shard.rows:
             kept.append(value_of_rank)
         elif shard.real or kind not in NO_EMPTY_SHARD:
@@ -145,13 +146,13 @@ def test_arguments_without_rows_are_sent_whole(uneven):
 
 def test_batch_inside_broadcast_is_not_counted():
     made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), [1, 2], Broadcast([1, 2, 3]))
-    assert made.arguments(1)[0] == ([2], [1, 2, 3])
+    assert arguments(made, 1)[0] == ([2], [1, 2, 3])
 
 
 def test_broadcast_inside_a_dict_is_unwrapped():
     beside, alone = {"ids": [1, 2], "table": Broadcast([7, 8, 9])}, {"table": Broadcast([7, 8, 9])}
     made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), beside, alone)
-    assert made.arguments(0)[0] == ({"ids": [1], "table": [7, 8, 9]}, {"table": [7, 8, 9]})
+    assert arguments(made, 0)[0] == ({"ids": [1], "table": [7, 8, 9]}, {"table": [7, 8, 9]})
 
 
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
@@ -210,4 +211,4 @@ def test_result_may_have_several_rows_per_input_row(uneven):
 
 def test_other_layout_axes_make_no_difference():
     layout = Layout({"dp": [0, 0], "ep": [0, 1], "tp": [0, 1]})
-    assert plan_of("MEGATRON_COMPUTE_PROTO", layout, [1, 2, 3]).arguments(1)[0] == ([1, 2, 3],)
+    assert arguments(plan_of("MEGATRON_COMPUTE_PROTO", layout, [1, 2, 3]), 1)[0] == ([1, 2, 3],)

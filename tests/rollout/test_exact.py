@@ -188,7 +188,7 @@ def test_completions_do_not_depend_on_the_batch():
     for size in (1, 2, 5):
         engine.max_batch_size = size
         assert engine.generate(given, how, range(9)) == together
-    engine.max_batch_size = 64
+    engine.max_batch_size = 128
     aborted = [engine.submit(one, SamplingParams(200), f"a{at}", seed=at) for at, one in enumerate(given[:4])]
     wait_until(lambda: engine.load().running)
     engine.abort([f"a{at}" for at in range(4)])

@@ -72,14 +72,14 @@ def test_completion_does_not_depend_on_the_batch_size(llama):
     together = engine.generate(PROMPTS, SamplingParams(10), SEEDS)
     engine.max_batch_size = 2
     in_twos = engine.generate(PROMPTS, SamplingParams(10), SEEDS)
-    engine.max_batch_size = 64
+    engine.max_batch_size = 128
     assert [one.token_ids for one in together] == [one.token_ids for one in in_twos]
 
 
 def drawn_first(engine, prompt, how, times=4000):
     engine.max_batch_size = 1000
     completions = engine.generate([prompt] * times, how, range(times))
-    engine.max_batch_size = 64
+    engine.max_batch_size = 128
     return torch.bincount(torch.tensor([completion.token_ids[0] for completion in completions]), minlength=32)
 
 
@@ -277,6 +277,18 @@ def subject():
 
 class TestContract(EngineContract):
     long = 150
+
+
+@pytest.mark.full("the contract of all engines in exact mode")
+class TestExactContract(EngineContract):
+    long = 150
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls):
+        engine = HFEngine(CONFIG, exact=True)
+        yield Subject(engine, config=CONFIG, positions=512)
+        engine.close()
 
 
 @pytest.fixture

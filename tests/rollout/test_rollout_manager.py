@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import ray
@@ -32,6 +33,7 @@ from workers.data.collate import collate
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, group_numbers
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
+from workers.rollout.evaluation import evaluate
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.rollout_worker import RolloutWorker
@@ -250,6 +252,52 @@ def test_collate_says_what_does_not_fit(message, wrong, options):
     completions = [Completion([1], [0.0], "stop", **wrong)] * (2 if options == {} else 1)
     with pytest.raises(ValueError, match=message):
         collate([[7]], completions, **options or {})
+
+
+class Callable:
+    def __call__(self, prompt_ids, completion_ids, *, label):
+        return label
+
+
+async def _later(prompt_ids, completion_ids, label):
+    return label
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda prompt, completion, label: label, 0.5),
+        (lambda prompt, completion: len(prompt), 1),
+        (lambda prompt, completion, label=9, absent=2: label + absent, 2.5),
+        (lambda prompt, completion, **columns: sum(map(len, columns)), len("label") + len("source") + len("more")),
+        (lambda prompt, completion, label, **others: len(others), 2),
+        (lambda source, more: len(source), 1),  # the tokens, as of any two first parameters
+        (partial(lambda prompt, completion, scale, label: scale * label, scale=4), 2),
+        (Callable(), 0.5),
+        (_later, 0.5),
+    ],
+)
+def test_reward_function_gets_the_columns_that_it_names(function, expected):
+    with local(1, EchoEngine) as group:
+        manager = RolloutManager(group, SamplingParams(1), function)
+        data = manager.generate([[1], [3]], extras={"label": [0.5, 0.5], "source": ["a", "b"], "more": [0, 0]})
+        assert data["rewards"].tolist() == [expected] * 2
+        manager.close()
+
+
+def test_required_column_that_is_missing_is_named_before_anything_is_sent():
+    with local(1, EchoEngine) as group:
+        manager = RolloutManager(group, SamplingParams(1), lambda prompt, completion, label, level=0: label)
+        sent = group._state.sent
+        for extras, have in (({"labels": [1]}, "'labels'"), (None, "no entries"), ({"level": [1]}, "'level'")):
+            with pytest.raises(RewardError, match=f"requires the column 'label', but extras has {have}"):
+                manager.generate([[1]], extras=extras)
+            with pytest.raises(RewardError, match="requires the column 'label'"):
+                manager.generate_async([[1]], extras=extras).result()
+        with pytest.raises(RewardError, match="requires the column 'label'"):
+            evaluate(manager, [[1]])
+        assert group._state.sent == sent
+        manager.close()
 
 
 @pytest.mark.parametrize("how", ["each", "batched", "processes"])

@@ -346,6 +346,14 @@ def test_errors_end_the_stream_and_reach_the_trainer(group, source, function, ki
         update(stream, manager, 2)  # does not wait for a stream that has ended
 
 
+def test_required_column_that_is_missing_ends_the_stream(group):
+    manager = managed(group, function=lambda prompt, completion, level: level)
+    with streaming(manager, with_labels) as stream:
+        update(stream, manager, 1)
+        with pytest.raises(RewardError, match="requires the column 'level', but extras has 'label'"):
+            stream.take(30)
+
+
 def test_engine_that_fails_ends_the_stream(group):
     manager = managed(group, SamplingParams(400))
     with streaming(manager) as stream:

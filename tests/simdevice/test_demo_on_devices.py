@@ -42,5 +42,7 @@ def test_rewards_are_those_of_the_cpu(way, tmp_path, monkeypatch):
     on_cpu = demo_runs.run(tmp_path / "cpu", *given)
     subprocess.run([sys.executable, str(HERE / "build.py")], check=True, capture_output=True)
     plain = demo_runs.environment()
-    monkeypatch.setattr(demo_runs, "environment", lambda: plain | GPUS)
+    session = tmp_path / "session"
+    monkeypatch.setattr(demo_runs, "environment", lambda: plain | GPUS | {"SIMDEVICE_SESSION": str(session)})
     assert demo_runs.run(tmp_path / "device", *given) == pytest.approx(on_cpu, abs=1e-3)
+    assert (session / "device-0").exists() and not (session / "faults").exists()

@@ -24,6 +24,8 @@ TWO_RANKS = "tests/simdevice/on_device/test_two_ranks.py"
 ELSEWHERE = (HERE / "files.txt").read_text().split()[1:]
 """Those of ``make test-device`` that are not in `on_device`."""
 OF_GROUPS = [file for file in ELSEWHERE if file.startswith("tests/train/backends/")]
+RARE = [f"tests/train/backends/test_{name}.py" for name in ("both_backends", "replace_ranks", "resize")]
+"""Run with ``--full``, for HSDP and Megatron on four ranks."""
 
 
 @pytest.mark.timeout(600)
@@ -34,8 +36,13 @@ def test_on_the_simulated_device():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "files",
-    [[TWO_RANKS], OF_GROUPS, [file for file in ELSEWHERE if file not in OF_GROUPS]],
-    ids=["two ranks", "train groups", "others"],
+    [
+        [TWO_RANKS],
+        [file for file in OF_GROUPS if file not in RARE],
+        *(["--full", file] for file in RARE),
+        [file for file in ELSEWHERE if file not in OF_GROUPS],
+    ],
+    ids=["two ranks", "train groups", "both backends", "replace", "resize", "others"],
 )
 @pytest.mark.full("train groups, device memory, engines and batches on the simulated device")
 def test_other_tests_on_the_simulated_device(files):

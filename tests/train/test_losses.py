@@ -68,6 +68,7 @@ def mean(batch, token):
 @pytest.mark.parametrize("max_tokens", [7, 18, 1000])
 def test_policy_loss_matches_a_loop(max_tokens):
     batch = data()
+    batch["rollout_log_probs"] = batch["log_probs"] - torch.linspace(-1, 2, ROWS * TOKENS).view(ROWS, TOKENS)
     batch["log_probs"] = batch["log_probs"].requires_grad_()
     loss = policy_loss(ppo(0.2, 0.5), kl_coef=0.3, entropy_coef=0.1)
     total, sums = run(loss, batch, max_tokens, outputs={"log_probs": "log_probs", "entropy": "entropy"})
@@ -90,6 +91,7 @@ def test_policy_loss_matches_a_loop(max_tokens):
         "ratio": mean(batch, lambda e: math.exp(e["log_probs"] - e["old_log_probs"])),
         "kl": mean(batch, k3),
         "entropy": mean(batch, lambda e: e["entropy"]),
+        "rollout_log_prob_diff": mean(batch, lambda e: abs(e["log_probs"] - e["rollout_log_probs"])),
     }
     assert 0 < expected["clip_fraction"] < 1
     assert sums == pytest.approx(expected, rel=1e-5)

@@ -41,7 +41,7 @@ FILE = """
 
 MYPY_INI = """
 [mypy]
-[mypy-cloudpickle.*,httpx.*,megatron.*,numpy.*,omegaconf.*,ray.*,tensordict.*,torch.*,transformers.*,vllm.*]
+[mypy-cloudpickle.*,httpx.*,megatron.*,numpy.*,omegaconf.*,ray.*,tensordict.*,torch.*,tqdm.*,transformers.*,vllm.*]
 ignore_missing_imports = True
 follow_imports = skip
 """
@@ -93,3 +93,14 @@ def test_checker_knows_the_types_of_an_editable_install(python, users_file, chec
     wrong = [number for number, line in enumerate(users_file.read_text().splitlines(), 1) if "# wrong" in line]
     found, output = checker(python, users_file)
     assert found == wrong, output
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+@pytest.mark.parametrize("script", ["score", "distill"])
+def test_checker_accepts_the_tutorials(python, users_file, checker, script):
+    for file in (ROOT / "tutorials").glob(f"{script}*.py"):
+        shutil.copy(file, users_file.parent)
+    shutil.copy(ROOT / "tutorials" / f"{script}.py", users_file)
+    (users_file.parent / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    found, output = checker(python, users_file)
+    assert found == [], output

@@ -181,7 +181,8 @@ class AdvantageRows:
     def shares(self) -> torch.Tensor:
         """(B,) float64, 1 / the number of rows of each row's rollout. The sum over all ranks is the number of
         rollouts."""
-        return 1 / self.own(self.everywhere(torch.ones(len(self["input_ids"]), dtype=torch.float64), "sum"))
+        ones = torch.ones(len(self["input_ids"]), dtype=torch.float64)
+        return ones if self._rollouts is None else 1 / self.own(self.everywhere(ones, "sum"))
 
     def groups(self) -> torch.Tensor:
         """Return the ``group_ids`` of the rollouts of all dp ranks, (N,), and warn of rollouts that are alone in

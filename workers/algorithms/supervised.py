@@ -37,7 +37,9 @@ def dpo_advantages(rows: AdvantageRows, args: Any) -> torch.Tensor:
     the loss is -log s(m) with the margin m = beta (x_c - x_r) and the logistic function s. Its derivatives by the
     log-probabilities of all tokens of c and r are -beta s(-m) and beta s(-m). So in the first optimizer step, in which
     ``old_log_probs`` are the policy's own, it is the plain policy gradient with the advantages beta s(-m) and
-    -beta s(-m). They are doubled because the loss is the mean over rows, of which a pair has two.
+    -beta s(-m). They are doubled because the loss is the mean over rows, of which a pair has two. With dropout they are
+    computed without it, as all of ``old_log_probs`` is: s(-m) is that of the model without dropout, and the derivatives
+    of the log-probabilities are of the model with it.
 
     Pairs have the same number in ``group_ids``; of the two, the one with the higher reward is the chosen one.
 
@@ -51,7 +53,8 @@ def dpo_advantages(rows: AdvantageRows, args: Any) -> torch.Tensor:
     log_ratios = rows["old_log_probs"].double() - rows["ref_log_probs"].double()
     sums = torch.where(rows["loss_mask"] != 0, log_ratios, 0.0).sum(1)  # other entries may be NaN
     margins = args.dpo_beta * rows.everywhere(sums)
-    chosen, rejected = pairs(rows.everywhere("group_ids"), rows.everywhere("rewards"))
+    counted = rows.everywhere((rows["loss_mask"] != 0).any(1).float())
+    chosen, rejected = pairs(rows.everywhere("group_ids"), rows.everywhere("rewards"), counted != 0)
     slopes = 2 * args.dpo_beta * torch.sigmoid(margins[rejected] - margins[chosen])
     advantages = torch.zeros(len(margins), dtype=torch.double)
     advantages[chosen], advantages[rejected] = slopes, -slopes
@@ -72,20 +75,9 @@ def dpo_loss(tokens: PolicyTokens, args: Any) -> tuple[torch.Tensor, dict[str, t
 
 
 def check_pairs(rows: Mapping[str, torch.Tensor]) -> None:
-    """Check the rows of DPO: as `pairs` does, and that each has a counted token. The mean over rows leaves out a row
-    without one, so the loss of its pair would count half.
-
-    Raises:
-        RolloutDataError: they are no pairs, or a completion is several rows.
-    """
+    """Check the rows of DPO, as `pairs` does, and that each completion is one row."""
     _refuse_several_rows(rows)
-    pairs(rows["group_ids"], rows["rewards"])
-    empty = ~(rows["loss_mask"] != 0).any(1)
-    if bool(empty.any()):
-        raise RolloutDataError(
-            f"rollout data: a row of group {int(rows['group_ids'][empty][0])} has no token that loss_mask counts; "
-            "leave out both rows of the pair, or count a token of each, such as the one that ends a completion"
-        )
+    pairs(rows["group_ids"], rows["rewards"], (rows["loss_mask"] != 0).any(1))
 
 
 def _refuse_several_rows(rows: Mapping[str, torch.Tensor]) -> None:
@@ -96,15 +88,17 @@ def _refuse_several_rows(rows: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def pairs(group_ids: torch.Tensor, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs(group_ids: torch.Tensor, rewards: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of the chosen completions and those of the rejected ones, (pairs,) int64 each.
 
     Args:
         group_ids: (N,), the same number for the two rows of a pair.
         rewards: (N,).
+        counted: (N,), whether a row has a counted token. The mean over rows leaves out one without, so the loss of its
+            pair would count half.
 
     Raises:
-        RolloutDataError: a group has another number of rows than two, or equal rewards.
+        RolloutDataError: a group has another number of rows than two, or equal rewards, or a row without such a token.
     """
     ids, sizes = group_ids.unique(return_counts=True)
     if bool((sizes != 2).any()):
@@ -120,6 +114,11 @@ def pairs(group_ids: torch.Tensor, rewards: torch.Tensor) -> tuple[torch.Tensor,
         raise RolloutDataError(
             f"rollout data: the two rows of group {int(group_ids[row])} have the same reward, so neither is preferred; "
             "policy_loss_type='dpo' trains towards the one with the higher reward"
+        )
+    if not bool(counted.all()):
+        raise RolloutDataError(
+            f"rollout data: a row of group {int(group_ids[~counted][0])} has no token that loss_mask counts; leave out "
+            "both rows of the pair, or count a token of each, such as the one that ends a completion"
         )
     best = of_pairs.argmax(1, keepdim=True)
     return rows.gather(1, best)[:, 0], rows.gather(1, 1 - best)[:, 0]

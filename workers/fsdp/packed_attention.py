@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from workers.data.packing import PackedRows, pack_rows
 from workers.extras import require
-from workers.fsdp.sequence_parallel import repeat_groups, reslice
+from workers.fsdp.sequence_parallel import repeat_groups, reslice, rope_of_length
 
 PACKED = "packed"
 """Name of the attention among transformers' implementations."""
@@ -178,6 +178,8 @@ def why_not_packed(
         return f"its attention is {text._attn_implementation!r}, not 'sdpa'"
     if getattr(text, "attention_chunk_size", None):
         return "its attention is chunked"
+    if (kind := rope_of_length(text)) is not None:
+        return f"its rotary embedding {kind!r} depends on the longest row"
     window = getattr(text, "sliding_window", None) or 0
     if window > MAX_WINDOW:
         return f"its sliding window is longer than {MAX_WINDOW} tokens"

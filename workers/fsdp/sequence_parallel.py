@@ -43,13 +43,19 @@ def check_sliceable(hf_config: Any, ranks: int) -> None:
             f"sequence_parallel_size={ranks} does not divide the model's {heads} attention heads, of which each rank "
             "gets an equal number"
         )
+    if (kind := rope_of_length(text)) is not None:
+        raise ValueError(
+            f"sequence_parallel_size={ranks}: the rotary embedding {kind!r} depends on the length of the whole "
+            "sequence, which ranks with a slice of it do not see"
+        )
+
+
+def rope_of_length(text: Any) -> str | None:
+    """Return the type of a rotary embedding whose frequencies depend on the longest row of a pass, if a text config has
+    one."""
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, Mapping)):
-        if kind in _OF_LENGTH:
-            raise ValueError(
-                f"sequence_parallel_size={ranks}: the rotary embedding {kind!r} depends on the length of the whole "
-                "sequence, which ranks with a slice of it do not see"
-            )
+    kinds = [of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, Mapping)]
+    return next((kind for kind in kinds if kind in _OF_LENGTH), None)
 
 
 def repeat_groups(tensor: torch.Tensor, ranks: int) -> torch.Tensor:

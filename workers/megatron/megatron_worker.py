@@ -1,6 +1,7 @@
 """MegatronWorker: a worker that reports megatron's layout, on CUDA with nccl.
 
-Megatron has never been run on CUDA by this project. The tests run it on the CPU: see `workers.megatron.cpu`.
+This project has never run Megatron on a GPU. The tests run it on the CPU, see `workers.megatron.cpu`, and on a
+simulated CUDA device.
 """
 
 from __future__ import annotations

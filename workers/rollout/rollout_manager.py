@@ -57,9 +57,9 @@ class RolloutManager:
         group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or that role of a colocated group. If one
             engine raises, the other workers have the group's ``error_grace`` seconds to finish.
         sampling_params: how to sample.
-        reward_function: ``reward(prompt_ids, completion_ids, **extras) -> float``. It gets two lists of token ids, and
-            this prompt's extras by keyword. An ``async def`` runs for several completions concurrently. With None, the
-            data has no ``rewards``.
+        reward_function: ``reward(prompt_ids, completion_ids, **columns) -> float``. It gets two lists of token ids, and
+            the extras of this prompt that its parameters name. An ``async def`` runs for several completions at once.
+            With None, the data has no ``rewards``.
         samples_per_prompt: completions per prompt.
         seed: completions depend only on it, the ``rollout_id``, the prompt's index in the call, and the sample's index;
             they do not depend on the number of workers.
@@ -176,7 +176,8 @@ class RolloutManager:
             ValueError: an entry of ``extras`` does not have one value per prompt.
             WeightVersionError: workers do not have the expected weight version, and there is no `refresh`, or it did
                 not help.
-            RewardError: the reward function raised, returned something that is not a reward, or exceeded its timeout.
+            RewardError: the reward function requires a column that ``extras`` lacks (before anything is sent), raised,
+                returned something that is not a reward, or exceeded its timeout.
             SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ... After a death,
                 restart the worker, or create the group with ``on_death="replace"``, and call this again.
         """
@@ -286,6 +287,8 @@ class RolloutManager:
         if self.timeout is not None:
             generate = generate.options(timeout=self.timeout)
         columns = self.for_engine(given) if self.engine_extras else {}
+        if self.rewards is not None:
+            self.rewards.check_columns(given)
 
         def send(some: list[Sample], how: SamplingParams) -> WorkerFuture:
             for_engine: dict[str, Any] = {}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import pickle
 import warnings
 from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -556,14 +558,18 @@ def read_args(given: Any = None) -> TrainArgs:
         TrainArgsError: a key is unknown (the message has the closest one), or a value has the wrong type or is out of
             range.
     """
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     known = {item.name: item for item in dataclasses.fields(TrainArgs)}
     values, extras = _split(given, known)
-    args = OmegaConf.structured(TrainArgs)
-    hints = get_type_hints(TrainArgs)
+    typed, untyped, hints = _defaults()
+    args = pickle.loads(typed)
+    own: set[str] = set()
     for name, value in values.items():
+        default = _default(known[name])
+        if type(value) is type(default) in (bool, int, float, str, type(None)) and value == default:
+            continue  # setting a value takes OmegaConf longer than all else here
         wanted = hints[name]
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(value, str) and wanted in (list[str], list[str] | None):
@@ -578,18 +584,37 @@ def read_args(given: Any = None) -> TrainArgs:
             raise TrainArgsError(
                 f"args.{name}={value!r}: expected {type_name(wanted)} ({_first_line(error)})"
             ) from None
+        own.add(name)
     for name, item in known.items():
-        check_value(name, item, args[name])
+        if name in own:
+            check_value(name, item, args[name])
     check_algorithm(args)
     check_rollout(args)
     check_together(args)
-    check_effects({item.name for item in known.values() if args[item.name] != _default(item)}, args)
-    made = DictConfig({**{name: args._get_node(name) for name in known}}, flags={"allow_objects": True})
+    changed = {name for name, item in known.items() if args[name] != _default(item)}
+    check_effects(changed, args)
+    made = pickle.loads(untyped)
+    for name in changed | own:
+        made[name] = args._get_node(name)
     for name, value in extras.items():
         made[name] = value
     OmegaConf.set_struct(made, True)
     OmegaConf.set_struct(made.user, False)
     return cast(TrainArgs, made)
+
+
+@functools.cache
+def _defaults() -> tuple[bytes, bytes, dict[str, Any]]:
+    """Return the pickled defaults, as a config that checks types and as one that takes other keys, and the types.
+
+    OmegaConf takes twenty times as long to make a config as to unpickle it, and every rank reads the arguments.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    typed = OmegaConf.structured(TrainArgs)
+    nodes = {item.name: typed._get_node(item.name) for item in dataclasses.fields(TrainArgs)}
+    untyped = DictConfig(nodes, flags={"allow_objects": True})
+    return pickle.dumps(typed), pickle.dumps(untyped), get_type_hints(TrainArgs)
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

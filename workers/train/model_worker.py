@@ -184,7 +184,8 @@ class ModelWorker(TrainWorker):
         self._versions = {}
         if self._keeps_versions and position is None:  # a checkpoint's weights are newer than its weight version
             self._keep_version(self.weight_version)
-        self.clear_memory()
+        if has_accelerator():
+            self.clear_memory()
         if self.args.peer_snapshot_interval and self.world_size == 1:
             logger.warning("peer_snapshot_interval has no effect on a single rank: no other rank could keep snapshots")
         elif self.args.peer_snapshot_interval:

@@ -103,7 +103,7 @@ def arguments(way, folder, **args):
         pytest.param(HSDP, {"loss_aggregation": "sequence"}, marks=four_of_fsdp),
         pytest.param(HSDP, {"fsdp_reduce_dtype": "fp64", "fsdp_cpu_offload": True}, marks=four_of_fsdp),
         pytest.param(SP2_DP2, {"balance_data": True}, marks=four_of_fsdp),
-        (TP2, {}),
+        pytest.param(TP2, {}, marks=rare),
         (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
         (TP2_PP2, {"loss_aggregation": "sequence"}),
         pytest.param(TP2, {"gradient_checkpointing": True}, marks=rare),
@@ -645,7 +645,7 @@ def test_resumed_run_uses_its_own_optimizer_settings(start, way, data, tmp_path)
     ("way", "options"),
     [
         (FSDP2, {}),
-        (DP2, {}),
+        pytest.param(DP2, {}, marks=rare),
         (TP2, {}),
         pytest.param(PP2, {}, marks=rare),
         (TP2_DP2, {"use_distributed_optimizer": True}),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_types import config_of
+from model_types import config_of, model_of
 from tensordict import TensorDict
 from train_helpers import begin
 
@@ -10,6 +10,7 @@ from dispatch.jagged import build
 from single_controller import Broadcast, WorkerError
 from workers.data.rollout_data import rows_of
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
+from workers.fsdp.packed_attention import why_not_packed
 from workers.lora import LoraSettings
 from workers.train.args import read_args
 from workers.train.args_checks import TrainArgsError
@@ -134,6 +135,16 @@ def test_models_that_cannot_be_packed_say_so(two):
     """A state-space model would carry its state from one row to the next."""
     with pytest.raises(WorkerError, match=r"ModelFilesError: sequence packing is not possible with 'mamba'"):
         two.execute_with_func_generator(run, Broadcast((rows(), "actor", "mamba", (*SETS, *CANDIDATES), {})))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_of_the_longest_row_are_not_packed(kind):
+    """The common comparison has no row that is long enough to change the frequencies."""
+    scaling = {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = config_of("llama")
+    config.rope_parameters = {**config.rope_parameters, "rope_type": kind, **scaling}
+    why = why_not_packed(model_of(config).eval(), "actor", torch.device("cpu"), torch.float32)
+    assert why == f"its rotary embedding {kind!r} depends on the longest row"
 
 
 @pytest.mark.parametrize("other", [{"exact": True}, {"train_backend": "megatron"}], ids=str)

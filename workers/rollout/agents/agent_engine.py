@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 """How long `AgentEngine.close` waits for environments to close."""
 
-LAG_SECONDS = 1.0
+LAG_SECONDS = 5.0
 """An event loop that is blocked for longer is reported, once: some environment blocks."""
 
 

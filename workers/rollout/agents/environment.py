@@ -8,11 +8,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError, find_tool
 from workers.rollout.engines.rollout_engine import FinishReason
+from workers.rollout.rollout_errors import RolloutError
 
 Observation = Sequence[Mapping[str, Any]] | Sequence[int] | None
 """What the policy sees next: messages as in OpenAI's API, ``[{"role": "user", "content": "higher"}]``, for which the
@@ -58,6 +59,7 @@ class Step:
 
     observation: Observation = None
     reward: float | None = None
+    _: KW_ONLY
     done: bool = False
     invalid: bool = False
     info: Mapping[str, Any] | None = None
@@ -207,6 +209,8 @@ class ToolEnvironment(Environment):
             return f"Error: {error}", False
         try:
             result = await tool.call(arguments)
+        except RolloutError:  # not the policy's fault
+            raise
         except Exception as error:
             # The policy's arguments may be the reason: it sees the error, as it would see the one of a real tool.
             return self._shortened(f"Error: {type(error).__name__}: {error}"), True
@@ -223,7 +227,9 @@ class ToolEnvironment(Environment):
         return f"{text[: most - most // 2]}[...]{text[len(text) - most // 2 :]}"
 
 
-def session_reward(prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any]) -> float:
+def session_reward(
+    prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any], **columns: Any
+) -> float:
     """The reward function of sessions: the sum of what `Environment.step` has returned. Pass it to `RolloutManager`."""
     return float(info["reward"])
 

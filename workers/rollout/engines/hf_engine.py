@@ -67,7 +67,7 @@ class HFEngine(RequestEngine):
         seed: int = 0,
         param_dtype: Any = "fp32",
         fp32_lm_head: bool = False,
-        max_batch_size: int = 64,
+        max_batch_size: int = 128,
         trust_remote_code: bool = False,
         lora: LoraSettings | Mapping[str, Any] | None = None,
         exact: bool = False,

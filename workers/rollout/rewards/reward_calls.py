@@ -10,9 +10,9 @@ from typing import Any
 from workers.rollout.rollout_errors import RewardError
 
 RewardFunction = Callable[..., Any]
-"""``reward(prompt_ids, completion_ids, **extras) -> float``, plain or ``async def``. With a parameter ``info``, it also
-gets `Completion.info`, {} if there is none, unless ``extras`` has an entry of that name. Instead of a number it may
-return several by name, as a dict: see `Reward`."""
+"""``reward(prompt_ids, completion_ids, **columns) -> float``, plain or ``async def``. It gets the columns of ``extras``
+that its parameters name, all with ``**columns``, and with a parameter ``info`` `Completion.info`, {} if there is none,
+unless there is a column of that name. Instead of a number it may return several by name, as a dict: see `Reward`."""
 
 
 class Reward(float):

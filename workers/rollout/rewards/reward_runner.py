@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 5.0
 """How long `RewardRunner.close` waits for calls that it has cancelled."""
 
+_ALL = "**"
+"""Among the columns that a function takes: it takes all."""
+
 REWARD_CONCURRENCY = 128
 """Default of ``RewardRunner(concurrency=)``."""
 
@@ -94,7 +97,8 @@ class RewardRunner(Closing):
         self.timeout = timeout
         self.on_timeout = on_timeout
         self._plain = not workers and not _is_async(function)
-        self._with_info = _has_parameter(function, "info")
+        self._columns, self._required = _columns_of(function)
+        self._with_info = "info" in self._columns
         if self._plain and timeout is not None:
             raise ValueError(
                 f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
@@ -116,7 +120,17 @@ class RewardRunner(Closing):
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain", "_with_info")
+        names = (
+            "batched",
+            "concurrency",
+            "workers",
+            "timeout",
+            "on_timeout",
+            "_plain",
+            "_columns",
+            "_required",
+            "_with_info",
+        )
         return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,8 +152,8 @@ class RewardRunner(Closing):
 
         Args:
             samples: what to reward, usually all completions for one prompt.
-            extras: name -> values by `Sample.prompt`, passed to the function by keyword: a list with one value per
-                prompt, or a dictionary.
+            extras: name -> values by `Sample.prompt`, passed to the function by keyword if it has a parameter of that
+                name: a list with one value per prompt, or a dictionary.
             first_row: row of the first sample, for error messages.
 
         Returns:
@@ -202,6 +216,16 @@ class RewardRunner(Closing):
 
             ensure_ray()
 
+    def check_columns(self, extras: Mapping[str, Any]) -> None:
+        """Raise if there is no column for a parameter that the function requires.
+
+        Raises:
+            RewardError: one is missing.
+        """
+        if missing := [name for name in self._required if name not in extras]:
+            have = ", ".join(map(repr, extras)) or "no entries"
+            raise RewardError(f"the reward function requires the column {missing[0]!r}, but extras has {have}")
+
     def metrics(self) -> dict[str, float]:
         """Return, and reset, what happened since the last call: ``rewards/timeouts``, the number of samples whose
         rewards are `on_timeout`; ``rewards/slowest_seconds``, the longest call of the function."""
@@ -219,9 +243,11 @@ class RewardRunner(Closing):
                 thread.join(CLOSE_SECONDS)
 
     def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None, row: int) -> list[RewardCall]:
+        self.check_columns(extras or {})
+        given = {name: of for name, of in (extras or {}).items() if _ALL in self._columns or name in self._columns}
         if self.batched:
-            return [RewardCall(samples, extras or {}, row, True, self._with_info)] if samples else []
-        return [RewardCall([one], extras or {}, row + k, False, self._with_info) for k, one in enumerate(samples)]
+            return [RewardCall(samples, given, row, True, self._with_info)] if samples else []
+        return [RewardCall([one], given, row + k, False, self._with_info) for k, one in enumerate(samples)]
 
     def _call_plain(self, calls: Sequence[RewardCall]) -> tuple[list[float], Awaitable[Any] | None]:
         """Call a plain function in this thread.
@@ -370,11 +396,19 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _has_parameter(function: Any, name: str) -> bool:
+def _columns_of(function: Any) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The columns that a reward function takes, and those that it requires: its parameters behind those for tokens."""
     try:
-        return name in inspect.signature(function).parameters
+        parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # some functions of C have no signature
-        return False
+        return frozenset({_ALL}), ()
+    tokens = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
+    named = [
+        one for one in parameters if one not in tokens and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    every = {_ALL for one in parameters if one.kind is one.VAR_KEYWORD}
+    required = tuple(one.name for one in named if one.default is one.empty and one.name != "info")
+    return frozenset(every | {one.name for one in named}), required
 
 
 def _is_number(value: Any) -> bool:

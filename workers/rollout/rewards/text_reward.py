@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from workers.rollout.rewards.reward_calls import RewardFunction
 from workers.train.args_checks import READY_REWARDS, TrainArgsError, function_at
@@ -30,10 +30,9 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
     Raises:
         TypeError: it is no function, or has no parameter for the completion.
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [*inspect.signature(function).parameters.values()]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    needed = {one.name for one in parameters if one.name in names and one.default is one.empty}
     if not takes_all and not names & {"completion", "completion_ids"}:
         raise TypeError(
             f"text_reward(): {function!r} has no parameter `completion` or `completion_ids`; it has "
@@ -46,23 +45,31 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
             values["prompt"] = tokenizer.decode(list(prompt))
         if takes_all or "completion" in names:
             values["completion"] = tokenizer.decode(list(completion), skip_special_tokens=True)
-        if missing := needed - values.keys():
-            columns = ", ".join(name for name in given if name not in _OWN) or "none"
-            raise ValueError(f"{function!r:.80} needs {', '.join(sorted(missing))}; the data has the columns {columns}")
         return values if takes_all else {name: value for name, value in values.items() if name in names}
 
-    # Two positional parameters without a name that a column could have. RewardRunner looks for one called `info`.
+    # What `RewardRunner` reads: two positional parameters without a name that a column could have, then columns.
+    columns = [one for one in parameters if one.name in names and one.name not in _OWN]
+    signature = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("prompt", "completion")]
+        + [one.replace(kind=one.KEYWORD_ONLY) for one in columns]
+        + [inspect.Parameter("info", inspect.Parameter.KEYWORD_ONLY, default=None)]
+        + [one for one in parameters if one.kind is one.VAR_KEYWORD]
+    )
+    made: Any
     if inspect.iscoroutinefunction(function):
 
         async def awaited(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
             return await function(**arguments(prompt, completion, {**columns, "info": info}))
 
-        return awaited
+        made = awaited
+    else:
 
-    def plain(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
-        return function(**arguments(prompt, completion, {**columns, "info": info}))
+        def plain(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
+            return function(**arguments(prompt, completion, {**columns, "info": info}))
 
-    return plain
+        made = plain
+    made.__signature__ = signature
+    return cast(RewardFunction, made)
 
 
 def reward_of(args: Any, tokenizer: Any) -> RewardFunction:

@@ -213,6 +213,8 @@ class Router:
                 )
             first = rollout_id * len(prompts)
             ids = [token_ids(first + index, prompt) for index, prompt in enumerate(prompts)]
+            if self._manager.rewards is not None:
+                self._manager.rewards.check_columns(extras)
             self._rollouts[rollout_id] = (
                 ids,
                 {name: checked_values(name, values, len(ids)) for name, values in extras.items()},
@@ -352,8 +354,9 @@ class Router:
                 state = told.onto(before.session if before is not None else None)
                 journal[sample] = Completion([], [], "abort", [], fingerprints or None, session=state)
             if grown:
-                self._losses.pop(attempt.number, None)  # it has come further than before
                 group, tokens = self._so_far(request, journal)
+                if tokens:
+                    self._losses.pop(attempt.number, None)  # it has come further than before
                 self._buffer.journal(attempt.number, group, tokens=tokens)
 
     @staticmethod

@@ -1,0 +1,405 @@
+"""Tools and the environments that come with the library: schemas, wrong calls, results that are errors, hang or flood;
+the sandbox; a renderer that cannot extend a conversation."""
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from agent_helpers import Characters
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_helpers import BigramEngine
+
+from workers import AgentEngine, CodeLimits, SamplingParams, SessionLimits, Step, TokenRenderer, ToolEnvironment
+from workers.rollout.agents import sandbox as sandbox_file
+from workers.rollout.agents import tools as tools_file
+from workers.rollout.agents.environment import Action, Environment
+from workers.rollout.agents.sandbox import PythonSandbox
+from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
+from workers.rollout.rollout_errors import RolloutError
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def act(*calls, text="", finish_reason="stop"):
+    made = [ToolCall(name, arguments, f"call_{k}") for k, (name, arguments) in enumerate(calls)]
+    return Action([5], finish_reason, {"role": "assistant", "content": text}, made)
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+
+def search(
+    query: str, count: int = 3, kind: Literal["web", "news"] = "web", near: list[float] | None = None, more: Any = None
+) -> str:
+    """Search the web.
+
+    Finds pages.
+
+    Args:
+        query: words,
+            in English.
+        count (int): how many.
+
+    Returns:
+        The pages.
+    """
+    return f"{query} {count} {kind} {near}"
+
+
+def test_schema_of_a_tool_is_that_of_its_signature_and_docstring():
+    assert Tool(search).schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the web.\n\nFinds pages.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "words, in English."},
+                    "count": {"type": "integer", "description": "how many."},
+                    "kind": {"enum": ["web", "news"], "type": "string"},
+                    "near": {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]},
+                    "more": {},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+
+
+def no_doc(a: int) -> int:
+    return a
+
+
+def no_type(a):
+    """Do."""
+
+
+def many(*a: int):
+    """Do."""
+
+
+def odd(a: bytes):
+    """Do."""
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [(no_doc, "docstring"), (no_type, "annotation"), (many, "name each"), (odd, "no JSON schema")],
+)
+def test_functions_that_are_no_tools(function, what):
+    with pytest.raises(TypeError, match=what):
+        Tool(function)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({}, "needs the argument 'query'"),
+        ({"query": 1}, "query=1 does not fit"),
+        ({"query": "a", "count": True}, "count=True"),
+        ({"query": "a", "count": 1.5}, "count=1.5"),
+        ({"query": "a", "kind": "old"}, "kind='old'"),
+        ({"query": "a", "near": [1, "x"]}, "near="),
+        ({"query": "a", "page": 1}, "no parameter 'page'; it has 'query'"),
+        ("{", "no valid JSON"),
+        ("[1]", "no JSON object"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, what):
+    with pytest.raises(ToolCallError, match=what):
+        Tool(search).checked(arguments)
+
+
+def test_arguments_that_fit():
+    assert Tool(search).checked('{"query": "a", "near": [1, 2.5]}') == {"query": "a", "near": [1, 2.5]}
+
+    def half(number: float) -> float:
+        """Halve."""
+        return number / 2
+
+    assert type(Tool(half).checked({"number": 3})["number"]) is float
+
+
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+def fails() -> int:
+    """Fail."""
+    return [][1]
+
+
+def flood(count: int) -> str:
+    """Say much."""
+    return "ab" * count
+
+
+async def later(seconds: float) -> dict:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return {"waited": seconds}
+
+
+TOOLS = [add, fails, flood, later]
+
+
+def step(*calls, cut="right", **options):
+    environment = ToolEnvironment(TOOLS, result_chars=20, cut=cut)
+    return run(environment.step(act(*calls, **options)))
+
+
+def test_all_calls_of_a_turn_run_at_once_and_in_order():
+    began = time.monotonic()
+    made = step(("later", {"seconds": 0.3}), ("add", {"a": 1, "b": 2}), ("later", {"seconds": 0.3}))
+    assert time.monotonic() - began < 0.55
+    assert [one["content"] for one in made.observation] == ['{"waited": 0.3}', "3", '{"waited": 0.3}']
+    assert [one["tool_call_id"] for one in made.observation] == ["call_0", "call_1", "call_2"]
+    assert {one["role"] for one in made.observation} == {"tool"} and not made.done and not made.invalid
+
+
+def test_errors_are_results_and_wrong_calls_are_invalid():
+    assert step(("fails", {})).observation[0]["content"] == "Error: IndexError: l[...]"
+    assert not step(("fails", {})).invalid
+    assert step(("nothing", {})).invalid and step(("add", {"a": 1})).invalid and step(("add", "{")).invalid
+    assert not step(("nothing", {}), ("add", {"a": 1, "b": 2})).invalid  # one of them was right
+    assert step(("nothing", {})).observation[0]["content"].startswith("Error: there is no ")
+
+
+@pytest.mark.parametrize(("cut", "kept"), [("left", "[...]" + 10 * "ab"), ("right", 10 * "ab" + "[...]")])
+def test_results_are_cut(cut, kept):
+    assert step(("flood", {"count": 5_000_000}), cut=cut).observation[0]["content"] == kept
+    assert step(("flood", {"count": 10})).observation[0]["content"] == 10 * "ab"
+    middle = step(("flood", {"count": 5_000_000}), cut="middle").observation[0]["content"]
+    assert middle == 5 * "ab" + "[...]" + 5 * "ab"
+
+
+def test_answer_and_turn_that_was_cut_off_end_the_session():
+    class Scored(ToolEnvironment):
+        async def score(self, action):
+            return float(action.text == self.row["answer"])
+
+    async def play(text, **options):
+        environment = Scored()
+        await environment.reset({"answer": "4"})
+        return await environment.step(act(text=text, **options))
+
+    assert run(play("4")) == Step(reward=1.0, done=True) and run(play("5")) == Step(reward=0.0, done=True)
+    assert run(play("4", finish_reason="length")) == Step(done=True, reason="length")
+    with pytest.raises(ValueError, match="two tools have one name"):
+        ToolEnvironment([add, add])
+
+
+def test_tools_that_hang_do_not_stop_others(monkeypatch):
+    monkeypatch.setattr(tools_file, "THREADS", 2)
+
+    def hang() -> int:
+        """Hang."""
+        time.sleep(1.5)
+        return 1
+
+    async def play():
+        tools = ToolEnvironment([hang, add])
+        hanging = [asyncio.ensure_future(tools.step(act(("hang", {})))) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        for one in hanging:
+            one.cancel()
+        await asyncio.wait(hanging)
+        began = time.monotonic()
+        made = await tools.step(act(("add", {"a": 1, "b": 1})))
+        return made.observation[0]["content"], time.monotonic() - began
+
+    content, seconds = run(play())
+    assert content == "2" and seconds < 1.0
+
+
+# --- messages in sessions -------------------------------------------------------------------------------------------
+
+
+class Scripted(BigramEngine):
+    """Says what the test has written, turn by turn, with a renderer of characters."""
+
+    max_positions = 2000
+
+    def __init__(self, script):
+        super().__init__(vocabulary=512)
+        self.script = script
+
+    def drawn(self, request):
+        turn, text = int(request.id.rpartition("/")[2]), Characters()
+        said = [*text.encode(self.script[turn]), 1]
+        place = len(request.token_ids)
+        return [said[place]], [-0.5], "stop" if place == len(said) - 1 else None, [()]
+
+
+def session(script, environment, renderer=None, limits=None, **row):
+    engine = AgentEngine(
+        Scripted, script, environment=environment, renderer=renderer or TokenRenderer(Characters()), limits=limits
+    )
+    prompt = TokenRenderer(Characters()).render([{"role": "user", "content": "3+4"}], add_generation_prompt=True)
+    try:
+        (made,) = engine.generate(
+            [prompt.token_ids], SamplingParams(200), [0], extras={name: [value] for name, value in row.items()}
+        )
+    finally:
+        engine.close()
+    return made, Characters().decode(made.token_ids)
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Adder(ToolEnvironment):
+    functions = (add,)
+
+    async def score(self, action):
+        return float(action.text == "7")
+
+
+def test_session_with_tools_and_a_renderer():
+    made, text = session([call("add", a=3, b=4), "7"], Adder)
+    assert text == f"{call('add', a=3, b=4)}<end><|tool|>7<end><|assistant|>7<end>"
+    assert (made.info["reward"], made.info["turns"], made.info["end_reason"]) == (1.0, 2, "done")
+    sampled = Characters().decode([t for t, counts in zip(made.token_ids, made.loss_mask, strict=True) if counts])
+    assert sampled == f"{call('add', a=3, b=4)}<end>7<end>"
+
+
+def test_wrong_calls_in_a_row_end_a_session():
+    wrong = [call("sub", a=1, b=2), "<tool_call>{</tool_call>", call("add", a="1", b=2), "7"]
+    made, text = session(wrong, Adder, limits=SessionLimits(invalid=3))
+    assert made.info["end_reason"] == "invalid" and made.info["turns"] == 3
+    assert "there is no tool 'sub'; there are 'add'" in text and "could not be read: invalid_json" in text
+    made, _ = session(wrong, Adder, limits=SessionLimits(invalid=4))
+    assert made.info["end_reason"] == "done" and made.info["reward"] == 1.0
+
+
+class Forgets(TokenRenderer):
+    """Cannot extend the second turn."""
+
+    def bridge_to_next_turn(self, prompt, completion, messages, *, tools=None):
+        self.count = getattr(self, "count", 0) + 1
+        return None if self.count == 2 else super().bridge_to_next_turn(prompt, completion, messages, tools=tools)
+
+
+def test_conversation_that_cannot_be_extended_is_a_branch(caplog):
+    script = [call("add", a=3, b=4), call("add", a=0, b=7), "7"]
+    messages = [{"role": "user", "content": "3+4"}]
+    made, _ = session(script, Adder, Forgets(Characters()), messages=messages)
+    assert made.info["rerenders"] == 1 and made.info["reward"] == 1.0
+    assert len(made.rows) == 2 and "is rendered anew" in caplog.text
+    trained = [
+        [token for token, counts in zip(row.completion.token_ids, row.completion.loss_mask, strict=True) if counts]
+        for row in made.rows
+    ]
+    assert Characters().decode(trained[0]) == f"{script[0]}<end>{script[1]}<end>"
+    assert Characters().decode(trained[1]) == "7<end>"
+    with pytest.raises(RolloutError, match="give the rows a column 'messages'"):
+        session(script, Adder, Forgets(Characters()))
+
+
+@given(turns=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
+def test_rows_have_what_was_sampled_and_nothing_else(turns):
+    """Random observations of tokens: each sampled token is trained once, with its own log-probability."""
+
+    class Random(Environment):
+        def __init__(self):
+            self.left = list(turns)
+
+        async def step(self, action):
+            count, _ = self.left.pop(0)
+            return Step([40 + count] * count or None, done=not self.left)
+
+    script = ["abc"[: 1 + long] for _, long in turns]
+    engine = AgentEngine(Scripted, script, environment=Random, limits=SessionLimits(turns=None))
+    (made,) = engine.generate([[2]], SamplingParams(50), [0])
+    engine.close()
+    expected, mask = [], []
+    for number, (text, (count, _)) in enumerate(zip(script, turns, strict=True)):
+        own = [*Characters().encode(text), 1]
+        expected, mask = expected + own, mask + [1] * len(own)
+        if number < len(turns) - 1:
+            expected, mask = expected + [40 + count] * count, mask + [0] * count
+    assert (made.token_ids, list(made.loss_mask)) == (expected, mask)
+    assert made.log_probs == [-0.5 * counts for counts in mask]
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "turns"),
+    [
+        (["C3*4;", "12;"], 1.0, 2),
+        (["C3*4;", "13;"], 0.5 + 0.5 * 2 / 3, 2),
+        (["C3*1;", "12;"], 0.5 * 4 / 5 + 0.5, 2),
+        (["12;", "12;"], 0.5, 2),
+    ],
+)
+def test_calculator_of_the_tutorials(monkeypatch, script, reward, turns):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tutorials"))
+    import calculator
+
+    class Says(BigramEngine):
+        def drawn(self, request):
+            said = calculator.encode(script[int(request.id.rpartition("/")[2])])
+            place = len(request.token_ids)
+            return [said[place]], [-0.5], "stop" if place == len(said) - 1 else None, [()]
+
+    engine = AgentEngine(
+        Says,
+        vocabulary=len(calculator.ALPHABET),
+        environment=calculator.Calculator,
+        renderer=calculator.CalculatorFormat,
+        limits=calculator.Calculator.limits,
+    )
+    rows = {"expression": ["3*4"]}
+    (made,) = engine.generate([calculator.encode("3*4=")], SamplingParams(5), [0], extras=rows)
+    engine.close()
+    assert made.info["reward"] == pytest.approx(reward) and made.info["turns"] == turns
+    result = {"C3*4;": "12", "C3*1;": "03"}.get(script[0], "")
+    assert calculator.decode(made.token_ids) == script[0] + result + script[1]
+
+
+# --- the sandbox ----------------------------------------------------------------------------------------------------
+
+NETWORK = "import socket; s = socket.socket(); s.settimeout(2); s.connect(('127.0.0.1', {port})); print('connected')"
+
+
+def in_sandbox(program, limits=None):
+    environment = PythonSandbox(limits)
+    return run(environment.step(act(("python", {"program": program})))).observation[0]["content"]
+
+
+def test_sandbox_runs_programs():
+    assert in_sandbox("print(sum(range(10)))") == "45\n"
+    assert "ZeroDivisionError" in in_sandbox("1 / 0")
+    assert "MemoryError" in in_sandbox("bytearray(1 << 40)")
+    assert "not finished after 0.5 s" in in_sandbox("while True: pass", CodeLimits(seconds=0.5))
+    assert len(in_sandbox("print('x' * 100_000)")) < 9000
+    assert PythonSandbox().tools[0].schema["function"]["parameters"]["required"] == ["program"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root here")
+def test_sandbox_has_no_network():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "Error" in in_sandbox(NETWORK.format(port=port))
+        assert in_sandbox(NETWORK.format(port=port), CodeLimits(isolate=False)) == "connected\n"
+
+
+def test_sandbox_without_namespaces_is_an_error(monkeypatch):
+    monkeypatch.setattr(sandbox_file, "_check_isolation", sandbox_file._check_isolation.__wrapped__)
+    plain = sandbox_file.run_python
+    monkeypatch.setattr(
+        sandbox_file, "run_python", lambda *args, **options: plain(*args, limits=CodeLimits(isolate=False))
+    )
+    with pytest.raises(RolloutError, match="allows no namespaces"):
+        in_sandbox("print(1)")

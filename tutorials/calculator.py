@@ -1,0 +1,100 @@
+"""The task `calculator` of `train_grpo.py`: a model learns to call a tool, and to answer with what it returns.
+
+The policy sees ``3*7=``. In its first turn it should write ``C3*7;``, a call of the calculator, which returns ``21``.
+In its second turn it should write ``21;``. It begins with random weights, and knows neither.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workers import Action, SessionLimits, Step, ToolEnvironment
+from workers.rollout.agents.environment import Observation
+from workers.rollout.agents.rendering import Parsed, ParsedCall, Rendered
+
+ALPHABET = "0123456789*=C;?"
+END = ALPHABET.index(";")
+
+
+def encode(text: str) -> list[int]:
+    """A token for each character."""
+    return [ALPHABET.index(character) for character in text]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """The text of tokens."""
+    return "".join(ALPHABET[token] for token in token_ids)
+
+
+class CalculatorFormat:
+    """A renderer: messages of the roles user and tool are their text, and ``C`` before an expression is a tool call."""
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> Rendered:
+        return Rendered([token for message in messages for token in encode(message["content"])])
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> Parsed:
+        text = decode(token_ids).removesuffix(";")
+        if not text.startswith("C"):
+            return Parsed(text)
+        return Parsed("", None, [ParsedCall(text, "calculate", {"expression": text[1:]})])
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [END]
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> Rendered:
+        return Rendered([*previous_prompt_ids, *previous_completion_ids, *self.render(new_messages).token_ids])
+
+
+def calculate(expression: str) -> str:
+    """Multiply two numbers; the result of anything else is ??.
+
+    Args:
+        expression: such as 3*7.
+    """
+    known = re.fullmatch(r"(\d)\*(\d)", expression)
+    return f"{int(known[1]) * int(known[2]):02}" if known else "??"
+
+
+class Calculator(ToolEnvironment):
+    """Half of the reward is for the call, and half for the answer: each is the share of its characters that are right,
+    so that a model with random weights can begin to learn."""
+
+    limits = SessionLimits(turns=2)
+
+    def __init__(self) -> None:
+        super().__init__([calculate])
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        self.expression, self.calls = row["expression"], 0
+        return None
+
+    async def step(self, action: Action) -> Step:
+        said = decode(action.token_ids)
+        if self.calls:
+            return Step(reward=share(said, f"{calculate(self.expression)};") / 2, done=True)
+        self.calls += 1
+        called = await super().step(action)
+        right = f"C{self.expression};"
+        return Step(called.observation, share(said, right) / 2, invalid=said != right)
+
+    def state_dict(self) -> Any:
+        return {"expression": self.expression, "calls": self.calls}
+
+    def load_state_dict(self, state: Any) -> None:
+        vars(self).update(state)
+
+
+def share(said: str, expected: str) -> float:
+    """The share of the characters that are right."""
+    return sum(a == b for a, b in zip(said, expected, strict=False)) / max(len(said), len(expected))
