@@ -420,7 +420,7 @@ def test_partial_of_an_engine_without_sessions_is_the_first_turn(make):
 
 def test_states_of_running_sessions_are_told_in_steps(make):
     """As a driver keeps them: it gets what it does not have, and at any moment can continue from what it has."""
-    engine = make(delay=0.003)
+    engine = make(delay=0.01)
     future = submit(engine, length=10, turns=6)
     held, seen = {}, []
     while not future.done():

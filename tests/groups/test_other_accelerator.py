@@ -7,7 +7,7 @@ def test_npus_are_placed_seen_and_connected():
     out = run("""
         from npu_workers import NpuWorker
         from workers.train.train_placement import slot_devices
-        ray.init("local", num_cpus=4, num_gpus=0, resources={"NPU": 4}, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, num_gpus=0, resources={"NPU": 4}, include_dashboard=False, log_to_driver=False)
         print("> slots:", slot_devices(), slot_devices(False))
         with RayResourcePool([2], **slot_devices(), max_colocate_count=1) as pool:
             with RayWorkerGroup(pool, RayClassWithInitArgs(NpuWorker)) as group:

@@ -33,7 +33,7 @@ def waits_of_any_number_of_micro_batches(start, waits=waits):
         The waits of each function.
     """
     found = []
-    for most in (10_000, 50, 16):
+    for most in (10_000, 32):  # all rows at once; two to four at a time
         with start(most) as calls:
             of_calls = []
             for call in calls:
@@ -42,5 +42,5 @@ def waits_of_any_number_of_micro_batches(start, waits=waits):
                 call()
                 of_calls.append(waits())
         found.append(of_calls)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     return found[0]

@@ -79,8 +79,9 @@ class VLLMEngine(RequestEngine):
         trust_remote_code: whether code that comes with the model may run.
         engine_args: arguments of vLLM, by the names of ``vllm.EngineArgs``, such as ``tensor_parallel_size``,
             ``max_model_len``, ``max_num_seqs``, ``gpu_memory_utilization`` or ``kv_cache_memory_bytes``. On the CPU
-            ``kv_cache_memory_bytes`` is 1 GiB and ``enforce_eager`` is set unless you say otherwise. Sets of
-            `SamplingMask` have fewer than ``max_logprobs`` tokens, 528 unless you say otherwise.
+            ``kv_cache_memory_bytes`` is 1 GiB and ``enforce_eager`` is set unless you say otherwise, and no prompt is
+            computed in parts (``enable_chunked_prefill``). Sets of `SamplingMask` have fewer than ``max_logprobs``
+            tokens, 528 unless you say otherwise.
 
     Raises:
         ImportError: vLLM or transformers is not installed.
