@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from single_controller import (
     register,
 )
 from single_controller.call import joining
+from single_controller.call.future import WorkerFuture
 from workers import RolloutWorker
 from workers.distributed import initialize_distributed
 
@@ -758,6 +760,47 @@ class Scores(RolloutWorker):
     @register(Dispatch.ONE_TO_ALL)
     def score(self):
         return 1
+
+
+class SentMeanwhile(Future):
+    """Another thread sends the call after the first look."""
+
+    def done(self):
+        looked, self.looked = getattr(self, "looked", False), True
+        return looked
+
+
+def test_future_of_a_call_that_is_sent_meanwhile_is_not_done():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Gate), threads=True) as group:
+        running = group.wait.remote(30)
+        sending = SentMeanwhile()
+        sending.set_result(running._call)
+        future = WorkerFuture(None, sending=("Gate.wait", sending))
+        assert not future.done() and not future.done()
+        assert repr(future).endswith("running>")
+        group.open()
+        assert future.result() == [True, True] and future.done() and repr(future).endswith("done>")
+
+
+def test_future_can_be_printed_in_a_fork(monkeypatch):
+    with LocalWorkerGroup(1, ClassWithInitArgs(Gate), threads=True) as group:
+        future = group.wait.remote(30)
+        with monkeypatch.context() as fork:
+            fork.setattr(os, "getpid", lambda: -1)
+            assert repr(future).endswith("running>")
+        group.open()
+        future.result()
+
+
+def test_options_of_a_class_are_set_by_its_methods_alone():
+    made = RayClassWithInitArgs(Counter)
+    made.update_options({"num_cpus": 0.5})
+    made.set_additional_resource({"disk": 1})
+    made.options["num_cpu"] = 1
+    made.additional_resource["disk"] = -1
+    assert (made.options, made.additional_resource) == ({"num_cpus": 0.5}, {"disk": 1})
+    with pytest.raises(AttributeError):
+        made.python = "venv/bin/python"  # set_python() makes it absolute, and checks it
 
 
 def test_methods_of_the_user_come_first():
