@@ -89,7 +89,9 @@ sys.stdout.buffer.write(pickle.dumps(catchable_as(WorkerError("text", rank=1), m
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: WorkerError("it failed").results, lambda: CallTimeoutError("late").stacks], ids=["results", "stacks"]
+    "make",
+    [lambda: WorkerError("it failed").results, lambda: CallTimeoutError("late").stacks],
+    ids=["results", "stacks"],
 )
 def test_empty_fields_of_errors_are_dicts_of_their_own(make):
     assert pickle.loads(pickle.dumps(make())) == {} and json.dumps(make()) == "{}" and make() is not make()
