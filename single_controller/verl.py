@@ -145,7 +145,7 @@ class VerlGroup:
 
     def execute_rank_zero_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone, with unchanged arguments, without waiting. Returns the transport's reference
-        to the result; an ObjectRef on Ray."""
+        to the result; an ObjectRef on Ray. An `AttributeError` if the worker has no such method."""
         return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
 
     execute_rank_zero = execute_rank_zero_async

@@ -898,8 +898,8 @@ def _without_coordinates(world_size: int) -> Layout:
 class RoleGroup(WorkerGroup):
     """One role of a colocated group: ``group.actor``. Its methods are the registered methods of the role's class.
 
-    Layout, meshes and stats belong to the role. The processes are shared: closing or restarting one role does so for
-    all.
+    Layout, meshes and stats belong to the role. The processes, and with them `alive` and ``workers``, are shared:
+    closing or restarting one role does so for all.
 
     Args:
         whole: the colocated group.
