@@ -13,6 +13,9 @@ from statistics import median
 DEFAULT = 30
 
 BUDGETS: dict[str, int] = {
+    "tests/agents/test_gateway_abuse.py": 45,
+    "tests/agents/test_gateway_router.py": 60,
+    "tests/agents/test_worker_gateways.py": 45,
     "tests/groups/test_call_order.py": 50,
     "tests/groups/test_calls.py": 50,
     "tests/groups/test_crossings.py": 60,

@@ -112,7 +112,7 @@ def test_verification_compares_each_turns_prompt(wrong):
 
         async def step(self, action):
             self.left -= 1
-            return Step([30, 31], 1.0, not self.left)
+            return Step([30, 31], reward=1.0, done=not self.left)
 
     engine = AgentEngine(Careless(lambda *_: "ab"), environment=Twice, verify=True)
     try:

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from devices import ON_DEVICE
 from gateway_group import Served, engine, renderer
 from rollout_helpers import EchoEngine
 from test_gateway_router import check, play
@@ -18,7 +19,7 @@ httpx = pytest.importorskip("httpx")
 
 
 def test_sessions_outlive_a_worker_of_a_group(ray_cluster):
-    pool = RayResourcePool([2])
+    pool = RayResourcePool([2], use_gpu=ON_DEVICE)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Served, engine), collectives=False)
     router = None
     try:
@@ -54,6 +55,6 @@ def test_sessions_outlive_a_worker_of_a_group(ray_cluster):
 
 
 def test_an_engine_without_requests_serves_no_gateway():
-    with LocalWorkerGroup(RayClassWithInitArgs(Served, EchoEngine)) as group:
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Served, EchoEngine)) as group:
         with pytest.raises(RolloutError, match="batches only"):
             group.start_gateway(renderer)

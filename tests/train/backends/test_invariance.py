@@ -199,8 +199,8 @@ def keys_of(case):
 
 
 def pairs_of(data):
-    """Pairs of completions for DPO, whose own log-probabilities the ranks compute."""
-    ordered = data[:20].exclude("old_log_probs")
+    """Pairs of completions for DPO, whose own log-probabilities the ranks compute. Each has a counted token."""
+    ordered = data[(data["loss_mask"] != 0).any(1)][:20].exclude("old_log_probs")
     return ordered.set("group_ids", torch.arange(20) // 2).set("rewards", torch.arange(20.0) % 3)
 
 

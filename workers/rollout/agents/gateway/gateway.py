@@ -278,7 +278,7 @@ class Gateway:
             return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]})
         dialect = call.dialect
         if dialect is None:
-            raise GatewayError("path", f"there is no {call.path}; see docs/agents.md for those that there are")
+            raise GatewayError("path", f"there is no {call.path}; see docs/gateway.md for those that there are")
         session = self._sessions.get(call.token)
         if session is None:
             raise GatewayError("token", "the session was closed")
