@@ -652,6 +652,7 @@ class WorkerGroup(VerlGroup, Closing):
         begun: float | None = None,
         recorded: bool = True,
         must_not_wait: bool = False,
+        searched: bool = False,
     ) -> Call:
         """Send a call.
 
@@ -691,10 +692,10 @@ class WorkerGroup(VerlGroup, Closing):
         except FutureInside:
             if must_not_wait:
                 raise
-            found = find_futures(spec, plan)
+            found = None if searched else find_futures(spec, plan)
             if found is None:
                 raise future_inside(spec, plan) from None
-            return self._send(spec, found, options, begun=begun, recorded=recorded)
+            return self._send(spec, found, options, begun=begun, recorded=recorded, searched=True)
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import textwrap
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -801,6 +803,33 @@ def test_options_of_a_class_are_set_by_its_methods_alone():
     assert (made.options, made.additional_resource) == ({"num_cpus": 0.5}, {"disk": 1})
     with pytest.raises(AttributeError):
         made.python = "venv/bin/python"  # set_python() makes it absolute, and checks it
+
+
+@dataclass
+class Node:
+    parent: Any = None
+
+
+class Echo(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def contains_itself(self, x):
+        return (x.parent.parent if isinstance(x, Node) else x[0]) is x
+
+
+def test_argument_that_contains_itself():
+    child, table, items = Node(), {}, []
+    child.parent, table[0] = Node(child), table
+    items.append(items)
+    with LocalWorkerGroup(1, ClassWithInitArgs(Echo)) as group:
+        assert [group.contains_itself(x) for x in (child, table, items)] == [[True]] * 3
+        future = group.contains_itself.remote(items)
+        for x in ({0: table, 1: future}, [items, future]):
+            assert group.contains_itself(x) == [False]
+        items.append(future)  # which no copy of the list can be without
+        table[1] = future
+        for x in (items, table):
+            with pytest.raises(DispatchError, match=r"'x', a (list|dict) .*or that contains itself.*future\.result"):
+                group.contains_itself(x)
 
 
 def test_methods_of_the_user_come_first():
