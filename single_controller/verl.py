@@ -110,7 +110,7 @@ class VerlGroup:
         return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
 
     def fuse(self: Any, prefix_set: Iterable[str]) -> None:
-        """Check that the group has these roles. ``group.<role>`` works without this call."""
+        """Raise a `DispatchError` unless the group has these roles. ``group.<role>`` works without this call."""
         self.spawn(prefix_set)
 
     def start_worker_aliveness_check(self: Any, every_n_seconds: float = 1) -> Any:
