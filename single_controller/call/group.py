@@ -276,7 +276,8 @@ class WorkerGroup(VerlGroup, Closing):
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`; with roles, in
-        all roles' calls. Off by default: each rank takes about 400 bytes of each call.
+        all roles' calls, or those of one: ``group.<role>.record_ranks()``. Off by default: each rank takes about 400
+        bytes of each call.
 
         Args:
             calls: how many of the latest calls keep their ranks; 0 ends it and drops what was kept.
@@ -468,7 +469,8 @@ class WorkerGroup(VerlGroup, Closing):
             batches: any iterable; an item is taken when there is room for it.
             in_flight: how many batches the ranks have at most, so that they need not wait for the driver.
             retries: how often a batch is sent again of which a rank may have died: the oldest in flight. Before that,
-                dead ranks are replaced, as ``on_death`` says, or else by `restart`, of these ranks alone if possible.
+                dead ranks are replaced, as ``on_death`` says, or else by `restart`: of these ranks alone with
+                ``collectives=False``, otherwise of all.
             ordered: yield the results in the order of the batches; otherwise as they come.
             progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
 
