@@ -170,6 +170,24 @@ def test_a_call_waits_while_no_worker_is_there():
         assert asyncio.run(late()).status_code == 200
 
 
+def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
+    with worker(2, 0.1) as (_, one), routing(one, limits=gateway_router.GatewayLimits(idle_seconds=1.5)) as router:
+        _, left = router.open("left")
+        assert post(router, left, [user("ab")]).status_code == 200
+        _, used = router.open("used")
+        assert post(router, used, [user("x" * 80)]).status_code == 200  # takes 4 s
+        assert router.sessions == 1 and router.moved == 0 and router._workers[0].sessions == {used}
+        late = post(router, left, [user("x")])
+        assert late.status_code == 401 and "expired" in late.text
+        with pytest.raises(KeyError, match="expire"):
+            router.close(left)
+        # The worker, whose own limit is an hour, has closed it too.
+        headers = {"x-api-key": left, "x-gateway-key": one[1]}
+        url = f"{one[0]}/v1/chat/completions"
+        assert CLIENT.post(url, json={"messages": [user("x")]}, headers=headers).status_code == 410
+        assert len(router.close(used).nodes) == 2
+
+
 def test_a_worker_that_was_replaced_gives_its_sessions_away():
     with worker(1, 0.05) as (_, one), worker() as (_, two), routing(one) as router:
         _, token = router.open()
