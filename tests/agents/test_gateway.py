@@ -365,6 +365,38 @@ def test_limits_of_sessions_nodes_and_calls():
         GatewayLimits(calls=0)
 
 
+def test_sessions_that_nobody_closes_expire_but_not_during_a_call(caplog):
+    def sessions_become(number):
+        end = time.monotonic() + 20
+        while gateway.sessions != number and time.monotonic() < end:
+            time.sleep(0.02)
+        assert gateway.sessions == number
+
+    engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.01)
+    with serving(engine, limits=GatewayLimits(idle_seconds=0.4, sessions=3)) as gateway:
+        (_, left), (_, calling) = gateway.open("left"), gateway.open("calling")
+        _, kept = gateway.open("kept", expires=False)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(chat(gateway, calling, [user("x")])))
+        thread.start()
+        sessions_become(2)
+        late = chat(gateway, left, [user("x")])
+        assert late.status_code == 401 and "expired" in late.text
+        with pytest.raises(KeyError, match="expire"):
+            gateway.close(left)
+        time.sleep(1.0)
+        assert gateway.sessions == 2 and not found  # the call goes on
+        ending, engine.tokens = time.monotonic(), 10**6
+        thread.join(20)
+        assert found[0].status_code == 200
+        sessions_become(1)
+        assert time.monotonic() - ending >= 0.4  # the call's end counts, and not its begin
+        gateway.open()
+        gateway.open()  # there is room again
+        assert gateway.close(kept).nodes == []
+    assert [one.args[0] for one in caplog.records if "expired" in one.message][:2] == ["left", "calling"]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

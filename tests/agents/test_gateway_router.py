@@ -81,19 +81,23 @@ def check(tree, turns, number):
         assert said.endswith(f":{f'turn {node // 2} of {number}'[::-1]}<end>"), said
 
 
-async def play(client, router, number, turns, kept):
-    """A client: it knows nothing of workers, and no call of it may fail. It notes how long each took."""
+async def play(router, number, turns, kept):
+    """A client: it knows nothing of workers, and no call of it may fail. It notes how long each took.
+
+    Each has a pool of connections of its own: httpx looks at all connections of a pool for each request.
+    """
     token, messages = kept["tokens"][number], []
-    for turn in range(turns):
-        messages.append(user(f"turn {turn} of {number}"))
-        begun = time.monotonic()
-        reply = await client.post(
-            f"{router.address}/v1/chat/completions", json={"messages": messages}, headers={"x-api-key": token}
-        )
-        kept["calls"].append((begun, time.monotonic()))
-        assert reply.status_code == 200, reply.text
-        messages.append(reply.json()["choices"][0]["message"])
-        kept["done"][number] = turn + 1
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+        for turn in range(turns):
+            messages.append(user(f"turn {turn} of {number}"))
+            begun = time.monotonic()
+            reply = await client.post(
+                f"{router.address}/v1/chat/completions", json={"messages": messages}, headers={"x-api-key": token}
+            )
+            kept["calls"].append((begun, time.monotonic()))
+            assert reply.status_code == 200, reply.text
+            messages.append(reply.json()["choices"][0]["message"])
+            kept["done"][number] = turn + 1
 
 
 def test_killing_a_worker_with_200_open_sessions_loses_nothing():
@@ -112,9 +116,7 @@ def test_killing_a_worker_with_200_open_sessions_loses_nothing():
             killed.extend([time.monotonic(), open_there[0]])
 
         async def all_of():
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(limits=limits, timeout=60) as client:
-                await asyncio.gather(kill(), *(play(client, router, one, turns, kept) for one in range(sessions)))
+            await asyncio.gather(kill(), *(play(router, one, turns, kept) for one in range(sessions)))
 
         asyncio.run(all_of())
         for number, token in enumerate(kept["tokens"]):
@@ -166,6 +168,24 @@ def test_a_call_waits_while_no_worker_is_there():
                 return await call
 
         assert asyncio.run(late()).status_code == 200
+
+
+def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
+    with worker(2, 0.1) as (_, one), routing(one, limits=gateway_router.GatewayLimits(idle_seconds=1.5)) as router:
+        _, left = router.open("left")
+        assert post(router, left, [user("ab")]).status_code == 200
+        _, used = router.open("used")
+        assert post(router, used, [user("x" * 80)]).status_code == 200  # takes 4 s
+        assert router.sessions == 1 and router.moved == 0 and router._workers[0].sessions == {used}
+        late = post(router, left, [user("x")])
+        assert late.status_code == 401 and "expired" in late.text
+        with pytest.raises(KeyError, match="expire"):
+            router.close(left)
+        # The worker, whose own limit is an hour, has closed it too.
+        headers = {"x-api-key": left, "x-gateway-key": one[1]}
+        url = f"{one[0]}/v1/chat/completions"
+        assert CLIENT.post(url, json={"messages": [user("x")]}, headers=headers).status_code == 410
+        assert len(router.close(used).nodes) == 2
 
 
 def test_a_worker_that_was_replaced_gives_its_sessions_away():

@@ -8,6 +8,7 @@ from agent_helpers import Characters, ScriptEngine, log_prob
 
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, SessionLimits, Step
+from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.program import AgentProgram
 from workers.rollout.agents.rendering import PromptMismatchError, TokenRenderer
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -125,3 +126,87 @@ def test_verification_compares_each_turns_prompt(wrong):
             json.dumps(done.token_ids)
     finally:
         engine.close()
+
+
+async def counts(row, base_url, api_key):
+    """Asks until it is told to stop, by ``row`` or by an error, and returns how many answers it got."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages, answers = [{"role": "user", "content": "x"}], 0
+        while answers < row["stop"]:
+            try:
+                reply = await client.chat.completions.create(model="m", messages=messages)
+            except openai.BadRequestError as error:
+                seen.append(error.body)
+                if row["raises"]:
+                    raise
+                return answers
+            answers += 1
+            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "y"}]
+    return answers
+
+
+seen = []
+"""The errors that `counts` got."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "turns"),
+    [
+        (SessionLimits(turns=3), 3),
+        # An answer has 5 tokens, and what follows it 4. Of 5 + 4 + 5 + 4 + 2 tokens, the third answer gets the last 2.
+        (SessionLimits(turns=None, tokens=20), 3),
+        # No token is left behind the prompt of the third call.
+        (SessionLimits(turns=None, tokens=18), 2),
+    ],
+)
+def test_turns_and_tokens_bound_a_programs_calls(limit, turns):
+    seen.clear()
+    rows = [
+        {"stop": stop, "raises": raises} for stop, raises in ((100, False), (100, True), (turns, False), (1, False))
+    ]
+    done = play(engine_of(counts, lambda *_: "abcd", limits=limit), rows)
+    (name,) = {key for key, value in vars(limit).items() if key in ("turns", "tokens") and value is not None}
+    cut = limit.tokens == 20
+    # The tokens end a session when a turn gets the last one, as with an environment; else when one is asked for.
+    assert [one.info["end_reason"] for one in done] == [name, name, name if cut else "done", "done"]
+    assert [one.info["reward"] for one in done] == [turns, 0.0, turns, 1.0]
+    assert [one.info["turns"] for one in done] == [turns, turns, turns, 1]
+    assert [one.finish_reason for one in done] == ["length", "length", "length" if cut else "stop", "stop"]
+    # One error for each of the two that went on asking: the client does not retry.
+    assert len(seen) == 2 and all(f"SessionLimits.{name}" in one["message"] for one in seen)
+    assert {one["code"] for one in seen} == {"budget"}
+    if limit.tokens is not None:
+        for one in done[:3]:
+            (row,) = one.rows or [None]
+            assert row is not None and len(row.completion.token_ids) <= limit.tokens
+    assert len(done[0].rows[0].completion.token_ids) == (5 + 4) * (turns - 1) + (2 if cut else 5)
+
+
+def test_calls_that_run_at_once_are_turns_too():
+    async def agent(row, base_url, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            calls = [
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"part {number}"}])
+                for number in range(5)
+            ]
+            told = await asyncio.gather(*calls, return_exceptions=True)
+        return sum(not isinstance(one, Exception) for one in told)
+
+    engine = engine_of(agent, limits=SessionLimits(turns=3), tokens=1, delay=0.05)
+    (done,) = play(engine, [{"question": "x"}])
+    assert done.info["reward"] == done.info["turns"] == 3 and done.info["end_reason"] == "turns"
+    assert len(done.rows) == 3
+
+
+def test_a_program_that_is_silent_for_long_keeps_its_session():
+    async def agent(row, base_url, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for number in range(2):
+                await asyncio.sleep(0.5 * number)
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(number)}])
+        return 1
+
+    inner = ScriptEngine(lambda *_: "a")
+    program = AgentProgram(agent, limits=GatewayLimits(idle_seconds=0.1))
+    (done,) = play(AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters())), [{"question": "x"}])
+    assert done.info["end_reason"] == "done" and done.info["turns"] == 2

@@ -38,8 +38,7 @@ def test_sessions_outlive_a_worker_of_a_group(ray_cluster):
             kept["killed"] = time.monotonic()
 
         async def all_of():
-            async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60) as client:
-                await asyncio.gather(kill(), *(play(client, router, one, turns, kept) for one in range(sessions)))
+            await asyncio.gather(kill(), *(play(router, one, turns, kept) for one in range(sessions)))
 
         asyncio.run(all_of())
         waited = max(end - kept["killed"] for begun, end in kept["calls"] if begun < kept["killed"] < end)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workers.rollout.agents.environment import Action, Environment, Step
+from workers.rollout.agents.environment import Action, Environment, SessionLimits, Step
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -34,8 +34,11 @@ class AgentProgram:
 
     The worker's process has one `Gateway`, which the first session starts. A session's rows are made of the tree of its
     calls: the prompt that the rollout is named after is not in it, unless the program asks it. A program that raises
-    ends its session with the reason "error", and one that takes longer than `SessionLimits.seconds` is cancelled; of
-    the other limits, none applies. When its worker dies, the session begins again.
+    ends its session with the reason "error", and one that takes longer than `SessionLimits.seconds` is cancelled. A
+    call beyond `SessionLimits.turns` or ``tokens`` gets an error, which clients do not retry, and the session ends with
+    that reason: with the reward that the program returns then, or with 0 if it raises. Turns are the calls that were
+    answered, those of subagents too; see `Gateway.open`. The other limits do not apply. When its worker dies, the
+    session begins again.
 
     Args:
         agent: gets the row of `Environment.reset`, an address and a token. It returns the reward; or a dict with
@@ -106,21 +109,25 @@ class ProgramEnvironment(Environment):
 
     Attributes:
         tree: what the program has asked and got, once it has ended.
-        counters: see `GatewaySession`.
+        counters, end_reason: see `GatewaySession`.
     """
+
+    end_reason: str | None = None
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self.tree, self.counters = Trajectory(), dict[str, int]()
 
-    async def play(self, row: Mapping[str, Any], name: str, seed: int, how: SamplingParams) -> dict[str, Any]:
+    async def play(
+        self, row: Mapping[str, Any], name: str, seed: int, how: SamplingParams, limits: SessionLimits
+    ) -> dict[str, Any]:
         """Run the program.
 
         Returns:
             What it has told, with "reward".
         """
         gateway = await asyncio.to_thread(self._programs.gateway)
-        base_url, token = gateway.open(name, seed=seed, sampling_params=how)
+        base_url, token = gateway.open(name, seed=seed, sampling_params=how, limits=limits, expires=False)
         try:
             told = self._programs.program.agent(row, base_url, token)
             if not inspect.isawaitable(told):
@@ -128,7 +135,7 @@ class ProgramEnvironment(Environment):
             told = await told
         finally:
             closed = gateway.close_session(token)
-            self.tree, self.counters = closed.tree, closed.counters
+            self.tree, self.counters, self.end_reason = closed.tree, closed.counters, closed.end_reason
         if told is None:
             return {"reward": 0.0}
         return {"reward": 0.0, **told} if isinstance(told, Mapping) else {"reward": float(told)}

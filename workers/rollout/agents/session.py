@@ -279,7 +279,12 @@ class Session:
     async def _play_program(self, environment: ProgramEnvironment) -> str:
         """The whole session is played by a program, through the gateway."""
         try:
-            told = await self._call(environment.play, self._row, self.name, self._seed, self._how)
+            told = await self._call(environment.play, self._row, self.name, self._seed, self._how, self._limits)
+        except (RolloutError, _Ended) as raised:
+            ended = raised.reason if isinstance(raised, _Ended) else "error"
+            if environment.end_reason is None or ended != "error":
+                raise
+            told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
             self._trajectory = environment.tree
             self._counts |= environment.counters
@@ -289,6 +294,8 @@ class Session:
         if sampled:
             self._node = sampled[-1]
             self._rewards[self._node] = float(told["reward"])
+        if environment.end_reason is not None:
+            return environment.end_reason
         return "length" if sampled and self._finish_reason == "length" else "done"
 
     @property

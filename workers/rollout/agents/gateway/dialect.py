@@ -35,6 +35,7 @@ class GatewayError(RolloutError):
 STATUS = {
     "invalid": 400,
     "context": 400,
+    "budget": 400,
     "token": 401,
     "path": 404,
     "method": 405,

@@ -21,10 +21,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
+from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
-from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, json_reply
+from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use, json_reply
 from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
 from workers.rollout.engines.request_engine import RequestEngine
@@ -42,6 +43,8 @@ PRIVATE_BYTES = 2**30
 
 RETRY_SECONDS = 0.2
 
+UNLIMITED = SessionLimits(turns=None)
+
 
 @dataclass(eq=False)
 class GatewaySession:
@@ -56,6 +59,11 @@ class GatewaySession:
         counters: "calls", "failed", "overruled" and "rerenders".
         running: ids of the engine's requests.
         closed: whether it was closed.
+        limits: of its turns and tokens; see `Gateway.open`.
+        prompt_length: of its first call.
+        end_reason: "turns" or "tokens" once that limit is used up: then each call gets an error.
+        expires: whether it is closed when it is idle for too long.
+        use: its calls.
         id: of its calls, with a number.
     """
 
@@ -67,12 +75,25 @@ class GatewaySession:
     counters: dict[str, int] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     closed: bool = False
+    limits: SessionLimits = UNLIMITED
+    prompt_length: int | None = None
+    end_reason: str | None = None
+    expires: bool = True
+    use: Use = field(default_factory=Use)
     id: str = field(default_factory=lambda: secrets.token_hex(6))
 
     def count(self, name: str) -> int:
         """Count one more, and return how many there are."""
         self.counters[name] = self.counters.get(name, 0) + 1
         return self.counters[name]
+
+    @property
+    def tokens_left(self) -> int | None:
+        """How many tokens the tree may still get; None for any number."""
+        if self.limits.tokens is None:
+            return None
+        used = sum(len(node.token_ids) for node in self.tree.nodes) - (self.prompt_length or 0)
+        return self.limits.tokens - used
 
 
 class Gateway:
@@ -155,6 +176,8 @@ class Gateway:
         token_ids: bool = False,
         token: str | None = None,
         trajectory: Trajectory | None = None,
+        limits: SessionLimits | None = None,
+        expires: bool = True,
     ) -> tuple[str, str]:
         """Open a session. Any thread may call this.
 
@@ -165,6 +188,10 @@ class Gateway:
             token_ids: see `GatewaySession`.
             token: a new one by default.
             trajectory: of a session that continues.
+            limits: by default none. ``turns`` and ``tokens`` apply: a turn is a call that was answered, and tokens are
+                those of the tree without the prompt of the first call. Once one is used up, calls get an error, and
+                `GatewaySession.end_reason` is its name. Calls that run at once may each take all tokens that are left.
+            expires: whether `GatewayLimits.idle_seconds` holds.
 
         Returns:
             The address, and the session's token. ``OpenAI(base_url=f"{address}/v1", api_key=token)`` and
@@ -183,6 +210,8 @@ class Gateway:
             replace(how, stop_token_ids=stops),
             token_ids,
             trajectory or Trajectory(),
+            limits=limits or UNLIMITED,
+            expires=expires,
         )
         with self._lock:
             if token in self._sessions:
@@ -201,11 +230,11 @@ class Gateway:
         return self.close_session(token).tree
 
     def close_session(self, token: str) -> GatewaySession:
-        """`close`, with the session's counters."""
+        """`close`, with the session's counters and the reason of its end."""
         with self._lock:
             session = self._sessions.pop(token, None)
             if session is None:
-                raise KeyError("Gateway.close(): there is no session with this token; was it closed already?")
+                raise KeyError("Gateway.close(): there is no session with this token; was it closed, or did it expire?")
             session.closed = True
             running = list(session.running)
         self.engine.abort(running)
@@ -216,6 +245,16 @@ class Gateway:
         """How many sessions are open."""
         return len(self._sessions)
 
+    def expire(self) -> None:
+        """See `Player.expire`."""
+        seconds = self.limits.idle_seconds
+        with self._lock:
+            for token, session in list(self._sessions.items()):
+                if session.expires and session.use.idle(seconds):
+                    session.closed = True
+                    del self._sessions[token]
+                    logger.warning("session %s has expired: it had no call for %g s", session.row_id, seconds)
+
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def admit(self, call: Call) -> int:
@@ -225,7 +264,7 @@ class Gateway:
                 raise GatewayError("token", "the gateway's key is wrong")
             return PRIVATE_BYTES
         if call.token not in self._sessions:
-            raise GatewayError("token", "no session has this token; it is not open, or was closed")
+            raise GatewayError("token", "no session has this token; it is not open, was closed, or has expired")
         return self.limits.body_bytes
 
     async def play(self, call: Call) -> Reply:
@@ -282,18 +321,37 @@ class Gateway:
         session = self._sessions.get(call.token)
         if session is None:
             raise GatewayError("token", "the session was closed")
-        ask = self._read(call.body, dialect, session)
+        with session.use:
+            return await self._turn(session, dialect, self._read(call.body, dialect, session))
+
+    async def _turn(self, session: GatewaySession, dialect: Dialect, ask: Ask) -> Reply:
         tree = session.tree
         with self._lock:
-            if len(session.running) >= self.limits.calls:
-                raise GatewayError("limit", f"the session has {len(session.running)} calls, which is the limit")
+            others = session.use.calls - 1
+            if others >= self.limits.calls:
+                raise GatewayError("limit", f"the session has {others} calls, which is the limit")
+            turns = session.limits.turns
+            if turns is not None and sum(node.sampled for node in tree.nodes) + others >= turns:
+                _end(session, "turns")
+            if session.end_reason is not None:
+                _end(session, session.end_reason)
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
             node, prompt = self._prompt(session, ask)
-        completion = await self._generate(session, prompt, self._how(session, ask, len(prompt)))
+            if session.prompt_length is None:
+                session.prompt_length = len(prompt)
+            how, left = self._how(session, ask, len(prompt)), session.tokens_left
+            cut = left is not None and left < how.max_new_tokens
+            if left is not None and cut:
+                if left < 1:
+                    _end(session, "tokens")
+                how = replace(how, max_new_tokens=left)
+        completion = await self._generate(session, prompt, how)
         with self._lock:
             if session.closed:
                 raise GatewayError("token", "the session was closed")
+            if cut and completion.finish_reason == "length":
+                session.end_reason = "tokens"
             if completion.prompt_ids is not None:
                 check_prompt(tree, node, completion.prompt_ids, session.row_id, self._text)
                 completion = replace(completion, prompt_ids=None)
@@ -425,6 +483,13 @@ class Gateway:
     def _text(self, token_ids: list[int]) -> str:
         tokenizer = getattr(self.renderer, "tokenizer", None) or getattr(self.renderer, "_tokenizer", None)
         return str(token_ids) if tokenizer is None else str(tokenizer.decode(token_ids))
+
+
+def _end(session: GatewaySession, reason: str) -> NoReturn:
+    """A limit of the session is used up: all its calls from now on get this error."""
+    session.end_reason = reason
+    most = getattr(session.limits, reason)
+    raise GatewayError("budget", f"the session has ended: it has used its {most} {reason} (SessionLimits.{reason})")
 
 
 # --- tokens in the tree -----------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from workers.rollout.agents.gateway.dialect import GatewayError
 from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, NODES_HEADER, read_node
-from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply
+from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import SamplingParams
 
@@ -116,6 +117,7 @@ class _Session:
         journal: a line of JSON for each node.
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
+        use: its calls.
     """
 
     head: dict[str, Any]
@@ -123,6 +125,7 @@ class _Session:
     worker: _Worker | None = None
     moves: int = 0
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    use: Use = field(default_factory=Use)
 
     @property
     def tree(self) -> Trajectory:
@@ -224,7 +227,7 @@ class GatewayRouter:
         with self._lock:
             session = self._sessions.pop(token, None)
         if session is None:
-            raise KeyError("GatewayRouter.close(): there is no session with this token; was it closed already?")
+            raise KeyError("GatewayRouter.close(): no session has this token; was it closed, or did it expire?")
         if session.worker is not None:
             asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
         with self._lock:
@@ -247,16 +250,33 @@ class GatewayRouter:
                 token: _Session(dict(head), list(kept)) for token, (head, kept) in state["sessions"].items()
             }
 
+    def expire(self) -> None:
+        """See `Player.expire`. Workers do the same with what they have of a session."""
+        seconds = self.limits.idle_seconds
+        with self._lock:
+            expired = {token: one for token, one in self._sessions.items() if one.use.idle(seconds)}
+            for token in expired:
+                del self._sessions[token]
+        for token, session in expired.items():
+            logger.warning("session %s has expired: it had no call for %g s", session.head["row_id"], seconds)
+            if session.worker is not None:
+                asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
+
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def admit(self, call: Call) -> int:
         """See `Player.admit`."""
         if call.token not in self._sessions:
-            raise GatewayError("token", "no session has this token; it is not open, or was closed")
+            raise GatewayError("token", "no session has this token; it is not open, was closed, or has expired")
         return self.limits.body_bytes
 
     async def play(self, call: Call) -> Reply:
         """See `Player.play`."""
+        session = self._sessions.get(call.token)
+        with session.use if session is not None else nullcontext():
+            return await self._forwarded(call)
+
+    async def _forwarded(self, call: Call) -> Reply:
         headers = {"authorization": f"Bearer {call.token}", "content-type": "application/json"}
         while True:
             session = self._sessions.get(call.token)

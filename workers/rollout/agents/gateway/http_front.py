@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,9 @@ BACKLOG = 2048
 SKIP_BYTES = 2**20
 """How much of a refused body is read."""
 
+EXPIRE_SECONDS = 10.0
+"""Between two looks for sessions that have expired, at most."""
+
 
 @dataclass(frozen=True)
 class GatewayLimits:
@@ -65,6 +69,7 @@ class GatewayLimits:
         wait_seconds: for an engine that takes no requests now, because it sleeps for example.
         ping_seconds: of silence, after which a client that asked for a stream gets a comment, so that nothing between
             it and the gateway closes the connection.
+        idle_seconds: without a call, after which a session is closed, and its tokens are lost.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -80,6 +85,7 @@ class GatewayLimits:
     call_seconds: float = 1800.0
     wait_seconds: float = 60.0
     ping_seconds: float = 10.0
+    idle_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -130,6 +136,30 @@ class Player(Protocol):
         Raises:
             GatewayError: what the client gets instead.
         """
+
+    def expire(self) -> None:
+        """Close the sessions that have been idle for too long. Called now and then, in the server's thread."""
+
+
+class Use:
+    """How long a session has been idle. Its calls enter this, in the server's thread.
+
+    Attributes:
+        calls: how many are inside.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self._since = 0, time.monotonic()
+
+    def __enter__(self) -> None:
+        self.calls += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self.calls, self._since = self.calls - 1, time.monotonic()
+
+    def idle(self, seconds: float) -> bool:
+        """Whether there was no call for this long."""
+        return not self.calls and time.monotonic() - self._since > seconds
 
 
 def json_reply(value: Any, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Reply:
@@ -200,7 +230,9 @@ class HTTPFront:
             self.loop = asyncio.get_running_loop()
             self.loop.set_exception_handler(_log_exception)
             started.set()
+            expiring = asyncio.ensure_future(self._expire())
             await self._server.serve(sockets=[listening])
+            expiring.cancel()
 
         def run() -> None:
             try:
@@ -229,6 +261,11 @@ class HTTPFront:
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the server's loop, from another thread, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(min(EXPIRE_SECONDS, self.limits.idle_seconds / 4))
+            self.player.expire()
 
     # --- a request ------------------------------------------------------------------------------------------------
 
