@@ -123,6 +123,9 @@ class ExecuteMode(Generic[Who]):
     def __repr__(self) -> str:
         return f"Execute.{self.name}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return known_execute_mode, (self.name,)
+
 
 class _Members(type):
     """Makes a class a namespace of named members, with ``[name]``, ``in``, iteration and a readable repr."""
@@ -313,7 +316,7 @@ def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[...
 
 
 def _check_new_name(name: object) -> None:
-    if name in Dispatch:
+    if isinstance(name, str) and name in Dispatch:
         raise ValueError(f"Dispatch.{name} exists already; update_dispatch_mode() replaces a mode")
     usable = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
     if not usable or hasattr(Dispatch, str(name)):

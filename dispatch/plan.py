@@ -246,7 +246,9 @@ def _path(key: Parameter) -> tuple[Any, ...]:
     return key if isinstance(key, tuple) else (key,)
 
 
-def _take_futures(value: Any, path: tuple[Any, ...], apart: dict[Any, Any], *, everywhere: bool = False) -> Any:
+def _take_futures(
+    value: Any, path: tuple[Any, ...], apart: dict[Any, Any], *, everywhere: bool = False, within: tuple[int, ...] = ()
+) -> Any:
     """A container with None in place of its futures, which are added to ``apart`` by their paths; unchanged if it has
     none.
 
@@ -255,16 +257,18 @@ def _take_futures(value: Any, path: tuple[Any, ...], apart: dict[Any, Any], *, e
         path: where it is.
         apart: path -> future.
         everywhere: also in lists, tuples and batches of the user's own types.
+        within: ids of the containers that it is in, because one may contain itself.
     """
     if isinstance(value, Deferred):
         apart[path] = value
         return None
     if isinstance(value, DeferredArgument):
         return value
+    within = (*within, id(value))
     for step, part in _parts(value, everywhere=everywhere):
-        if not (everywhere or _may_have_futures(part)):
+        if id(part) in within or not (everywhere or _may_have_futures(part)):
             continue
-        new = _take_futures(_computed(part), (*path, step), apart, everywhere=everywhere)
+        new = _take_futures(_computed(part), (*path, step), apart, everywhere=everywhere, within=within)
         if new is not part:
             value = _with_part(value, (step,), new)
     return value
@@ -456,15 +460,17 @@ def deferred_in(arguments: dict[Parameter, Any]) -> tuple[Deferred, ...]:
     return tuple(value for value in values if isinstance(value, Deferred))
 
 
-def futures_in(value: Any, *, everywhere: bool = False) -> Iterator[Deferred]:
+def futures_in(value: Any, *, everywhere: bool = False, within: tuple[int, ...] = ()) -> Iterator[Deferred]:
     """The futures in a value that `plan_call` finds; with ``everywhere``, those that `find_futures` does."""
     if isinstance(value, Deferred):
         yield value
     elif isinstance(value, Broadcast):
         yield from futures_in(value.value, everywhere=everywhere)
     else:
+        within = (*within, id(value))
         for _, part in _parts(value, everywhere=everywhere):
-            yield from futures_in(part, everywhere=everywhere)
+            if id(part) not in within:
+                yield from futures_in(part, everywhere=everywhere, within=within)
 
 
 def _take_function(spec: MethodSpec, arguments: dict[Parameter, Any]) -> dict[Parameter, Any]:

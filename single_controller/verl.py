@@ -110,7 +110,7 @@ class VerlGroup:
         return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
 
     def fuse(self: Any, prefix_set: Iterable[str]) -> None:
-        """Check that the group has these roles. ``group.<role>`` works without this call."""
+        """Raise a `DispatchError` unless the group has these roles. ``group.<role>`` works without this call."""
         self.spawn(prefix_set)
 
     def start_worker_aliveness_check(self: Any, every_n_seconds: float = 1) -> Any:
@@ -145,7 +145,7 @@ class VerlGroup:
 
     def execute_rank_zero_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone, with unchanged arguments, without waiting. Returns the transport's reference
-        to the result; an ObjectRef on Ray."""
+        to the result; an ObjectRef on Ray. An `AttributeError` if the worker has no such method."""
         return self._execute(plan_rank_zero, method_name, args, kwargs, wait=False)[0]
 
     execute_rank_zero = execute_rank_zero_async

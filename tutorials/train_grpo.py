@@ -80,7 +80,7 @@ def arguments(given):
         sys.exit(f"task={name}: expected one of {', '.join(TASKS)}, or rollout_data instead")
     task = None if from_data else TASKS[name]
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
-    own = {"vocab_size": task.vocab_size} if task else DATA_MODEL
+    own = {"vocab_size": task.vocab_size, **task.config} if task else DATA_MODEL
     model = {**MODEL, **own, **given.pop("hf_config", {})}
     model = {} if "hf_checkpoint" in given else {"hf_config": model}
     usual = {**model, **DEFAULTS, **(task.args if task else DATA_ARGS)}

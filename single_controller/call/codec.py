@@ -463,8 +463,8 @@ def future_inside(spec: MethodSpec, plan: CallPlan) -> DispatchError:
             name = spec.parameter(key)
             return DispatchError(
                 f"{spec.label}(): argument {name!r}, {described(value)}, has a future inside an object that is no "
-                "dict, list, tuple or dataclass. Pass future.result(), or register the method with "
-                "materialize_futures=False to get the future itself",
+                "dict, list, tuple or dataclass, or that contains itself. Pass future.result(), or register the method "
+                "with materialize_futures=False to get the future itself",
                 method=spec.name,
                 argument=name,
             )

@@ -90,6 +90,10 @@ class WorkerError(_RankError):
     remote_traceback: str = ""
     results: Mapping[int, Any] = MappingProxyType({})
 
+    def __init__(self, message: str = "", **about: Any) -> None:
+        # Not the default of the class, which cannot be pickled or written as JSON
+        super().__init__(message, **{"results": {}} | about)
+
 
 class StartError(WorkerError):
     """A worker's constructor raised, its class could not be loaded, or its own Python (``python=``) cannot run it. The
@@ -135,6 +139,9 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
     ranks: tuple[int, ...] = ()
     call_goes_on: bool = False
     stacks: Mapping[int, str] = MappingProxyType({})
+
+    def __init__(self, message: str = "", **about: Any) -> None:
+        super().__init__(message, **{"stacks": {}} | about)  # as above
 
     @classmethod
     def of_wait(cls, label: str, seconds: float | None, ranks: Sequence[int] = ()) -> Self:

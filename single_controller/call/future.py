@@ -121,8 +121,10 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     def done(self) -> bool:
         """Whether the call has ended, with or without an error."""
-        if self._sending is not None and (self.unsent or self.failed is not None):
-            return not self.unsent
+        if self.unsent:
+            return False
+        if self._sending is not None and self.failed is not None:
+            return True
         call = self._sent()
         if call is not None:
             call.check_process()
@@ -216,9 +218,13 @@ class WorkerFuture(Deferred, Generic[R_co]):
             sending[1].add_done_callback(functools.partial(_drop, sending[0], self._told))
 
     def __repr__(self) -> str:
-        if self._call is None and self._sending is None:
+        if self.unsent:
+            return f"<WorkerFuture of {self.label}(), not sent>"
+        call = self.wait_sent()
+        if call is None:
             return f"<WorkerFuture of {self.label}()>"
-        state = "not sent" if self.unsent else "failed" if self.failed else "done" if self.done() else "running"
+        # Not done(), which raises in a fork
+        state = "failed" if self.failed else "done" if isinstance(call, Call) and call.settled else "running"
         return f"<WorkerFuture of {self.label}(), {state}>"
 
 

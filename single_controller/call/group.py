@@ -276,7 +276,8 @@ class WorkerGroup(VerlGroup, Closing):
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`; with roles, in
-        all roles' calls. Off by default: each rank takes about 400 bytes of each call.
+        all roles' calls, or those of one: ``group.<role>.record_ranks()``. Off by default: each rank takes about 400
+        bytes of each call.
 
         Args:
             calls: how many of the latest calls keep their ranks; 0 ends it and drops what was kept.
@@ -468,7 +469,8 @@ class WorkerGroup(VerlGroup, Closing):
             batches: any iterable; an item is taken when there is room for it.
             in_flight: how many batches the ranks have at most, so that they need not wait for the driver.
             retries: how often a batch is sent again of which a rank may have died: the oldest in flight. Before that,
-                dead ranks are replaced, as ``on_death`` says, or else by `restart`, of these ranks alone if possible.
+                dead ranks are replaced, as ``on_death`` says, or else by `restart`: of these ranks alone with
+                ``collectives=False``, otherwise of all.
             ordered: yield the results in the order of the batches; otherwise as they come.
             progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
 
@@ -652,6 +654,7 @@ class WorkerGroup(VerlGroup, Closing):
         begun: float | None = None,
         recorded: bool = True,
         must_not_wait: bool = False,
+        searched: bool = False,
     ) -> Call:
         """Send a call.
 
@@ -691,10 +694,10 @@ class WorkerGroup(VerlGroup, Closing):
         except FutureInside:
             if must_not_wait:
                 raise
-            found = find_futures(spec, plan)
+            found = None if searched else find_futures(spec, plan)
             if found is None:
                 raise future_inside(spec, plan) from None
-            return self._send(spec, found, options, begun=begun, recorded=recorded)
+            return self._send(spec, found, options, begun=begun, recorded=recorded, searched=True)
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------
@@ -898,8 +901,8 @@ def _without_coordinates(world_size: int) -> Layout:
 class RoleGroup(WorkerGroup):
     """One role of a colocated group: ``group.actor``. Its methods are the registered methods of the role's class.
 
-    Layout, meshes and stats belong to the role. The processes are shared: closing or restarting one role does so for
-    all.
+    Layout, meshes and stats belong to the role. The processes, and with them `alive` and ``workers``, are shared:
+    closing or restarting one role does so for all.
 
     Args:
         whole: the colocated group.

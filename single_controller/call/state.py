@@ -331,17 +331,20 @@ class Monitor:
             self._changed.notify_all()
 
     def _drop_idle(self) -> None:
-        for state in list(self._groups):
-            state.watched = False
-            if state.calls:  # after the line before: who adds a call after this look sees that nobody watches
-                state.watched = True
-            else:
-                self._groups.discard(state)
+        with self._changed:
+            groups = list(self._groups)
+            for state in groups:
+                state.watched = False
+                if state.calls:  # after the line before: who adds a call after this look sees that nobody watches
+                    state.watched = True
+                else:
+                    self._groups.discard(state)
+        # ``groups`` ends here, without the lock: dropping the last reference to a group may ask Ray, which takes long.
 
     def _run(self) -> None:
         while True:
+            self._drop_idle()
             with self._changed:
-                self._drop_idle()
                 while not self._groups:
                     self._changed.wait()
                 groups = list(self._groups)

@@ -302,7 +302,7 @@ class LocalRef:
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the result and return it, or raise what the method raised, as ``ray.get`` does. A `CallTimeoutError`
-        after ``timeout`` seconds."""
+        after ``timeout`` seconds; a `WorkerDiedError` if the rank died."""
         results, rank = self._results, self._rank
         try:
             result = results.futures[rank].result(timeout)

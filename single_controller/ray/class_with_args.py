@@ -69,11 +69,28 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
         _check_settable(f"@ray.remote(...) on {getattr(cls, '__name__', cls)}", options)
         super().__init__(cls, *args, **kwargs)
-        self.options = options  # Ray's actor options, besides those that the group sets
-        self.additional_resource: dict[str, float] = {}  # custom resources of each worker
-        self.python: str | None = None  # the Python that the workers run in; None for the driver's
+        self._options = options
+        self._additional_resource: dict[str, float] = {}
+        self._python: str | None = None
         if python is not None:
             self.set_python(python)
+
+    # Read-only, because the methods below check what they set.
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Ray's actor options, besides those that the group sets; a copy."""
+        return dict(self._options)
+
+    @property
+    def additional_resource(self) -> dict[str, float]:
+        """Custom resources of each worker; a copy."""
+        return dict(self._additional_resource)
+
+    @property
+    def python(self) -> str | None:
+        """The Python that the workers run in; None for the driver's."""
+        return self._python
 
     def update_options(self, options: Mapping[str, Any]) -> None:
         """Set Ray's actor options, such as ``{"num_cpus": 0.5}``. They override the group's.
@@ -83,8 +100,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """
         _check_settable("update_options()", options)
         ray.remote(_Probe).options(**options)  # Ray checks names and values
-        check_one_python("update_options()", self.python, options.get("runtime_env"))
-        self.options.update(options)
+        check_one_python("update_options()", self._python, options.get("runtime_env"))
+        self._options.update(options)
 
     def set_python(self, python: str | os.PathLike[str]) -> None:
         """Run the workers in another Python, such as that of a virtual environment, which has packages of its own.
@@ -102,9 +119,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             raise TypeError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")
         if not path or "\0" in path:
             raise ValueError(f"python is the path of a Python interpreter ('venv/bin/python'), got {python!r}")
-        check_one_python("set_python()", path, self.options.get("runtime_env"))
+        check_one_python("set_python()", path, self._options.get("runtime_env"))
         # Links stay: the interpreter of a virtual environment is one, and knows its environment by the link's path.
-        self.python = os.path.abspath(os.path.expanduser(path))
+        self._python = os.path.abspath(os.path.expanduser(path))
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
         """Set custom resources that each worker takes, such as ``{"disk": 1}``.
@@ -112,7 +129,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         Raises:
             ValueError: an amount is not a positive number.
         """
-        self.additional_resource = check_amounts("set_additional_resource()", additional_resource)
+        self._additional_resource = check_amounts("set_additional_resource()", additional_resource)
 
 
 _SET_BY_GROUP = frozenset(

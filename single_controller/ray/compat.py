@@ -183,7 +183,8 @@ def accelerator_names() -> frozenset[str]:
 
 
 def device_lists_before() -> dict[str, str | None]:
-    """Variable -> the list of visible devices with which this process started; None if it was not set."""
+    """Variable -> the list of visible devices with which this process started; None if it was not set. Not needed if an
+    actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.worker import global_worker
 

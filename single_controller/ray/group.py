@@ -90,7 +90,9 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout: seconds that the constructors may take, or None.
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
         collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
-        standby: how many of the pool's slots, the last ones, have a standby instead of a rank; see `replace`.
+        standby: how many of the pool's slots, the last ones, have a standby instead of a rank: a process that has
+            imported the class and waits to `replace` a rank. Let the last slots be on a host of their own to keep it
+            there.
         on_death: what a call does if a rank has died before: ``"error"`` raises `GroupBrokenError`, ``"replace"`` calls
             `replace` first, and ``"shrink"`` calls `replace` if there are enough standbys, and otherwise `shrink`. The
             call in which the rank died raises `WorkerDiedError` in all cases.
@@ -220,8 +222,9 @@ class RayWorkerGroup(WorkerGroup):
                 prefix.
             namespace: Ray's namespace of the names; by default the driver's own, or any other if it has no such names.
             own: take the workers over after their driver has ended: `close` ends them and removes their placement
-                groups, and `restart` and `replace` work, also if ranks have died. Calls with ``replay=True`` of the
-                former driver are not repeated. With ``worker_handles``, the group can be closed alone.
+                groups, with everything else in those, and `restart` and `replace` work, also if ranks have died. Calls
+                with ``replay=True`` of the former driver are not repeated. With ``worker_handles``, the group can only
+                be closed.
 
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
@@ -329,7 +332,8 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def takeover_data(self) -> Any:
-        """A small, picklable value for the driver that takes this detached group over, which finds it here."""
+        """A small, picklable value for the driver that takes this detached group over, which finds it here. Ray's
+        control store keeps it; in a group that is not detached, it stays in this driver."""
         return self._takeover_data
 
     @takeover_data.setter
@@ -369,8 +373,10 @@ class RayWorkerGroup(WorkerGroup):
         """Replace the ranks that have died. The others keep their processes and their workers.
 
         Standbys, or new processes in the same slots, take the dead ranks. Collectives in which other ranks wait are
-        aborted, and all ranks get a new rendezvous. Calls with ``replay=True`` are repeated on the new ranks, then
-        `Worker.on_membership_change` runs on all. With ``collectives=False`` nothing happens on the other ranks.
+        aborted, process groups destroyed, and all ranks get a new rendezvous: another ``master_port``, and other local
+        ranks if a standby is elsewhere. The latest successful calls with ``replay=True`` are repeated on the new ranks
+        alone, so these methods and constructors must not run collectives. Then `Worker.on_membership_change` runs on
+        all. With ``collectives=False`` nothing happens on the other ranks.
 
         Args:
             ranks: living ranks to end and replace too, such as one that hangs.
@@ -413,7 +419,8 @@ class RayWorkerGroup(WorkerGroup):
         numbers 0, 1, ... in the same order. Otherwise it does what `replace` does.
 
         Whole data-parallel replicas are dropped (`Worker.dp_replica`): living ranks of a replica that has lost a rank
-        end too. Workers must register a layout again in `Worker.on_membership_change`.
+        end too. Workers must register a layout again in `Worker.on_membership_change`. `grow` and `restart` take ranks
+        back.
 
         Args:
             ranks: living ranks to drop too.
@@ -423,8 +430,8 @@ class RayWorkerGroup(WorkerGroup):
             The ranks that were dropped, by the numbers that they had.
 
         Raises:
-            GroupBrokenError: no complete replica would be left, so the group stays as it is; or another driver started
-                these workers.
+            GroupBrokenError: no complete replica would be left, so the group stays as it is, and broken if ranks have
+                died; or another driver started these workers.
             GroupClosedError, ValueError, CallTimeoutError, SingleControllerError: as `replace`.
         """
         numbers, dropped = list(range(self.world_size)), list[int]()  # numbers: by rank, the one that it had
@@ -448,8 +455,8 @@ class RayWorkerGroup(WorkerGroup):
         """Add ranks in the pool's slots that have none, such as those that `shrink` has dropped. They come after the
         others.
 
-        The group goes on while processes start and run their constructors. Then running calls end, and all ranks join a
-        new rendezvous, as in `replace`; with ``collectives=False``, calls go on.
+        The group goes on while processes start and run their constructors. Then it waits until the running calls have
+        ended, and all ranks join a new rendezvous, as in `replace`; with ``collectives=False``, calls go on.
 
         Args:
             count: how many ranks, in whole replicas (`Worker.dp_replica`); by default as many as there is room for.

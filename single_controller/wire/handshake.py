@@ -4,7 +4,8 @@ Each side shows that it has the rank's key, which travels with its location insi
 
 1. The rank sends a nonce.
 2. The driver sends a nonce of its own, the id of its session, and the HMAC of both nonces and that id.
-3. The rank sends another HMAC of them, and the number of the last call of that session which has arrived.
+3. The rank sends another HMAC of them, and the number of the last call of that session which has arrived; -1 if it does
+   not know that session.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Kind:
     REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, COMMAND, ANSWER = range(6, 15)
 
 
-_RECEIVED = struct.Struct("<Q")
+_RECEIVED = struct.Struct("<q")
 
 HELLO_BYTES = NONCE_BYTES + SESSION_BYTES + 32
 WELCOME_BYTES = 32 + _RECEIVED.size
@@ -82,7 +83,7 @@ def received_text(proof: bytes, received: int) -> bytes:
 
 
 def welcomed(key: bytes, of_rank: bytes, of_driver: bytes, session: bytes, frame: bytes) -> int:
-    """Check the rank's last frame. Returns the number of the last call that has arrived there.
+    """Check the rank's last frame. Returns the number of the last call that has arrived there, or -1.
 
     Raises:
         HandshakeError: the rank does not know the key: another process has its port now.

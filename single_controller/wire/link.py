@@ -92,7 +92,8 @@ class Link:
         self._connection: Connection | None = None
         self._dialling: Connection | socket.socket | None = None
         self._closed: tuple[str, bool] | None = None  # why, and whether because the rank's process has ended
-        self._sent = self._highest = 0
+        self._sent = 0
+        self._welcomed = False  # whether the rank knows the session
         self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
         # ``WANT`` and ``CANCEL`` frames. Repeated with each new connection, because a lost one would hold up a rank.
         self._notes: set[tuple[int, int]] = set()
@@ -235,7 +236,6 @@ class Link:
             call = self._unanswered.pop(number, None)
             if call is None:
                 return  # a copy of a reply that has arrived before
-            self._highest = max(self._highest, number)
             self._notes -= {(Kind.WANT, number), (Kind.CANCEL, number)}
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
@@ -307,14 +307,14 @@ class Link:
             if self._closed:
                 connection.close()
                 return
-            if received < self._highest:  # the rank has forgotten this session
+            if received < 0 and self._welcomed:  # the rank has forgotten this session, and which of its calls it has run
                 self._give_up("its rank has been without a connection for too long")
-                self.session, self._highest = new_nonce(), 0
+                self.session, self._welcomed = new_nonce(), False
                 self._notes.clear()
                 self._lost(connection, "the session is another one")
                 connection.close()
                 return
-            self._dialling, self._connection, self._failures = None, connection, 0
+            self._dialling, self._connection, self._failures, self._welcomed = None, connection, 0, True
             # In this order: the rank may forget a reply as soon as a later frame acknowledges it.
             for kind, number in self._notes:
                 self._send(connection, kind, number)
@@ -390,7 +390,7 @@ class Session:
         self.key = key  # the driver's id of the session
         self.changed = threading.Condition()
         self.connection: Connection | None = None  # the driver's present connection, or None
-        self.received = 0  # number of the last call that has arrived
+        self.received = -1  # number of the last call that has arrived; -1 before the driver's first connection
         # Number -> kind and payload of the replies that the driver has not acknowledged
         self.replies: dict[int, tuple[int, bytes]] = {}
         self.kept: dict[int, Any] = {}  # number -> what the rank keeps of a call for `RankActor._sc_result`

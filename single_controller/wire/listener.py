@@ -116,6 +116,7 @@ class Listener:
             session.connection = connection
             session.acknowledge(acknowledged)
             connection.send(Kind.WELCOME, 0, received_text(proof, session.received))
+            session.received = max(session.received, 0)
             for number, (kind, payload) in session.replies.items():
                 connection.send(kind, number, payload)
         connection.on_frame = lambda *frame: self._take(session, connection, *frame)

@@ -8,7 +8,10 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ from single_controller import (
     register,
 )
 from single_controller.call import joining
+from single_controller.call.future import WorkerFuture
 from workers import RolloutWorker
 from workers.distributed import initialize_distributed
 
@@ -758,6 +762,74 @@ class Scores(RolloutWorker):
     @register(Dispatch.ONE_TO_ALL)
     def score(self):
         return 1
+
+
+class SentMeanwhile(Future):
+    """Another thread sends the call after the first look."""
+
+    def done(self):
+        looked, self.looked = getattr(self, "looked", False), True
+        return looked
+
+
+def test_future_of_a_call_that_is_sent_meanwhile_is_not_done():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Gate), threads=True) as group:
+        running = group.wait.remote(30)
+        sending = SentMeanwhile()
+        sending.set_result(running._call)
+        future = WorkerFuture(None, sending=("Gate.wait", sending))
+        assert not future.done() and not future.done()
+        assert repr(future).endswith("running>")
+        group.open()
+        assert future.result() == [True, True] and future.done() and repr(future).endswith("done>")
+
+
+def test_future_can_be_printed_in_a_fork(monkeypatch):
+    with LocalWorkerGroup(1, ClassWithInitArgs(Gate), threads=True) as group:
+        future = group.wait.remote(30)
+        with monkeypatch.context() as fork:
+            fork.setattr(os, "getpid", lambda: -1)
+            assert repr(future).endswith("running>")
+        group.open()
+        future.result()
+
+
+def test_options_of_a_class_are_set_by_its_methods_alone():
+    made = RayClassWithInitArgs(Counter)
+    made.update_options({"num_cpus": 0.5})
+    made.set_additional_resource({"disk": 1})
+    made.options["num_cpu"] = 1
+    made.additional_resource["disk"] = -1
+    assert (made.options, made.additional_resource) == ({"num_cpus": 0.5}, {"disk": 1})
+    with pytest.raises(AttributeError):
+        made.python = "venv/bin/python"  # set_python() makes it absolute, and checks it
+
+
+@dataclass
+class Node:
+    parent: Any = None
+
+
+class Echo(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def contains_itself(self, x):
+        return (x.parent.parent if isinstance(x, Node) else x[0]) is x
+
+
+def test_argument_that_contains_itself():
+    child, table, items = Node(), {}, []
+    child.parent, table[0] = Node(child), table
+    items.append(items)
+    with LocalWorkerGroup(1, ClassWithInitArgs(Echo)) as group:
+        assert [group.contains_itself(x) for x in (child, table, items)] == [[True]] * 3
+        future = group.contains_itself.remote(items)
+        for x in ({0: table, 1: future}, [items, future]):
+            assert group.contains_itself(x) == [False]
+        items.append(future)  # which no copy of the list can be without
+        table[1] = future
+        for x in (items, table):
+            with pytest.raises(DispatchError, match=r"'x', a (list|dict) .*or that contains itself.*future\.result"):
+                group.contains_itself(x)
 
 
 def test_methods_of_the_user_come_first():

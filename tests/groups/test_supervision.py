@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 from group_workers import Counter, Fragile, Model
@@ -16,6 +17,7 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
 )
+from single_controller.call.state import GroupState, Monitor
 from single_controller.ray.transport import RayTransport
 
 
@@ -218,3 +220,44 @@ class TestRestart:
         rows[:] = [1, 2, 3, 4]
         group.restart()
         assert group.read()[1][2] == [("load", [2])]
+
+
+class RunningCall:
+    """A call that a rank runs, and its transport."""
+
+    connected, started = True, 0.0
+
+    def __init__(self):
+        self.transport = self
+
+    def deaths(self):
+        return {}
+
+    def look(self, now, deaths):
+        pass
+
+
+def test_monitor_drops_a_group_without_its_lock():
+    monitor, state, free = Monitor(), GroupState("group", 1.0), []
+
+    def watch_another():
+        with monitor._changed:  # as `Monitor.watch` does for the call of another group
+            free.append(threading.current_thread())
+
+    def end():
+        other = threading.Thread(target=watch_another, daemon=True)
+        other.start()
+        other.join(2)
+        ended.append((threading.current_thread().name, list(free)))
+
+    ended = []
+    weakref.finalize(state, end)
+    calls = state.calls
+    calls.add(RunningCall())
+    monitor.start()
+    monitor.watch(state)
+    del state
+    calls.clear()  # only the monitor has the group now
+    wait_until(lambda: ended, 5)
+    ((thread, free_then),) = ended
+    assert thread == "call-monitor" and free_then, "another group's call waited for the end of this one"

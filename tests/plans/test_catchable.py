@@ -1,13 +1,14 @@
 """An error of a worker's method is an instance of the method's own exception class too."""
 
 import copy
+import json
 import pickle
 import subprocess
 import threading
 
 import pytest
 
-from single_controller import StartError, WorkerError
+from single_controller import CallTimeoutError, StartError, WorkerError
 from single_controller.call.errors import catchable_as
 
 
@@ -85,3 +86,12 @@ sys.stdout.buffer.write(pickle.dumps(catchable_as(WorkerError("text", rank=1), m
     sent = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60).stdout
     error = pickle.loads(sent)
     assert type(error) is WorkerError and str(error) == "text" and error.rank == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: WorkerError("it failed").results, lambda: CallTimeoutError("late").stacks],
+    ids=["results", "stacks"],
+)
+def test_empty_fields_of_errors_are_dicts_of_their_own(make):
+    assert pickle.loads(pickle.dumps(make())) == {} and json.dumps(make()) == "{}" and make() is not make()

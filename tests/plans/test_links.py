@@ -255,6 +255,24 @@ class TestLostConnections:
         assert answered([call(to_rank, b"after")])
         assert [payload for _, payload in rank.ran] == [b"before", b"waiting", b"after"]
 
+    def test_first_call_of_a_forgotten_driver_is_not_run_again(self, rank, to_rank, monkeypatch):
+        monkeypatch.setattr(listener, "SESSION_SECONDS", 0.2)
+        rank.delay = 30
+        waiting = call(to_rank, b"waiting")
+        wait_until(lambda: rank.ran)
+        with monkeypatch.context() as patch:
+            patch.setattr(to_rank, "_dial", lambda: None)
+            to_rank._connection._shut()
+            wait_until(lambda: not to_rank.connected)
+            time.sleep(0.3)
+            assert ask_at({0: rank.listener.address}, "hi", 5)[0].ok  # the rank forgets when another driver comes
+        rank.listener.session(to_rank.session)  # a late task of the forgotten session makes another one of that name
+        to_rank._dial()
+        assert waiting.told.wait(5) and "too long" in waiting.lost
+        rank.delay = 0
+        assert answered([call(to_rank, b"after")])
+        assert [payload for _, payload in rank.ran] == [b"waiting", b"after"]
+
     def test_process_that_is_gone(self, rank, to_rank, monkeypatch):
         monkeypatch.setattr(link, "REFUSED_SECONDS", 0.3)
         assert to_rank.gone() is None

@@ -126,7 +126,7 @@ class TestPickle:
 
     @pytest.mark.parametrize("name", ["ALL", "RANK_ZERO"])
     def test_execute_members(self, name):
-        assert pickle.loads(pickle.dumps(Execute[name])) == Execute[name]
+        assert pickle.loads(pickle.dumps(Execute[name])) is Execute[name]
 
     def test_mesh_pair_and_added_members(self):
         pair = known_mode({"dispatch_fn": to_all, "collect_fn": last_only})
@@ -217,9 +217,9 @@ class TestExtension:
             register_dispatch_mode(name, to_all, last_only)
         assert repr(Dispatch[name]) == f"Dispatch.{name}"
 
-    @pytest.mark.parametrize("name", ["", "with space", "_private", "1st", None, 7, "mro", "mesh", "lambda"])
+    @pytest.mark.parametrize("name", ["", "with space", "_private", "1st", None, 7, ["MINE"], "mro", "mesh", "lambda"])
     def test_name_is_not_an_attribute_name(self, name):
-        with pytest.raises(ValueError, match=r"identifier|is a string"):
+        with pytest.raises(ValueError, match="identifier"):
             register_dispatch_mode(name, to_all, last_only)
 
     @pytest.mark.parametrize("functions", [(None, last_only), (to_all, None), ("f", "g")])

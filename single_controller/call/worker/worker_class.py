@@ -90,7 +90,8 @@ def colocate(roles: Mapping[str, ClassWithInitArgs]) -> Colocated:
     """Put several worker classes into one process per rank, so that they share its device and memory.
 
     The group has a group for each role: ``group.actor.m(x)``, ``group.critic.m(x)``. A worker reaches the others of its
-    process with ``self.role_worker("critic")``. A process runs one call at a time, whichever role it is for.
+    process with ``self.role_worker("critic")``. A process runs one call at a time, in the order in which the driver
+    sent them, whichever role they are for.
 
     Args:
         roles: role -> its class with the constructor's arguments: ``{"actor": RayClassWithInitArgs(Actor, config)}``.

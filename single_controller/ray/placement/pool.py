@@ -137,8 +137,9 @@ class RayResourcePool(Closing, ResourcePool):
     pool is a context manager; closing it ends what runs in it.
 
     Slot k is rank k of a group on the whole pool. Once Ray has placed them, slots are ordered by (node, device),
-    compared as numbers; before, they are in the order declared. ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools
-    that borrow slots: closing one closes its groups and frees no slot, closing this pool closes them too.
+    compared as numbers, and keep that order as long as the pool lives; before, they are in the order declared.
+    ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups and frees no
+    slot, closing this pool closes them too.
 
     Args:
         process_on_nodes: processes of each entry, ``[8, 8]``. An entry is on one node. Entries may differ in size.
@@ -384,7 +385,8 @@ class RayResourcePool(Closing, ResourcePool):
 
     def plan(self) -> PoolPlan:
         """Return where every rank is, or would be: node, bundle and device; and what is missing. Starts nothing.
-        Devices are known once a process has reported them.
+        Devices are known once a process has reported them: the first group's workers, or short tasks before a slice is
+        used. Until then the ranks of one node are in the order of their entries.
 
         Raises:
             GroupClosedError: the pool is closed.
