@@ -1,10 +1,9 @@
 """The task `calculator` of `train_grpo.py`: a model learns to call a tool, and to answer with what it returns.
 
-The policy sees ``3*7=``. In its first turn it should write ``C3*7;``, a call of the calculator, which returns ``21``.
-In its second turn it should write ``21;``. It begins with random weights, and knows neither.
+The policy sees ``3*7=``. In its first turn it should write ``C*;``: the calculator, which has the two numbers, returns
+``21``. In its second turn it should write ``21;``. It begins with random weights, and knows neither.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from workers import Action, SessionLimits, Step, ToolEnvironment
 from workers.rollout.agents.environment import Observation
 from workers.rollout.agents.rendering import Parsed, ParsedCall, Rendered
 
-ALPHABET = "0123456789*=C;?"
+ALPHABET = "0123456789+*=C;?"
 END = ALPHABET.index(";")
 
 
@@ -27,7 +26,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 class CalculatorFormat:
-    """A renderer: messages of the roles user and tool are their text, and ``C`` before an expression is a tool call."""
+    """A renderer: messages of the roles user and tool are their text, and ``C`` before an operator is a tool call."""
 
     def render(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -40,7 +39,7 @@ class CalculatorFormat:
         text = decode(token_ids).removesuffix(";")
         if not text.startswith("C"):
             return Parsed(text)
-        return Parsed("", None, [ParsedCall(text, "calculate", {"expression": text[1:]})])
+        return Parsed("", None, [ParsedCall(text, "calculate", {"operator": text[1:]})])
 
     def get_stop_token_ids(self) -> list[int]:
         return [END]
@@ -56,40 +55,38 @@ class CalculatorFormat:
         return Rendered([*previous_prompt_ids, *previous_completion_ids, *self.render(new_messages).token_ids])
 
 
-def calculate(expression: str) -> str:
-    """Multiply two numbers; the result of anything else is ??.
-
-    Args:
-        expression: such as 3*7.
-    """
-    known = re.fullmatch(r"(\d)\*(\d)", expression)
-    return f"{int(known[1]) * int(known[2]):02}" if known else "??"
-
-
 class Calculator(ToolEnvironment):
     """Half of the reward is for the call, and half for the answer: each is the share of its characters that are right,
     so that a model with random weights can begin to learn."""
 
+    functions = ("calculate",)
     limits = SessionLimits(turns=2)
 
-    def __init__(self) -> None:
-        super().__init__([calculate])
+    def calculate(self, operator: str) -> str:
+        """Add or multiply the two numbers of the problem.
+
+        Args:
+            operator: + or *; the result of anything else is ??.
+        """
+        left, right = self.numbers
+        return {"+": f"{left + right:02}", "*": f"{left * right:02}"}.get(operator, "??")
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
-        self.expression, self.calls = row["expression"], 0
+        left, self.operator, right = row["expression"]
+        self.numbers, self.called = (int(left), int(right)), False
         return None
 
     async def step(self, action: Action) -> Step:
         said = decode(action.token_ids)
-        if self.calls:
-            return Step(reward=share(said, f"{calculate(self.expression)};") / 2, done=True)
-        self.calls += 1
-        called = await super().step(action)
-        right = f"C{self.expression};"
-        return Step(called.observation, share(said, right) / 2, invalid=said != right)
+        if self.called:
+            return Step(reward=share(said, f"{self.calculate(self.operator)};") / 2, done=True)
+        self.called = True
+        result = await super().step(action)
+        call = f"C{self.operator};"
+        return Step(result.observation, share(said, call) / 2, invalid=said != call)
 
     def state_dict(self) -> Any:
-        return {"expression": self.expression, "calls": self.calls}
+        return {"operator": self.operator, "numbers": self.numbers, "called": self.called}
 
     def load_state_dict(self, state: Any) -> None:
         vars(self).update(state)

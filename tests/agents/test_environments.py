@@ -335,10 +335,10 @@ def test_rows_have_what_was_sampled_and_nothing_else(turns):
 @pytest.mark.parametrize(
     ("script", "reward", "turns"),
     [
-        (["C3*4;", "12;"], 1.0, 2),
-        (["C3*4;", "13;"], 0.5 + 0.5 * 2 / 3, 2),
-        (["C3*1;", "12;"], 0.5 * 4 / 5 + 0.5, 2),
-        (["12;", "12;"], 0.5, 2),
+        (["C*;", "12;"], 1.0, 2),
+        (["C*;", "13;"], 0.5 + 0.5 * 2 / 3, 2),
+        (["C+;", "12;"], 0.5 * 2 / 3 + 0.5, 2),
+        (["12;", "12;"], 0.5 * 1 / 3 + 0.5, 2),
     ],
 )
 def test_calculator_of_the_tutorials(monkeypatch, script, reward, turns):
@@ -362,7 +362,7 @@ def test_calculator_of_the_tutorials(monkeypatch, script, reward, turns):
     (made,) = engine.generate([calculator.encode("3*4=")], SamplingParams(5), [0], extras=rows)
     engine.close()
     assert made.info["reward"] == pytest.approx(reward) and made.info["turns"] == turns
-    result = {"C3*4;": "12", "C3*1;": "03"}.get(script[0], "")
+    result = {"C*;": "12", "C+;": "07"}.get(script[0], "")
     assert calculator.decode(made.token_ids) == script[0] + result + script[1]
 
 
