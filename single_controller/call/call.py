@@ -6,7 +6,8 @@ outcome: the first error, a death, a timeout, or all results. What no result tel
 
 Threads that meet here: the one that sends (`Call.sent`); the thread "wire", which reads connections (`Call.arrive`);
 the monitor's (`Call.look`); a thread "late-ranks", which asks late ranks for their stacks and ends the call, or logs;
-and those that wait. All fields are protected by ``GroupState.lock``.
+and those that wait. ``GroupState.lock`` protects all fields, except that ``dropped`` and ``reported`` are only ever set
+to True, also by the garbage collector, and that nothing changes ``rank_results`` once a call has succeeded.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ DEATH_SHOWS_SECONDS = 2.0
 not ended cannot be reached, it waits for `Transport.death_seconds`."""
 
 MAX_PROBED = 64
-"""Ranks that one look probes at once: each probe takes a connection."""
+"""Ranks that one look probes at once."""
 
 ASK_AFTER_SECONDS = 1.0
 """A wait with at least this limit asks the late ranks where they are before it raises."""
@@ -93,7 +94,7 @@ DECLARED = CallOptions()
 
 
 class Call:
-    """One call, from when it is sent until no rank is running it any more. The state's ``lock`` protects all fields.
+    """One call, from when it is sent until no rank is running it any more. For its lock, see the top of this file.
 
     Args:
         state: the state of the group.

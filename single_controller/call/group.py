@@ -499,23 +499,23 @@ class WorkerGroup(VerlGroup, Closing):
         kwargs: dict[str, Any],
         options: CallOptions,
         *,
-        may_wait: bool = False,
+        as_call: bool = False,
     ) -> Any:
-        """Plan a call, send it, and wait for it or return its future. ``may_wait``: also in the thread of an event
-        loop, because nothing needs to be waited for; the call is returned."""
+        """Plan a call, send it, and wait for it or return its future. ``as_call``: return the `Call` itself, and
+        wait for nothing in the thread of an event loop."""
         begun = time.time()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
-        if not (blocking or may_wait) and in_event_loop():
+        if not (blocking or as_call) and in_event_loop():
             return self._invoke_in_loop(spec, args, kwargs, options)
         if self._state.unsent:
             self._wait_for_unsent()
         self._check()
-        must_not_wait = may_wait and in_event_loop()
+        must_not_wait = as_call and in_event_loop()
         plan = self._plan(spec, args, kwargs, options)
         call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
-        return call if may_wait else call.value() if blocking else WorkerFuture(call)
+        return call if as_call else call.value() if blocking else WorkerFuture(call)
 
     def _invoke_in_loop(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -523,7 +523,7 @@ class WorkerGroup(VerlGroup, Closing):
         """`_invoke` in the thread of an event loop, which must not wait: not for a thread that repairs the group or
         sends a call, and not for the ranks. What has to wait is sent by a thread."""
         self._state.check_process()
-        invoke = functools.partial(self._invoke, spec, args, kwargs, options, may_wait=True)
+        invoke = functools.partial(self._invoke, spec, args, kwargs, options, as_call=True)
         sending = self._state.sending
         if not sending.acquire(blocking=False):
             return self._send_later(spec, invoke)

@@ -1,6 +1,7 @@
 """Transport: what a group needs from whatever runs its workers.
 
-A group plans calls, tracks deadlines and joins results. The transport starts workers and carries calls and results.
+A group plans calls, tracks deadlines and joins results. The transport carries calls and results, and ends the
+workers. The group starts them.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Registration:
         self._writing = threading.Lock()
 
     def write_soon(self) -> None:
-        """Write the record in the background, so that no start waits for it."""
+        """Write the record in a thread "group-record", which then ends, so that no start waits for it."""
         try:
             threading.Thread(target=self.write, name="group-record", daemon=True).start()
         except RuntimeError:  # the process has as many threads as it may have; the group matters more than its record

@@ -1,4 +1,4 @@
-"""RayTransport: one actor per rank."""
+"""RayTransport: one actor per rank, and one `Link` to each."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Standby:
 
 
 class RayTransport(Transport):
-    """Sends calls to actors.
+    """Sends calls over one `Link` per rank, and what is too large for a frame in a task of its actor.
 
     A rank is *suspect* when an error on another one may be the echo of its death.
 
@@ -162,8 +162,9 @@ class RayTransport(Transport):
         try:
             # Encode and store everything before anything is sent: an argument that fails must reach no rank.
             encoded = encode_call(spec, plan)
-            largest = max((shard.nbytes for _, _, _, shard in encoded if shard is not None), default=0)
-            room = MAX_INLINE_BYTES - (largest if largest <= MAX_INLINE_BYTES else 0)
+            # What the largest inline shard leaves for the common arguments, so that no frame exceeds MAX_INLINE_BYTES.
+            sizes = (shard.nbytes for _, _, _, shard in encoded if shard is not None)
+            room = MAX_INLINE_BYTES - max((size for size in sizes if size <= MAX_INLINE_BYTES), default=0)
             stored: dict[int, Any] = {}
             frames: dict[int, tuple[bytes, list[Any]]] = {}
             messages, nbytes = [], {}
@@ -337,8 +338,8 @@ class RayTransport(Transport):
         return min(death_seconds(), DEATH_SECONDS)
 
     def probe(self, ranks: Collection[int]) -> dict[int, str | None]:
-        """A rank that answers is alive, and so is one whose connection outlives the time after
-        which a silent host would have lost it: C code that holds the GIL keeps a rank from answering."""
+        """Counts a rank as alive if it answers, or if its connection outlives the time after which a silent host would
+        have lost it: C code that holds the GIL keeps a rank from answering. Until then it is not in the result."""
         deaths, known = self.deaths(), dict[int, str | None]()
         with self._asking:
             for rank in ranks:

@@ -58,7 +58,8 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Reply:
-    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread."""
+    """Stands for the reply of one rank to one call. `Link` calls its methods in the hub's thread. On Ray, it is a
+    `RankReply` (``ray/results.py``)."""
 
     link: Link  # the link that carries the call
     number: int = field(default=0, init=False)  # number of the call on the link
@@ -307,7 +308,7 @@ class Link:
             if self._closed:
                 connection.close()
                 return
-            if received < 0 and self._welcomed:  # the rank has forgotten this session, and which of its calls it has run
+            if received < 0 and self._welcomed:  # the rank has forgotten the session, and what it has run
                 self._give_up("its rank has been without a connection for too long")
                 self.session, self._welcomed = new_nonce(), False
                 self._notes.clear()

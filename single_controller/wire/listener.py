@@ -1,7 +1,7 @@
 """Listener: a rank's side of the wire. Accepts connections, and gives each to the session of its driver.
 
 A session outlives its connections. A driver whose connection was lost dials again, sends the calls again that have not
-arrived, and gets the replies that it has not acknowledged. So a lost connection costs nothing.
+arrived, and gets the replies that it has not acknowledged. Commands are not sent again: without an answer they fail.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ MAX_STRANGERS = 512
 """Connections that may be open before they have shown it. With more, the oldest is closed."""
 
 SESSION_SECONDS = 600.0
-"""How long what was kept for a driver is kept after its last connection was lost."""
+"""How long the session of a driver without a connection is kept, at least. It is dropped when another connection is
+accepted."""
 
 
 class Listener:
@@ -47,8 +48,8 @@ class Listener:
     Args:
         host: the node's address, where it listens.
         on_call: gets kind, session, number and payload of each call, once and in order, in the hub's thread.
-        commands: command -> what answers it, in a thread of its own. It must not acquire a lock of this library that a
-            busy method may hold.
+        commands: command -> what answers it, in a thread "command", which ends with the answer. It must not acquire a
+            lock of this library that a busy method may hold.
         frames: see `WireAddress`.
     """
 

@@ -138,7 +138,7 @@ class Executor:
     def run(self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float) -> RankResult:
         """Run one call: ``whole`` has the arguments that all ranks get, ``shard`` those of this rank. ``received``:
         when the rank began with the call, in seconds since the epoch."""
-        alike = False
+        alike = False  # see `Failure.alike`
         entry = object()
         self._calls[entry] = message.role, message.method, time.monotonic()
         try:

@@ -58,7 +58,8 @@ class AgentEngine(RolloutEngine):
 
     Args:
         engine: a subclass of `RequestEngine`, a function that returns an engine, or an engine.
-        args, kwargs: arguments of the engine.
+        *args: arguments of the engine.
+        **kwargs: the same.
         environment: makes the environment of a session: a subclass of `Environment`, or a function.
         renderer: makes tokens of messages and messages of tokens: a `Renderer`, or a function that returns one; None if
             observations are token ids.

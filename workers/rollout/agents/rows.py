@@ -116,7 +116,9 @@ def completion_of(
         prompt: the rollout's.
         finish_reason: of the session.
         info: of the session.
-        leaves, rewards, turn_discount: as for `rows`.
+        leaves: as for `rows`.
+        rewards: as for `rows`.
+        turn_discount: as for `rows`.
     """
     made = rows(trajectory, leaves, rewards=rewards, turn_discount=turn_discount)
     if not made:

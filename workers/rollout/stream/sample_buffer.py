@@ -340,7 +340,8 @@ class SampleBuffer:
 
         Args:
             number: of a group in flight.
-            partial, tokens: as for `give_back`.
+            partial: as for `give_back`.
+            tokens: as for `give_back`.
 
         Raises:
             ValueError: the group is not in flight.

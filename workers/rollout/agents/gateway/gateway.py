@@ -4,7 +4,7 @@ A program gets an address and a token, and uses them as those of OpenAI's or Ant
 the session's `Trajectory`.
 
 Lock: ``Gateway._lock`` protects the sessions and their trees. It is held while messages are rendered, and never while
-the engine generates. The engine's lock is taken inside it by nobody.
+the engine is called.
 """
 
 from __future__ import annotations
