@@ -498,8 +498,8 @@ class Session:
                 raise _Ended("abort")
             if left is not None and (silence is None or left < silence):
                 raise _Ended("seconds")
-            told = f"{type(self._environment).__name__}.{method.__name__}() took longer than SessionLimits.silence, {silence:g} s"
-            raise _Ended("silence", told=told)
+            where = f"{type(self._environment).__name__}.{method.__name__}()"
+            raise _Ended("silence", told=f"{where} took longer than SessionLimits.silence, {silence:g} s")
         try:
             return task.result()
         except RolloutError:
