@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.rollout.agents.environment import session_reward as session_reward
     from workers.rollout.agents.rendering import TokenRenderer as TokenRenderer
     from workers.rollout.agents.rendering import load_renderer as load_renderer
+    from workers.rollout.agents.rendering import render_prompt as render_prompt
     from workers.rollout.agents.tools import Tool as Tool
     from workers.rollout.engines.hf_engine import HFEngine as HFEngine
     from workers.rollout.engines.http_engine import HTTPEngine as HTTPEngine

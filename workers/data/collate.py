@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dispatch import jagged
-from workers.data.rollout_data import REWARD_PART, unique_groups
+from workers.data.rollout_data import REWARD_PART, group_numbers, unique_groups
 from workers.rollout.engines.rollout_engine import Completion, Row
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ def collate(
     """Build one row per completion: the left-padded prompt, then the right-padded completion. All completions begin at
     the same column. A completion with `Completion.rows` becomes these rows instead, one after the other; they have its
     group, reward, baseline and ``truncated``.
+
+    A completion with the finish reason "error" keeps its reward, but is not trained: its ``loss_mask`` is 0, and it is
+    in another group, so that it does not count in the statistics of its own.
 
     Args:
         prompts: token ids of each completion's prompt.
@@ -74,6 +77,7 @@ def collate(
             raise ValueError(f"collate(): the completion of row {number} has {wrong}; expected one number per token")
     if any(one.rows is not None for one in completions):
         return _of_rows(prompts, completions, group_ids, weight_versions, rewards, reward_baselines, pad_token_id)
+    completions, group_ids = _without_failed(completions, group_ids)
     rows = len(completions)
     begin = max(map(len, prompts), default=0)
     width = begin + max((len(completion.token_ids) for completion in completions), default=0)
@@ -153,7 +157,7 @@ def _of_rows(
     rows = [row for rows in several for row in rows]
     data = collate(
         [row.prompt for row in rows],
-        [replace(row.completion, rows=None) for row in rows],
+        [_row_of(completions[number], row.completion) for row, number in zip(rows, of_row, strict=True)],
         group_ids=repeated(group_ids),
         weight_versions=repeated(weight_versions),
         rewards=repeated(rewards),
@@ -164,6 +168,26 @@ def _of_rows(
     if len(rows) > len(completions):
         data["rollout_ids"] = unique_groups() + torch.tensor(of_row)
     return data
+
+
+def _row_of(rollout: Completion, row: Completion) -> Completion:
+    failed = rollout.finish_reason == "error"
+    return replace(row, rows=None, finish_reason="error" if failed else row.finish_reason)
+
+
+def _without_failed(
+    completions: Sequence[Completion], group_ids: Sequence[int] | None
+) -> tuple[list[Completion], list[int] | None]:
+    """Mask the completions that failed, and move them out of their groups. The numbers of the groups remain."""
+    made, groups = list(completions), None if group_ids is None else list(group_ids)
+    moved: dict[int, int] = {}
+    for number, one in enumerate(completions):
+        if one.finish_reason == "error":
+            made[number] = replace(one, loss_mask=[0] * len(one.token_ids))
+            if groups is not None:
+                group = groups[number]
+                groups[number] = moved.setdefault(group, unique_groups() + group_numbers(group))
+    return made, groups
 
 
 def reward_parts(rewards: Sequence[float]) -> dict[str, list[float]]:

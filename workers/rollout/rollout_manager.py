@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +24,7 @@ from workers.rollout.agents.environment import session_metrics
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
-from workers.rollout.rollout_errors import PromptError, WeightVersionError
+from workers.rollout.rollout_errors import PromptError, RolloutError, WeightVersionError
 from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ class RolloutManager:
         if greedy_baselines and reward_function is None:
             raise ValueError("RolloutManager: greedy_baselines=True needs a reward function")
         self.greedy_baselines = greedy_baselines
+        if isinstance(engine_extras, str):
+            raise TypeError(f"RolloutManager: engine_extras={engine_extras!r}; pass a list, [{engine_extras!r}]")
         self.engine_extras = tuple(engine_extras)
         self.pad_token_id = pad_token_id
         self.timeout = None if timeout is None else check_seconds("RolloutManager: timeout", timeout)
@@ -178,6 +180,7 @@ class RolloutManager:
                 not help.
             RewardError: the reward function requires a column that ``extras`` lacks (before anything is sent), raised,
                 returned something that is not a reward, or exceeded its timeout.
+            RolloutError: all sessions of an `AgentEngine` failed before their first turn.
             SingleControllerError: as any call of the group: `WorkerError`, `WorkerDiedError`, ... After a death,
                 restart the worker, or create the group with ``on_death="replace"``, and call this again.
         """
@@ -317,6 +320,7 @@ class RolloutManager:
         _raise_refused(generated, sent.samples)
         completions, versions = _checked(generated, sent.expected_version)
         self.note_sessions(completions)
+        _check_sessions(completions)
         samples = [
             Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids, completion.info)
             for one, completion in zip(sent.samples, completions, strict=True)
@@ -351,6 +355,22 @@ def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) ->
         if one.refused is not None:
             number = one.refused.number
             raise PromptError(one.refused.what, None if number is None else samples[begin + number].prompt)
+
+
+def _check_sessions(completions: Sequence[Completion]) -> None:
+    """Raise if no session of a rollout has had a turn: a mistake in the environment, and nothing would be trained.
+
+    Raises:
+        RolloutError: all of several sessions failed at the beginning.
+    """
+    infos = [one.info or {} for one in completions]
+    failed = [info for info in infos if info.get("end_reason") in ("error", "silence") and not info["turns"]]
+    if 1 < len(failed) == len(infos):
+        told, count = Counter(str(info.get("error")) for info in infos).most_common(1)[0]
+        raise RolloutError(
+            f"all {len(infos)} sessions of the rollout ended before their first turn, {count} of them with {told}; the "
+            "workers' log has the traceback"
+        )
 
 
 def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Completion], list[int]]:

@@ -246,8 +246,8 @@ class RolloutWorker(WeightReceiver):
                 raise RolloutError(f"{returned} {wrong} {where}; expected one number per token")
             if completion.finish_reason not in get_args(FinishReason):
                 raise RolloutError(
-                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length' or "
-                    "'abort'"
+                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length', "
+                    "'abort' or 'error'"
                 )
 
     @register(Dispatch.ONE_TO_ALL)

@@ -533,7 +533,7 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
             raise RolloutDataError(
                 f"rollout data has 'token_rewards', but advantage_estimator={args.advantage_estimator!r} compares "
                 f"completions by their 'rewards' alone; use one of {', '.join(sorted(TOKEN_REWARDS))}, or leave "
-                "token_rewards out"
+                "token_rewards out: AgentEngine without turn_discount"
             )
     if args.overlong_filtering and "truncated" not in names:
         raise RolloutDataError("overlong_filtering=True needs 'truncated' in the rollout data")

@@ -13,14 +13,18 @@ import inspect
 import logging
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from workers.rollout.agents.environment import Environment, SessionLimits
+from workers.rollout.agents.environment import Environment, SessionLimits, ToolEnvironment, check_call
 from workers.rollout.agents.program import AgentProgram, Programs
+from workers.rollout.agents.rendering import check_renderer
 from workers.rollout.agents.session import Session, SessionState
+from workers.rollout.agents.tools import Tool
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, PauseMode, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
@@ -35,7 +39,10 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 """How long `AgentEngine.close` waits for environments to close."""
 
-LAG_SECONDS = 5.0
+PROGRAM_SECONDS = 3600.0
+"""`SessionLimits.seconds` of an `AgentProgram` without one."""
+
+LAG_SECONDS = 1.0
 """An event loop that is blocked for longer is reported, once: some environment blocks."""
 
 
@@ -59,11 +66,15 @@ class AgentEngine(RolloutEngine):
         limits: of each session; by default `SessionLimits`.
         turn_discount: credit each turn with its own reward and those of later turns, each discounted once more per
             turn: `Completion.token_rewards`. None: the session has one reward.
+        train_failed: train sessions that end with "error" or "silence", too, with the rewards of their turns. By
+            default they have the finish reason "error": `collate` gives them a ``loss_mask`` of 0 and leaves them out
+            of the statistics of their group, so that an outage is not the policy's fault.
         verify: compare the prompt that each turn was generated from, as the engine says it, with the session's tree. A
             difference fails the rollout with a `PromptMismatchError`.
 
     Raises:
         TypeError: an argument has the wrong type, or the engine has no requests.
+        ValueError: ``turn_discount`` is out of range. What making the first environment raises is passed on.
     """
 
     journals = True
@@ -76,19 +87,25 @@ class AgentEngine(RolloutEngine):
         renderer: Renderer | Callable[[], Renderer] | None = None,
         limits: SessionLimits | None = None,
         turn_discount: float | None = None,
+        train_failed: bool = False,
         verify: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not callable(environment):
-            raise TypeError(f"AgentEngine: environment={environment!r:.80}; pass a class or a function that makes one")
+        if not isinstance(environment, AgentProgram):
+            check_call("AgentEngine", "environment", environment, (), "a class or a function that makes an Environment")
         if limits is not None and not isinstance(limits, SessionLimits):
             raise TypeError(f"AgentEngine: limits={limits!r:.80}; expected SessionLimits(...)")
-        if turn_discount is not None and not 0 <= turn_discount <= 1:
+        number = isinstance(turn_discount, (int, float)) and not isinstance(turn_discount, bool)
+        if turn_discount is not None and not (number and 0 <= turn_discount <= 1):
             raise ValueError(f"AgentEngine: turn_discount={turn_discount!r}; expected a number from 0 to 1, or None")
+        if isinstance(engine, RequestEngine) and (args or kwargs):
+            given = [*map(repr, args), *kwargs]
+            raise TypeError(f"AgentEngine: the engine exists already, so nothing takes the argument {given[0]:.80}")
         self.limits = limits or SessionLimits()
         makes = inspect.isfunction(renderer) or inspect.isclass(renderer)
         self.renderer = cast("Renderer | None", cast("Any", renderer)() if makes else renderer)
-        self.turn_discount = turn_discount
+        check_renderer("AgentEngine", self.renderer)
+        self.turn_discount, self.train_failed = turn_discount, train_failed
         made = engine if isinstance(engine, RequestEngine) else engine(*args, **kwargs)
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
@@ -96,9 +113,14 @@ class AgentEngine(RolloutEngine):
         if verify:
             made.echo_prompts = True
         self.environment = environment
+        self._spare: Environment | None = None  # of the first session: a mistake in it is an error at start
         if isinstance(environment, AgentProgram):
             self.environment = environment.of(made, self.renderer)
-            self.limits = replace(self.limits, silence=None)  # its one call is the whole session
+            # Its one call is the whole session.
+            self.limits = replace(self.limits, silence=None, seconds=self.limits.seconds or PROGRAM_SECONDS)
+        else:
+            self._spare = environment()
+            _check_environment(self._spare, environment, self.renderer)
         self._lock = threading.Condition()
         self._sessions: dict[str, Session] = {}
         """By request id, those that have not ended."""
@@ -107,6 +129,9 @@ class AgentEngine(RolloutEngine):
         self._waiting: list[Session] = []
         """Sessions that begin when `pause` with "wait" has ended."""
         self._draining = self._asleep = self._closed = self._lagged = False
+        self._failure: BaseException | None = None  # that has ended the event loop
+        self._failures: Counter[tuple[Any, ...]] = Counter()
+        """How often sessions have ended with each error. Of the event loop's thread."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -168,17 +193,19 @@ class AgentEngine(RolloutEngine):
             submit=self.engine.submit,
             abort=self.engine.abort,
             unavailable=self._unavailable,
-            environment=self.environment,
+            environment=self._make,
             renderer=self.renderer,
             limits=self.limits,
             positions=self.engine.max_positions,
             turn_discount=self.turn_discount,
+            train_failed=self.train_failed,
+            report=self._report,
             state=state,
         )
         session.future.set_running_or_notify_cancel()
         with self._lock:
             if self._closed:
-                raise RolloutError("AgentEngine.submit(): the engine was closed")
+                raise RolloutError("AgentEngine.submit(): the engine was closed") from self._failure
             if request_id in self._sessions:
                 raise ValueError(f"submit(): request_id {request_id!r} is in use; choose another one")
             self._sessions[request_id] = session
@@ -187,6 +214,12 @@ class AgentEngine(RolloutEngine):
             else:
                 self._running_loop().call_soon_threadsafe(self._start, session)
         return session.future
+
+    def _make(self) -> Environment:
+        """The environment of a session."""
+        with self._lock:
+            made, self._spare = self._spare, None
+        return self.environment() if made is None else made
 
     def _unavailable(self) -> bool:
         return not self._closed and (self._asleep or self.engine.weight_version is None)
@@ -201,12 +234,46 @@ class AgentEngine(RolloutEngine):
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
-        self.engine.prepare_thread()
-        loop.call_soon(self._watch, loop, loop.time())
         try:
-            loop.run_forever()
+            self.engine.prepare_thread()
+            loop.call_soon(self._watch, loop, loop.time())
+            while True:
+                try:
+                    loop.run_forever()
+                    break
+                except (SystemExit, KeyboardInterrupt):
+                    # asyncio lets these of any task end the loop. The task has them as its result, and its session
+                    # ends with it, so the loop goes on.
+                    logger.debug("a task of an environment has tried to end the process", exc_info=True)
+        except BaseException as error:
+            self._fail(error)
         finally:
             loop.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """End all sessions: their event loop has ended."""
+        logger.error("the event loop of the sessions has ended", exc_info=error)
+        with self._lock:
+            self._closed, self._failure = True, error
+            sessions, self._waiting = list(self._sessions.values()), []
+            self._sessions.clear()
+            self._lock.notify_all()
+        for session in sessions:
+            if not session.future.done():
+                failed = RolloutError(f"the event loop of the sessions has ended: {type(error).__name__}: {error}")
+                failed.__cause__ = error
+                session.future.set_exception(failed)
+
+    def _report(self, session: str, told: str, error: BaseException | None) -> None:
+        """Log what failed in a session: each place once, with its traceback, and then at 10, 100, ... times."""
+        frames = traceback.extract_tb(error.__traceback__) if error is not None else ()
+        key = (type(error), frames[-1].filename, frames[-1].lineno) if frames else (told,)
+        self._failures[key] += 1
+        count = self._failures[key]
+        if count == 1:
+            logger.warning("session %s: %s", session, told, exc_info=error)
+        elif str(count).strip("0") == "1":
+            logger.warning("%d sessions failed like this: %s", count, told)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         """Report a loop that was blocked: all sessions of this worker wait then."""
@@ -391,6 +458,20 @@ class AgentEngine(RolloutEngine):
     def wake_up(self) -> None:
         self.engine.wake_up()
         self._asleep = False
+
+
+def _check_environment(made: Any, by: Any, renderer: Renderer | None) -> None:
+    """Check the first environment, before anything runs."""
+    if not isinstance(made, Environment):
+        raise TypeError(f"AgentEngine: environment={by!r:.80} returned {made!r:.80}; expected an Environment")
+    name = type(made).__name__
+    if isinstance(made, ToolEnvironment):
+        if not hasattr(made, "_by_name"):
+            raise TypeError(f"AgentEngine: {name}.__init__() does not call super().__init__()")
+        if renderer is None:
+            raise TypeError(f"AgentEngine: {name} is a ToolEnvironment, which needs messages: pass a renderer")
+    if wrong := [one for one in made.tools if not isinstance(one, Tool)]:
+        raise TypeError(f"AgentEngine: {name}.tools has {wrong[0]!r:.80}; expected a Tool: Tool(function)")
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError, find_tool
-from workers.rollout.engines.rollout_engine import FinishReason
+from workers.rollout.engines.rollout_engine import FinishReason, as_integer
 from workers.rollout.rollout_errors import RolloutError
 
 Observation = Sequence[Mapping[str, Any]] | Sequence[int] | None
@@ -39,7 +40,13 @@ class Action:
 
     @property
     def text(self) -> str:
-        """The content of the message; "" without a renderer."""
+        """The content of the message.
+
+        Raises:
+            RolloutError: there is no renderer, and so no message.
+        """
+        if self.message is None:
+            raise RolloutError("Action.text: there is no message; pass a renderer to the AgentEngine, or use token_ids")
         return str((self.message or {}).get("content") or "")
 
 
@@ -64,6 +71,96 @@ class Step:
     invalid: bool = False
     info: Mapping[str, Any] | None = None
     reason: str = "done"
+
+
+def check_observation(where: str, observation: Any) -> None:
+    """Raise if something is no `Observation`.
+
+    Args:
+        where: for the error.
+
+    Raises:
+        RolloutError: the environment is wrong.
+    """
+    if observation is None:
+        return
+    single = isinstance(observation, (str, bytes, Mapping)) or not hasattr(observation, "__iter__")
+    entries = [observation] if single else list(observation)
+    tokens = all(as_integer(one) is not None for one in entries)
+    wrong = [one for one in entries if not (isinstance(one, Mapping) and isinstance(one.get("role"), str))]
+    if single or (wrong and not tokens):
+        raise RolloutError(
+            f"{where} returned the observation {(wrong or entries)[0]!r:.80}; expected token ids, [5, 9], or messages, "
+            "[{'role': 'user', 'content': 'higher'}]"
+        )
+
+
+def checked_step(where: str, step: Any) -> float:
+    """Return the reward of what `Environment.step` has returned.
+
+    Args:
+        where: for the error.
+
+    Raises:
+        RolloutError: it is no `Step`, or a field has a wrong type.
+        ValueError: the reward is no finite number.
+    """
+    if not isinstance(step, Step):
+        raise RolloutError(f"{where} returned {step!r:.80}; expected a Step")
+    for name, ok, expected in (
+        ("done", not isinstance(step.done, str) and step.done in (True, False), "True or False"),
+        ("invalid", not isinstance(step.invalid, str) and step.invalid in (True, False), "True or False"),
+        ("reason", isinstance(step.reason, str) and step.reason, "a text"),
+        ("info", step.info is None or isinstance(step.info, Mapping), "a dict or None"),
+    ):
+        if not ok:
+            raise RolloutError(f"{where} returned Step({name}={getattr(step, name)!r:.80}); expected {expected}")
+    return as_reward(f"{where} returned Step(reward=...)", step.reward)
+
+
+def as_reward(where: str, reward: Any) -> float:
+    """Return a reward as a number, 0 for None.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    try:
+        number = math.nan if isinstance(reward, (str, bytes)) else 0.0 if reward is None else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: the reward is {reward!r:.80}; expected a finite number or None")
+    return number
+
+
+def check_call(where: str, name: str, function: Any, args: Sequence[Any], expected: str) -> None:
+    """Raise a `TypeError` if a function that was passed as an argument does not take ``args``."""
+    if not callable(function):
+        raise TypeError(f"{where}: {name}={function!r:.80}; pass {expected}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TypeError(f"{where}: {name}={function!r:.80}: {error}; pass {expected}") from None
+
+
+class MissingColumnError(RolloutError, KeyError):
+    """An environment reads a column that the rows do not have."""
+
+    __str__ = Exception.__str__  # KeyError's shows the repr
+
+
+class Columns(dict[str, Any]):
+    """A row of `Environment.reset`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingColumnError(
+            f"the row has no column {name!r}, only {', '.join(map(repr, self)) or 'none'}; name it in "
+            "RolloutManager(engine_extras=[...]) and pass it in generate(extras=...)"
+        )
 
 
 @dataclass(frozen=True)
@@ -168,13 +265,28 @@ class ToolEnvironment(Environment):
         result_chars: int = 8192,
         cut: Literal["left", "middle", "right"] = "right",
     ) -> None:
+        name = type(self).__name__
         if cut not in ("left", "middle", "right"):
-            raise ValueError(f"{type(self).__name__}: cut={cut!r}; expected 'left', 'middle' or 'right'")
+            raise ValueError(f"{name}: cut={cut!r}; expected 'left', 'middle' or 'right'")
+        if as_integer(result_chars) is None or result_chars < 1:
+            raise ValueError(f"{name}: result_chars={result_chars!r}; expected an integer above 0")
+        if type(self).tools is not Environment.tools:
+            raise TypeError(f"{name}: the class has an attribute `tools`; name it `functions`")
+        for attribute, given in (("functions", self.functions), ("tools", tools)):
+            if isinstance(given, str) or not isinstance(given, Sequence):
+                raise TypeError(
+                    f"{name}: {attribute}={given!r:.80}; expected a tuple, with a comma behind a single one"
+                )
+        if unknown := [one for one in self.functions if isinstance(one, str) and not hasattr(self, one)]:
+            raise TypeError(f"{name}: functions names {unknown[0]!r}, but the class has no such method")
+        for one in (*self.functions, *tools):
+            if inspect.isfunction(one) and next(iter(inspect.signature(one).parameters), "") == "self":
+                raise TypeError(f"{name}: the tool {one.__name__} is a method; give its name, ({one.__name__!r},)")
         named = [getattr(self, one) if isinstance(one, str) else one for one in self.functions]
         self.tools = [one if isinstance(one, Tool) else Tool(one) for one in (*named, *tools)]
         self._by_name = {tool.name: tool for tool in self.tools}
         if len(self._by_name) < len(self.tools):
-            raise ValueError(f"{type(self).__name__}: two tools have one name: {[tool.name for tool in self.tools]}")
+            raise ValueError(f"{name}: two tools have one name: {[tool.name for tool in self.tools]}")
         self._result_chars, self._cut = result_chars, cut
         self.row: Mapping[str, Any] = {}
 
@@ -188,7 +300,10 @@ class ToolEnvironment(Environment):
         if action.finish_reason == "length":
             return Step(done=True, reason="length")
         if not action.tool_calls:
-            return Step(reward=await self.score(action), done=True)
+            score = self.score(action)
+            if not inspect.isawaitable(score):
+                raise RolloutError(f"{type(self).__name__}.score() must be an `async def`")
+            return Step(reward=await score, done=True)
         results = await asyncio.gather(*(self._result(call) for call in action.tool_calls))
         observation = [
             {"role": "tool", "content": text, "name": call.name or "", "tool_call_id": call.id}
@@ -211,7 +326,7 @@ class ToolEnvironment(Environment):
             result = await tool.call(arguments)
         except RolloutError:  # not the policy's fault
             raise
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             # The policy's arguments may be the reason: it sees the error, as it would see the one of a real tool.
             return self._shortened(f"Error: {type(error).__name__}: {error}"), True
         return self._shortened(result if isinstance(result, str) else json.dumps(result, default=str)), True

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workers.rollout.agents.environment import Action, Environment, SessionLimits, Step
+from workers.rollout.agents.environment import Action, Environment, SessionLimits, Step, as_reward, check_call
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -49,14 +49,14 @@ class AgentProgram:
         verify: see `Gateway`.
 
     Raises:
-        TypeError: ``agent`` is not callable.
+        TypeError: ``agent`` does not take three arguments.
     """
 
     def __init__(
         self, agent: Agent, *, host: str = "127.0.0.1", limits: GatewayLimits | None = None, verify: bool = False
     ) -> None:
-        if not callable(agent):
-            raise TypeError(f"AgentProgram: agent={agent!r:.80}; pass `async def agent(row, base_url, api_key)`")
+        expected = "`async def agent(row, base_url, api_key)`"
+        check_call("AgentProgram", "agent", agent, ({}, "", ""), expected)
         self.agent, self.host, self.limits, self.verify = agent, host, limits, verify
 
     def of(self, engine: RequestEngine, renderer: Renderer | None) -> Programs:
@@ -136,9 +136,8 @@ class ProgramEnvironment(Environment):
         finally:
             closed = gateway.close_session(token)
             self.tree, self.counters, self.end_reason = closed.tree, closed.counters, closed.end_reason
-        if told is None:
-            return {"reward": 0.0}
-        return {"reward": 0.0, **told} if isinstance(told, Mapping) else {"reward": float(told)}
+        info = dict(told) if isinstance(told, Mapping) else {"reward": told}
+        return {**info, "reward": as_reward("AgentProgram: the agent has returned a result", info.get("reward"))}
 
     async def step(self, action: Action) -> Step:
         """Not called: the program plays the whole session."""

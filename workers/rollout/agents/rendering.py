@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.extras import require
+from workers.rollout.agents.tools import Tool
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
@@ -105,6 +106,32 @@ class Parsed:
     content: str
     reasoning_content: str | None = None
     tool_calls: list[ParsedCall] = field(default_factory=list)
+
+
+def check_renderer(where: str, renderer: Any) -> None:
+    """Raise a `TypeError` if something is no `Renderer`, nor None."""
+    needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
+    if renderer is not None and not all(callable(getattr(renderer, one, None)) for one in needed):
+        name = repr(renderer) if isinstance(renderer, str) else "'qwen3'"
+        raise TypeError(
+            f"{where}: renderer={renderer!r:.80} is no renderer; pass load_renderer(tokenizer, {name}), or a function "
+            "that returns it"
+        )
+
+
+def render_prompt(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool | Callable[..., Any]] = ()
+) -> list[int]:
+    """Return the tokens of a session's prompt, in which the policy is told of its tools.
+
+    Args:
+        renderer: of the `AgentEngine`.
+        messages: of the user, and of the system if there is one.
+        tools: those of the environment: functions or `Tool` objects, such as ``Environment.tools``.
+    """
+    schemas = [one.schema if isinstance(one, Tool) else Tool(one).schema for one in tools]
+    rendered = renderer.render(list(messages), tools=schemas or None, add_generation_prompt=True)
+    return list(rendered.token_ids)
 
 
 class TokenRenderer:

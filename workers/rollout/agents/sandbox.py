@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -13,7 +14,8 @@ from workers.rollout.rollout_errors import RolloutError
 
 class PythonSandbox(ToolEnvironment):
     """One tool, ``python``, which runs a program with limits of time and memory, without network, and in a folder of
-    its own that is deleted afterwards; see `run_python`. Nothing is kept from one call to the next.
+    its own that is deleted afterwards; see `run_python`. Nothing is kept from one call to the next. Programs may read
+    all files that the worker's user may read: run the workers in a container if the policy must not.
 
     Subclass it and override `score` to reward the answer.
 
@@ -43,6 +45,8 @@ class PythonSandbox(ToolEnvironment):
         said = done.output
         if done.status is None:
             said += f"\nError: not finished after {self.code_limits.seconds:g} s"
+        elif done.status == -signal.SIGXCPU:
+            said += f"\nError: exceeded {self.code_limits.cpu_seconds:g} s of CPU time"
         elif done.status:
             said += f"\nError: {done.errors.strip() or f'ended with status {done.status}'}"
         return said

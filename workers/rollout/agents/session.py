@@ -12,7 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from workers.rollout.agents.environment import Action, Environment, Observation, SessionLimits, Step
+from workers.rollout.agents.environment import (
+    Action,
+    Columns,
+    Environment,
+    Observation,
+    SessionLimits,
+    check_observation,
+    checked_step,
+)
 from workers.rollout.agents.program import ProgramEnvironment
 from workers.rollout.agents.rendering import assistant_message, check_prompt
 from workers.rollout.agents.rows import completion_of
@@ -34,6 +42,9 @@ CANCEL_SECONDS = 2.0
 
 RETRY_SECONDS = 0.05
 """How often a session looks whether its engine has weights again."""
+
+FAILED = ("error", "silence")
+"""End reasons that are no fault of the policy: such a session is not trained."""
 
 CUT_OFF = ("turns", "tokens", "seconds", "length")
 """End reasons of sessions that might have gone on: they count as truncated."""
@@ -90,9 +101,9 @@ class SessionState:
 class _Ended(Exception):
     """The session ends, for this reason."""
 
-    def __init__(self, reason: str, error: BaseException | None = None) -> None:
+    def __init__(self, reason: str, error: BaseException | None = None, told: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.error = reason, error
+        self.reason, self.error, self.told = reason, error, told
 
 
 class Session:
@@ -112,6 +123,8 @@ class Session:
         limits: see `SessionLimits`.
         positions: how many tokens the engine has room for; None for no limit.
         turn_discount: of the rewards of turns, for `Completion.token_rewards`; None for one reward.
+        train_failed: see `AgentEngine`.
+        report: logs (name, what happened, error or None) of a session that failed.
         state: to continue from.
 
     Attributes:
@@ -136,16 +149,19 @@ class Session:
         renderer: Renderer | None,
         limits: SessionLimits,
         positions: int | None,
-        turn_discount: float | None = None,
+        turn_discount: float | None,
+        train_failed: bool,
+        report: Callable[[str, str, BaseException | None], None],
         state: SessionState | None = None,
     ) -> None:
         self.name, self.future = name, Future[Completion]()
         self.saved: SessionState | None = None
         self.turn, self.aborting = "", False
-        self._prompt, self._row, self._seed = list(prompt), row, seed
+        self._prompt, self._row, self._seed = list(prompt), Columns(row), seed
         self._submit, self._abort, self._unavailable = submit, abort, unavailable
         self._make, self._renderer, self._limits = environment, renderer, limits
         self._positions, self._turn_discount = positions, turn_discount
+        self._train_failed, self._report = train_failed, report
         if renderer is not None:
             stops = dict.fromkeys((*sampling_params.stop_token_ids, *renderer.get_stop_token_ids()))
             sampling_params = replace(sampling_params, stop_token_ids=tuple(stops))
@@ -200,21 +216,33 @@ class Session:
         else:
             self.future.set_exception(error or RolloutError("the session has no completion"))
         if self._environment is not None:  # afterwards: nobody has to wait for it
-            closing = asyncio.ensure_future(self._environment.close())
-            await asyncio.wait({closing}, timeout=self._limits.silence)
-            await self._cancelled(closing)
+            await self._close(self._environment)
+
+    async def _close(self, environment: Environment) -> None:
+        async def close() -> None:
+            await environment.close()
+
+        closing, silence = asyncio.ensure_future(close()), self._limits.silence
+        await asyncio.wait({closing}, timeout=silence)
+        where = f"{type(environment).__name__}.close()"
+        if not closing.done():
+            self._report(self.name, f"{where} took longer than SessionLimits.silence, {silence:g} s", None)
+        elif not closing.cancelled() and (error := closing.exception()) is not None:
+            self._report(self.name, f"{where} raised {type(error).__name__}: {error}", error)
+        await self._cancelled(closing)
 
     # --- the play -------------------------------------------------------------------------------------------------
 
     async def _completion(self) -> Completion:
         error: BaseException | None = None
+        told = ""
         try:
             reason = await self._play()
         except _Ended as ended:
-            reason, error = ended.reason, ended.error
+            reason, error, told = ended.reason, ended.error, ended.told
         except RolloutError:  # of the engine, or of the user's program
             raise
-        except Exception as raised:
+        except (Exception, SystemExit, KeyboardInterrupt) as raised:
             reason, error = "error", raised
         if reason == "abort":
             tree = self._trajectory
@@ -222,9 +250,9 @@ class Session:
                 tree = Trajectory(tree.nodes)
                 tree.sample(self._node, self._partial)
             return replace(completion_of(tree, self._prompt, "abort"), session=self._state())
-        if error is not None:
-            self._info["error"] = f"{type(error).__name__}: {error}"
-            logger.warning("session %s ended: %s", self.name, self._info["error"], exc_info=error)
+        if error is not None or told:
+            self._info["error"] = f"{type(error).__name__}: {error}" if error is not None else told
+            self._report(self.name, self._info["error"], error)
         info = {
             **self._info,
             "reward": float(sum(self._rewards.values())),
@@ -234,6 +262,8 @@ class Session:
             **self._counts,
         }
         finish: FinishReason = "length" if reason in CUT_OFF else "stop"
+        if reason in FAILED and not self._train_failed:
+            finish = "error"
         return completion_of(
             self._trajectory,
             self._prompt,
@@ -246,7 +276,7 @@ class Session:
     async def _play(self) -> str:
         environment = self._environment = self._make()
         if not isinstance(environment, Environment):
-            raise RolloutError(f"AgentEngine: environment={self._make!r} returned {environment!r:.80}, no Environment")
+            raise RolloutError(f"AgentEngine: the environment is {environment!r:.80}, which is no Environment")
         if isinstance(environment, ProgramEnvironment):
             return await self._play_program(environment)
         if self._continued:
@@ -254,7 +284,7 @@ class Session:
                 raise RolloutError(f"session {self.name}: a state without that of its environment")
             environment.load_state_dict(pickle.loads(self._state_of_environment))
         else:
-            self._see(await self._call(environment.reset, self._row))
+            self._see(await self._call(environment.reset, self._row), "reset")
             self._save()
         while True:
             if not self._acting:
@@ -262,10 +292,9 @@ class Session:
                     return "turns"
                 await self._generate(environment)
             step = await self._call(environment.step, self._action(environment))
-            if not isinstance(step, Step):
-                raise RolloutError(f"{type(environment).__name__}.step() returned {step!r:.80}; expected a Step")
+            reward = checked_step(f"{type(environment).__name__}.step()", step)
             self._acting = False
-            self._rewards[self._node] = 0.0 if step.reward is None else float(step.reward)
+            self._rewards[self._node] = reward
             self._info |= step.info or {}
             self._invalid = self._invalid + 1 if step.invalid else 0
             if step.done:
@@ -364,8 +393,9 @@ class Session:
 
     # --- observations ---------------------------------------------------------------------------------------------
 
-    def _see(self, observation: Observation) -> None:
+    def _see(self, observation: Observation, method: str = "step") -> None:
         """Append an observation to the path."""
+        check_observation(f"{type(self._environment).__name__}.{method}()", observation)
         if observation is None or not len(observation):
             return
         if not isinstance(observation[0], Mapping):
@@ -466,16 +496,20 @@ class Session:
             await self._cancelled(task)
             if self._is_aborted:
                 raise _Ended("abort")
-            raise _Ended("seconds" if left is not None and (silence is None or left < silence) else "silence")
+            if left is not None and (silence is None or left < silence):
+                raise _Ended("seconds")
+            where = f"{type(self._environment).__name__}.{method.__name__}()"
+            raise _Ended("silence", told=f"{where} took longer than SessionLimits.silence, {silence:g} s")
         try:
             return task.result()
         except RolloutError:
             raise
-        except (Exception, asyncio.CancelledError) as error:  # the latter if it has cancelled itself
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            # CancelledError if it has cancelled itself
             raise _Ended("error", error) from error
 
     async def _cancelled(self, task: asyncio.Future[Any]) -> None:
-        if task.done() and task.exception() is None:
+        if task.cancelled() or (task.done() and task.exception() is None):
             return
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_SECONDS)

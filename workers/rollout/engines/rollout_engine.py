@@ -128,7 +128,7 @@ def _as_number(value: Any) -> float:
         return math.nan
 
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 PauseMode = Literal["keep", "abort", "wait"]
 
 
@@ -232,7 +232,7 @@ class Completion:
             the tokens that were left; otherwise before ``top_p``, ``top_k`` and ``min_p`` truncate it. This is what a
             trainer computes for the same tokens and mask.
         finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did, "abort" if
-            `RolloutEngine.abort` did.
+            `RolloutEngine.abort` did, "error" if the environment failed: `collate` then leaves it out of training.
         weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
             tokens are of the worker's weight version.
         fingerprints: of the weights of these versions, as far as the worker knows them; the worker adds them.

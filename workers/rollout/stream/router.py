@@ -431,7 +431,9 @@ class Router:
 
     def _put(self, number: int, group: GroupData) -> None:
         versions = [version for one in group.completions for version in trained_versions(one)]
-        flat = self._dynamic_sampling and group.rewards is not None and is_flat(group.rewards[: group.rows])
+        rewards = () if group.rewards is None else group.rewards[: group.rows]
+        trained = [one for one, of in zip(rewards, group.completions, strict=False) if of.finish_reason != "error"]
+        flat = self._dynamic_sampling and group.rewards is not None and is_flat(trained)
         self._buffer.put(
             number,
             store(group),
@@ -450,8 +452,8 @@ class Router:
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
-    """Whether all rewards of a group are equal; if they are several, each of them."""
-    return len({(reward, *sorted(getattr(reward, "parts", {}).items())) for reward in rewards}) == 1
+    """Whether all rewards of a group are equal, or there are none; if they are several, each of them."""
+    return len({(reward, *sorted(getattr(reward, "parts", {}).items())) for reward in rewards}) <= 1
 
 
 def store(value: Any) -> Any:
