@@ -82,3 +82,14 @@ def test_run_whose_trainers_are_killed_matches_one_without_kills(tmp_path, how):
     rewards, said = run_with_kills(tmp_path / "killed", (4, 20), *given)
     assert said.count("A trainer was replaced; training goes on with rollout") == 2
     assert rewards == pytest.approx(whole, abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_calculator_demo_learns(engine, tmp_path):
+    """Its goal is .9 (tutorials/rl_tasks.py). Every turn is of the tokens that the trainer computes."""
+    if engine == "vllm" and not (ROOT / ".venv-vllm" / ".ready").exists():
+        pytest.skip("needs .venv-vllm: run make test-vllm")
+    rewards = run(tmp_path, "task=calculator", f"engine={engine}", timeout=280)
+    assert sorted(rewards) == list(range(120))
+    assert rewards[0] < 0.2 and sum(rewards[step] for step in range(115, 120)) / 5 > 0.85
+    assert max(scalars(tmp_path, "rollout_log_prob_diff").values()) < 1e-5
