@@ -253,7 +253,7 @@ def test_sampling_is_the_trainers_decision(caplog):
         assert [one["choices"][0]["message"]["content"] for one in replies] == ["abc", "abcde"]
         assert {one["choices"][0]["finish_reason"] for one in replies} == {"length"}
         closed = gateway.close_session(token)
-    assert closed.counters == {"calls": 2, "overruled": 2}
+    assert closed.counters == {"calls": 2, "overruled": 2, "truncated": 2}
     assert len([one for one in caplog.records if "no effect" in one.message]) == 1
 
 

@@ -14,6 +14,7 @@ from workers.rollout.agents.gateway.dialect import (
     check_supported,
     count,
     items,
+    log_probs_of,
     text_of,
     tool,
     tool_call,
@@ -60,7 +61,7 @@ class ChatDialect(Dialect):
                     "index": 0,
                     "message": message,
                     "finish_reason": "tool_calls" if calls and ended == "stop" else ended,
-                    "logprobs": None,
+                    "logprobs": log_probs_of(answer) if ask.body.get("logprobs") else None,
                 }
             ],
             "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
@@ -71,11 +72,11 @@ class ChatDialect(Dialect):
         choice = reply["choices"][0]
         head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 
-        def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> tuple[None, Any]:
-            return None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+        def chunk(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> tuple[None, Any]:
+            return None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason, **more}]}
 
         delta = {key: value for key, value in choice["message"].items() if value is not None and key != "tool_calls"}
-        yield chunk({"role": "assistant", "content": "", **delta})
+        yield chunk({"role": "assistant", "content": "", **delta}, logprobs=choice["logprobs"])
         for index, call in enumerate(choice["message"].get("tool_calls") or ()):
             yield chunk({"tool_calls": [{"index": index, **call}]})
         yield chunk({}, choice["finish_reason"])

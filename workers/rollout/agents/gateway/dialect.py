@@ -48,7 +48,15 @@ STATUS = {
 }
 """The HTTP status of each kind of error."""
 
-NOT_SUPPORTED = ("logit_bias", "stop", "stop_sequences", "response_format", "previous_response_id", "functions")
+NOT_SUPPORTED = (
+    "logit_bias",
+    "stop",
+    "stop_sequences",
+    "response_format",
+    "previous_response_id",
+    "functions",
+    "top_logprobs",
+)
 """Fields of requests, of all dialects, that would change what is generated, and that no engine here has."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
@@ -153,6 +161,16 @@ def stream_of(events: Iterator[tuple[str | None, Any]]) -> bytes:
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
         parts.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
     return "".join(parts).encode("utf-8", "replace")
+
+
+def log_probs_of(answer: Answer) -> dict[str, Any]:
+    """The log-probabilities of an answer in OpenAI's shape. Tokens are named by their ids, as by vLLM's
+    ``return_tokens_as_token_ids``."""
+    done = answer.completion
+    each = zip(done.token_ids, done.log_probs, strict=True)
+    return {
+        "content": [{"token": f"token_id:{id_}", "logprob": of, "bytes": None, "top_logprobs": []} for id_, of in each]
+    }
 
 
 def check_supported(body: Body) -> None:

@@ -56,7 +56,7 @@ class GatewaySession:
         sampling_params: of its completions.
         token_ids: whether replies have NeMo-Gym's three fields, also if the request does not ask for them.
         tree: its tokens.
-        counters: "calls", "failed", "overruled" and "rerenders".
+        counters: "calls", "failed", "overruled", "rerenders" and "truncated", replies that the token limit cut off.
         running: ids of the engine's requests.
         closed: whether it was closed.
         limits: of its turns and tokens; see `Gateway.open`.
@@ -360,6 +360,8 @@ class Gateway:
                 node = tree.sample(node, completion)
             else:
                 try:
+                    if completion.finish_reason == "length":
+                        session.count("truncated")  # no history continues it; see `Trajectory.find`
                     node, message = record(tree, self.renderer, node, completion, ask.tools)
                 except RenderError as error:
                     raise GatewayError("failed", str(error)) from error

@@ -27,6 +27,7 @@ from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, NODES_HEADER,
 from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,18 @@ class _Session:
         return Trajectory(list(map(read_node, self.journal)))
 
 
+def _endpoints(workers: Any) -> list[tuple[str, str]]:
+    """Endpoints of gateways, checked."""
+    given = [workers] if isinstance(workers, str) or not isinstance(workers, Iterable) else list(workers)
+    for one in given:
+        if not (isinstance(one, (tuple, list)) and len(one) == 2 and all(isinstance(part, str) for part in one)):
+            raise TypeError(
+                f"GatewayRouter: workers has {one!r:.80}; expected (address, key) of each gateway: pass the list that "
+                "group.start_gateway(renderer) returns"
+            )
+    return [(one[0], one[1]) for one in given]
+
+
 class GatewayRouter:
     """Forwards the calls of sessions to the gateways of workers.
 
@@ -152,7 +165,7 @@ class GatewayRouter:
     ) -> None:
         self.limits = limits or GatewayLimits()
         self._lock = threading.Lock()
-        self._workers = [_Worker(*one) for one in workers]
+        self._workers = [_Worker(*one) for one in _endpoints(workers)]
         self._sessions: dict[str, _Session] = {}
         self._front = HTTPFront(self, self.limits, host, port)
         self.moved = 0
@@ -160,7 +173,13 @@ class GatewayRouter:
 
     @property
     def address(self) -> str:
-        """``http://host:port``."""
+        """``http://host:port``.
+
+        Raises:
+            RolloutError: the router was not started.
+        """
+        if not self._front.address:
+            raise RolloutError("GatewayRouter: the router has no address yet; call start() first")
         return self._front.address
 
     def start(self) -> str:
@@ -179,7 +198,10 @@ class GatewayRouter:
         Args:
             workers: as in the constructor.
         """
-        wanted = list(workers)
+        wanted = _endpoints(workers)
+        if not self._front.address:
+            self._workers = [_Worker(*one) for one in wanted]
+            return
 
         async def change() -> None:
             gone = [one for one in self._workers if (one.address, one.key) not in wanted]
@@ -204,8 +226,9 @@ class GatewayRouter:
 
         Raises:
             GatewayError: too many sessions are open.
+            RolloutError: the router was not started.
         """
-        token = f"sk-{secrets.token_urlsafe(24)}"
+        address, token = self.address, f"sk-{secrets.token_urlsafe(24)}"
         head = {
             "row_id": row_id or token[:8],
             "seed": secrets.randbits(62) if seed is None else seed,
@@ -216,7 +239,7 @@ class GatewayRouter:
             if len(self._sessions) >= self.limits.sessions:
                 raise GatewayError("limit", f"{len(self._sessions)} sessions are open, which is the limit; close some")
             self._sessions[token] = _Session(head)
-        return self.address, token
+        return address, token
 
     def close(self, token: str) -> Trajectory:
         """Close a session, and return its tokens.
@@ -320,6 +343,8 @@ class GatewayRouter:
         """The session's worker, which is the least busy one for a session that has none."""
         async with session.placing:
             while session.worker is None or not session.worker.up:
+                if not self._workers:
+                    raise GatewayError("unavailable", "the router has no workers; see GatewayRouter.set_workers")
                 up = [one for one in self._workers if one.up]
                 if not up:
                     await asyncio.sleep(RETRY_SECONDS)

@@ -181,11 +181,11 @@ class HTTPFront:
         port: 0 for any.
 
     Attributes:
-        address: ``http://host:port``, once started.
+        address: ``http://host:port``, once started; of this machine, if it listens at all of its addresses.
         loop: of the server's thread, once started.
     """
 
-    address: str
+    address: str = ""
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, player: Player, limits: GatewayLimits, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -208,6 +208,8 @@ class HTTPFront:
         listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         host, port = listening.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):  # all addresses of this machine, of which clients need one
+            host = _own_address()
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             self,
@@ -417,6 +419,20 @@ def _wants_stream(call: Call) -> bool:
         return call.dialect is not None and bool(json.loads(call.body).get("stream"))
     except (ValueError, AttributeError, RecursionError):
         return False
+
+
+def _own_address() -> str:
+    """An address of this machine that others reach: that of its node in Ray, or of its route to elsewhere."""
+    import ray
+
+    if ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))  # chooses an address, and sends nothing
+            return str(route.getsockname()[0])
+        except OSError:  # no network
+            return "127.0.0.1"
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

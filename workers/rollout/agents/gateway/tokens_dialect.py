@@ -6,7 +6,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from workers.rollout.agents.gateway.dialect import Answer, Ask, Body, Dialect, GatewayError, check_supported, count
+from workers.rollout.agents.gateway.dialect import (
+    Answer,
+    Ask,
+    Body,
+    Dialect,
+    GatewayError,
+    check_supported,
+    count,
+    log_probs_of,
+)
 
 
 class TokensDialect(Dialect):
@@ -32,14 +41,10 @@ class TokensDialect(Dialect):
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""
         done = answer.completion
-        content: list[dict[str, Any]] = [
-            {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
-            for token, log_prob in zip(done.token_ids, done.log_probs, strict=True)
-        ]
         choice: dict[str, Any] = {
             "index": 0,
             "token_ids": list(done.token_ids),
-            "logprobs": {"content": content},
+            "logprobs": log_probs_of(answer),
             "finish_reason": done.finish_reason,
         }
         if (mask := done.sampling_mask) is not None:

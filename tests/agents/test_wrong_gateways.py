@@ -1,0 +1,62 @@
+"""Wrong uses of the gateway and its router: they are told, and do not hang."""
+
+import pytest
+from agent_helpers import Characters, ScriptEngine
+
+from workers.rollout.agents.rendering import TokenRenderer
+from workers.rollout.rollout_errors import RolloutError
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+router_file = pytest.importorskip("workers.rollout.agents.gateway.gateway_router")
+gateway_file = pytest.importorskip("workers.rollout.agents.gateway.gateway")
+
+
+def ask(address, token, **more):
+    body = {"model": "m", "messages": [{"role": "user", "content": "abc"}], **more}
+    headers = {"x-api-key": token}
+    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=20)
+
+
+def test_router_that_was_not_started_says_so():
+    router = router_file.GatewayRouter()
+    router.set_workers([("http://127.0.0.1:1", "key")])
+    with pytest.raises(RolloutError, match=r"call start\(\) first"):
+        router.open()
+    assert router.sessions == 0
+
+
+@pytest.mark.parametrize("workers", ["http://a", ["http://a"], [("http://a",)], [("http://a", 1)], 3])
+def test_workers_are_endpoints(workers):
+    with pytest.raises(TypeError, match=r"pass the list that group.start_gateway\(renderer\) returns"):
+        router_file.GatewayRouter(workers)
+
+
+def test_router_without_workers_answers_and_has_an_address_that_others_reach():
+    router = router_file.GatewayRouter(host="0.0.0.0")
+    router.start()
+    try:
+        address, token = router.open()
+        assert "0.0.0.0" not in address
+        reply = ask(address, token)
+    finally:
+        router.stop()
+    assert reply.status_code == 503 and "has no workers" in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_are_served(stream):
+    gateway = gateway_file.Gateway(ScriptEngine(lambda prompt, seed: "xy"), TokenRenderer(Characters()))
+    gateway.start()
+    try:
+        address, token = gateway.open("a", seed=1)
+        reply = ask(address, token, logprobs=True, stream=stream).text
+        refused = ask(address, token, logprobs=True, top_logprobs=3)
+        tree = gateway.close(token)
+    finally:
+        gateway.stop()
+        gateway.engine.close()
+    (node,) = [one for one in tree.nodes if one.sampled]
+    found = [float(one.split(",")[0]) for one in reply.split('"logprob":')[1:]]
+    assert found == pytest.approx(list(node.log_probs))
+    assert refused.status_code == 400 and "top_logprobs=3 is not supported" in refused.text
