@@ -168,6 +168,7 @@ class GatewayRouter:
         self._workers = [_Worker(*one) for one in _endpoints(workers)]
         self._sessions: dict[str, _Session] = {}
         self._front = HTTPFront(self, self.limits, host, port)
+        self._told_waiting = False
         self.moved = 0
         """How many times a session was opened at another worker."""
 
@@ -343,12 +344,14 @@ class GatewayRouter:
         """The session's worker, which is the least busy one for a session that has none."""
         async with session.placing:
             while session.worker is None or not session.worker.up:
-                if not self._workers:
-                    raise GatewayError("unavailable", "the router has no workers; see GatewayRouter.set_workers")
                 up = [one for one in self._workers if one.up]
                 if not up:
+                    if not self._told_waiting:
+                        self._told_waiting = True
+                        logger.warning("calls wait, because the router has no worker; see GatewayRouter.set_workers")
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
+                self._told_waiting = False
                 worker = min(up, key=lambda one: len(one.sessions))
                 worker.sessions.add(token)
                 body = b"\n".join([json.dumps(session.head).encode(), *session.journal])
