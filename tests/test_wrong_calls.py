@@ -169,7 +169,7 @@ CALLS = {
     "reward of None": (RewardError, "returned None for row 0.*expected a finite number", lambda k: k.rewarded(print)),
     "reward as a list": (RewardError, "expected a finite number", lambda k: k.rewarded(lambda p, c: [1.0])),
     "parameters": (RewardError, r"called as function\(prompt_ids, completion_ids, label=\.\.\.\)",
-                   lambda k: k.rewarded(reward, extras={"label": [1]})),
+                   lambda k: k.rewarded(lambda prompt, ids, label: label + "", extras={"label": [1]})),
     "one for all": (RewardError, "for 1 samples; expected one number each",
                     lambda k: k.rewarded(reward, batched_rewards=True)),
     "no function": (TypeError, "reward_function must be a function or None", lambda k: RewardRunner(5)),

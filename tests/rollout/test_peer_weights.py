@@ -45,7 +45,7 @@ def toys(engine=BigramEngine):
 
 
 def workers_of(group):
-    return [rank._executor.workers[None] for rank in group._state.transport.ranks]
+    return [rank.executor.workers[None] for rank in group._state.transport.ranks]
 
 
 def exchange(group, version, sends=((), ()), copies=True):

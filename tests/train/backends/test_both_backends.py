@@ -242,7 +242,7 @@ def test_shuffled_steps_are_those_of_rows_in_that_order(start, way, data):
 
 def orders_of(worker, rollout_id, rows):
     worker._rollout_id = rollout_id
-    return [worker._order(rows, epoch).tolist() for epoch in range(2)]
+    return [worker._order(rows, worker._dp_rank, epoch).tolist() for epoch in range(2)]
 
 
 @ways(FSDP2, rarely=[DP2])
