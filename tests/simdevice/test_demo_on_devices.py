@@ -19,6 +19,7 @@ GPUS = {
 WAYS = {
     "fsdp": ("update_weights_transport=group",),
     "fsdp-store": ("update_weights_transport=store", "fsdp_cpu_offload=true"),
+    "fsdp-disk": ("update_weights_transport=disk",),
     "fsdp-colocated": ("update_weights_transport=device", *demo_runs.COLOCATED),
     "megatron": (*demo_runs.WAYS["megatron"], "update_weights_transport=group"),
     "megatron-colocated": (*demo_runs.WAYS["megatron-colocated"], "update_weights_transport=device"),
@@ -37,6 +38,8 @@ def test_rewards_are_those_of_the_cpu(way, tmp_path, monkeypatch):
     random weights on the device, so the model is in a folder."""
     small_llama().save_pretrained(tmp_path / "model")
     given = ("num_rollout=5", f"hf_checkpoint={tmp_path}/model", *WAYS[way])
+    if way == "fsdp-disk":
+        given += (f"update_weights_disk_dir={tmp_path}/weights",)
     for name in ("cpu", "device"):
         (tmp_path / name).mkdir()
     on_cpu = demo_runs.run(tmp_path / "cpu", *given)
