@@ -163,7 +163,7 @@ def test_sessions_survive_the_death_of_their_worker(ray_cluster, monkeypatch, en
         RayWorkerGroup(pool, made(environment, 0.02), collectives=False) as group,
     ):
         manager = manager_of(group)
-        buffer = SampleBuffer(batch, max_staleness=1)
+        buffer = SampleBuffer(batch, max_staleness=1, update_interval=10_000)
         with RolloutStream(manager, source, buffer, requests_per_worker=batch * samples) as stream:
             buffer.set_version(0)
             manager.weight_version = 0
