@@ -88,6 +88,7 @@ class Programs:
         """The gateway, started."""
         from workers.rollout.agents.gateway.gateway import Gateway
 
+        # Sessions ask from threads of their own: the first one starts it, and the others wait for its address.
         with self._lock:
             if self._gateway is None:
                 own = self.program
@@ -126,14 +127,14 @@ class ProgramEnvironment(Environment):
         Returns:
             What it has told, with "reward".
         """
-        gateway = await asyncio.to_thread(self._programs.gateway)
+        gateway = await asyncio.to_thread(self._programs.gateway)  # the start blocks, and so may the lock
         base_url, token = gateway.open(name, seed=seed, sampling_params=how, limits=limits, expires=False)
         try:
             told = self._programs.program.agent(row, base_url, token)
             if not inspect.isawaitable(told):
                 raise RolloutError("AgentProgram: the agent must be an `async def`")
             told = await told
-        finally:
+        finally:  # also when it raised or was cancelled: what it has sampled stays, and running calls end
             closed = gateway.close_session(token)
             self.tree, self.counters, self.end_reason = closed.tree, closed.counters, closed.end_reason
         info = dict(told) if isinstance(told, Mapping) else {"reward": told}

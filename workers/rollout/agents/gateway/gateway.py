@@ -237,7 +237,7 @@ class Gateway:
                 raise KeyError("Gateway.close(): there is no session with this token; was it closed, or did it expire?")
             session.closed = True
             running = list(session.running)
-        self.engine.abort(running)
+        self.engine.abort(running)  # not under the lock: the engine may end requests in this very thread
         return session
 
     @property
@@ -297,6 +297,7 @@ class Gateway:
         head, _, nodes = call.body.partition(b"\n")
         given = json.loads(head)
         how = given.get("sampling_params")
+        # An older copy, from before the router took this worker for dead. Its calls count no longer.
         with self._lock:
             before = self._sessions.pop(call.token, None)
         if before is not None:
@@ -347,6 +348,8 @@ class Gateway:
                     _end(session, "tokens")
                 how = replace(how, max_new_tokens=left)
         completion = await self._generate(session, prompt, how)
+        # The session may have been closed, and its other calls may have grown the tree. Nodes are only ever added, so
+        # `node` is still the prompt's.
         with self._lock:
             if session.closed:
                 raise GatewayError("token", "the session was closed")
@@ -445,7 +448,7 @@ class Gateway:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
                 completion = await asyncio.wrap_future(future)
-            except asyncio.CancelledError:
+            except asyncio.CancelledError:  # the client has left; nobody waits for the rest
                 self.engine.abort([id_])
                 raise
             except RolloutError as error:

@@ -204,6 +204,7 @@ class GatewayRouter:
             self._workers = [_Worker(*one) for one in wanted]
             return
 
+        # Only the loop's thread changes `_workers` once the server runs.
         async def change() -> None:
             gone = [one for one in self._workers if (one.address, one.key) not in wanted]
             known = {(one.address, one.key): one for one in self._workers}
@@ -315,12 +316,14 @@ class GatewayRouter:
                     session.worker = None
                 self._lost(worker, str(error))
                 continue
+            # Between sending and here the loop ran other calls, which may have moved the session.
             if session.moves != moves or session.worker is None:
                 continue  # the session went on elsewhere, without this
             if status == 410:  # the worker has forgotten the session
                 session.worker = None
                 continue
             count = int(given.get(NODES_HEADER, 0))
+            # Before the client gets the reply: what it has seen must survive the worker.
             with self._lock:
                 lines = body[:count].splitlines()
                 # Other calls of this session may have brought some of these nodes already.
@@ -342,7 +345,7 @@ class GatewayRouter:
 
     async def _placed(self, token: str, session: _Session) -> _Worker:
         """The session's worker, which is the least busy one for a session that has none."""
-        async with session.placing:
+        async with session.placing:  # calls at once must not open the session at two workers
             while session.worker is None or not session.worker.up:
                 up = [one for one in self._workers if one.up]
                 if not up:
@@ -355,7 +358,7 @@ class GatewayRouter:
                 worker = min(up, key=lambda one: len(one.sessions))
                 worker.sessions.add(token)
                 body = b"\n".join([json.dumps(session.head).encode(), *session.journal])
-                session.moves += 1
+                session.moves += 1  # before sending: replies of the worker before must not count from here on
                 try:
                     headers = {"authorization": f"Bearer {token}"}
                     status, _, said = await self._send(worker, "PUT", "/private/sessions", headers, body)
