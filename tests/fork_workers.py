@@ -104,7 +104,6 @@ def forked_workers(modules=PRELOADED):
             import ray
 
             sys.executable = python
-            os.environ.pop(PRESTART, None)
             raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
             job = ray.get_runtime_context().get_job_id()
             read_when_loaded = {"RAY_AUTH_MODE": "token", "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(raylet)}
@@ -122,12 +121,15 @@ def forked_workers(modules=PRELOADED):
             return address
 
         sys.executable = str(program)
+        prestart = os.environ.get(PRESTART)
         os.environ[PRESTART] = "0"  # or Ray would start workers before there is a server that forks them
         try:
             yield start_server
         finally:
-            os.environ.pop(PRESTART, None)
             sys.executable = python
+            os.environ.pop(PRESTART)
+            if prestart is not None:
+                os.environ[PRESTART] = prestart
 
 
 def fork_script(address, *arguments, environment):
