@@ -110,6 +110,7 @@ class AgentEngine(RolloutEngine):
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
         self.engine = made
+        made.keep_prefixes = True
         if verify:
             made.echo_prompts = True
         self.environment = environment

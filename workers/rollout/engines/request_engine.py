@@ -145,6 +145,8 @@ class RequestEngine(RolloutEngine):
         positions_are: whose limit that is, for the error.
         coldest: the lowest temperature besides 0; one that is lower still would overflow the logits.
         echo_prompts: whether completions have `Completion.prompt_ids`, to be compared with what was submitted.
+        keep_prefixes: whether requests may continue those that have ended, as the turns of a session do, so that it is
+            worth keeping their keys and values. Engines that always decide this themselves ignore it.
     """
 
     vocab_size: int | None = None
@@ -152,6 +154,7 @@ class RequestEngine(RolloutEngine):
     positions_are = "the model's"
     coldest = 1e-6
     echo_prompts = False
+    keep_prefixes = False
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -141,6 +141,7 @@ class Gateway:
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
         self.key = key or secrets.token_urlsafe(24)
         self._tag = tag
+        engine.keep_prefixes = True
         if verify:
             engine.echo_prompts = True
         self._lock = threading.Lock()
