@@ -13,6 +13,7 @@ from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
 from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.rendering import TokenRenderer, load_renderer
+from workers.rollout.agents.rows import rows
 from workers.rollout.agents.trajectory import Node
 from workers.rollout.engines.rollout_engine import SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
@@ -255,6 +256,18 @@ def test_sampling_is_the_trainers_decision(caplog):
         closed = gateway.close_session(token)
     assert closed.counters == {"calls": 2, "overruled": 2, "truncated": 2}
     assert len([one for one in caplog.records if "no effect" in one.message]) == 1
+
+
+def test_a_reply_that_was_cut_off_goes_on_as_one_row():
+    with serving(ScriptEngine(lambda *_: "abcdef")) as gateway:
+        _, token = gateway.open()
+        first = chat(gateway, token, [user("x")], max_tokens=3).json()["choices"][0]
+        assert first["finish_reason"] == "length" and first["message"]["content"] == "abc"
+        assert chat(gateway, token, [user("x"), first["message"], user("go on")]).status_code == 200
+        closed = gateway.close_session(token)
+    assert closed.counters == {"calls": 2, "truncated": 1}
+    (row,) = rows(closed.tree)
+    assert sum(row.completion.loss_mask) == len("abc") + len("abcdef") + 1
 
 
 def test_the_context_limits_a_completion_and_then_a_prompt():

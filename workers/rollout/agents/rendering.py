@@ -432,7 +432,8 @@ def extend(
 
     Only the messages behind the last completion are rendered. If the renderer cannot say how they continue its tokens,
     the whole conversation is rendered: if that begins with the tokens so far, it continues them; otherwise it is a new
-    root, counted as "rerenders" and logged once per session.
+    root, counted as "rerenders" and logged once per session. A completion that the token limit cut off continues in the
+    same way, with the end that the renderer gives it; if the renderer gives it none, it is left behind as a branch.
 
     Args:
         trajectory: of the session.
@@ -469,6 +470,10 @@ def extend(
         token_ids = None if bridged is None else list(bridged.token_ids)
     if token_ids is None or not _extends(token_ids, before):
         token_ids = _render(renderer, given, listed)
+        last = trajectory.nodes[found]
+        if not _extends(token_ids, before) and last.finish_reason == "length" and last.parent is not None:
+            found, count = last.parent, count - len(last.messages)
+            before = trajectory.token_ids(found)
         if not _extends(token_ids, before):
             _count_rerender(counters)
             return trajectory.give(None, token_ids, digests)

@@ -166,8 +166,7 @@ class Trajectory:
 
         Returns:
             The deepest node whose path stands for the first messages, the newest of several, and how many messages that
-            is; ``(None, 0)`` if the conversation is new. A completion that ended by its length or was aborted is not
-            continued: its message is incomplete.
+            is; ``(None, 0)`` if the conversation is new. A completion that was aborted is not continued.
         """
         best: tuple[int | None, int] = (None, 0)
         for node, count in self._matching(None, tuple(messages), 0):
@@ -181,7 +180,7 @@ class Trajectory:
             here, at = stack.pop()
             of = self.nodes[here]
             end = at + len(of.messages)
-            if of.messages == messages[at:end] and of.finish_reason in (None, "stop"):
+            if of.messages == messages[at:end] and of.finish_reason != "abort":
                 yield here, end
                 stack += [(child, end) for child in self._children[here]]
 

@@ -365,7 +365,7 @@ class Gateway:
             else:
                 try:
                     if completion.finish_reason == "length":
-                        session.count("truncated")  # no history continues it; see `Trajectory.find`
+                        session.count("truncated")
                     node, message = record(tree, self.renderer, node, completion, ask.tools)
                 except RenderError as error:
                     raise GatewayError("failed", str(error)) from error
