@@ -275,6 +275,34 @@ def test_the_token_renderer_reads_tool_calls():
     assert Characters().decode(rendered) == f"<|assistant|>{text[: text.index('</tool_call>')]}</tool_call><end>"
 
 
+def test_remembered_tokens_are_the_tokenizers():
+    """Short texts are encoded once; what is rendered is what the package renders without that, also after pickling."""
+    from renderers import create_renderer
+    from renderers.configs import Qwen3RendererConfig
+
+    tokenizer, texts = merging_tokenizer(), []
+    plain = create_renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    ours = load_renderer(tokenizer, "qwen3", thinking_retention="all")
+
+    class Seen(type(tokenizer)):
+        def _encode_plus(self, text, *args, **options):
+            texts.append(text)
+            return super()._encode_plus(text, *args, **options)
+
+    seen = Seen(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
+    seen = load_renderer(seen, "qwen3", thinking_retention="all")
+    said = [*tokenizer.encode("the answer"), tokenizer.eos_token_id]
+    for number in range(3):
+        messages = [user(f"the {number}" * 40), {"role": "tool", "content": "the"}]
+        expected = plain.render(messages, tools=TOOLS, add_generation_prompt=True).token_ids
+        behind = plain.bridge_to_next_turn(expected, said, messages).token_ids
+        for one in (ours, pickle.loads(pickle.dumps(ours)), seen):
+            assert one.render(messages, tools=TOOLS, add_generation_prompt=True).token_ids == expected
+            assert one.bridge_to_next_turn(expected, said, messages).token_ids == behind
+    short = [text for text in texts if len(text) < 20]
+    assert "assistant\n" in short and len(short) == len(set(short)) + short.count("a") - 1 <= 12
+
+
 def test_the_package_renders_a_qwen_conversation():
     """The hand-written renderers need a tokenizer with the format's special tokens, and no file from the hub."""
     tokenizer = merging_tokenizer()

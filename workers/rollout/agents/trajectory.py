@@ -148,7 +148,10 @@ class Trajectory:
 
     def token_ids(self, node: int) -> list[int]:
         """The tokens of the path to a node: what an engine gets as its prompt, or what it saw and produced."""
-        return [token for number in self.path(node) for token in self.nodes[number].token_ids]
+        whole = array("i")
+        for number in self.path(node):
+            whole += self.nodes[number].token_ids
+        return whole.tolist()
 
     def length(self, node: int) -> int:
         """The number of tokens of the path to a node."""
