@@ -11,8 +11,8 @@ from workers.rollout.agents.gateway.dialect import (
     Body,
     Dialect,
     GatewayError,
+    asked,
     check_supported,
-    count,
     items,
     log_probs_of,
     text_of,
@@ -30,14 +30,8 @@ class ChatDialect(Dialect):
         """See `Dialect.read`."""
         check_supported(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        return Ask(
-            [_message(one) for one in items(body.get("messages"), "messages")],
-            _tools(body.get("tools")),
-            count(limit, "max_tokens"),
-            bool(body.get("stream")),
-            ids_wanted=bool(body.get("return_token_ids")),
-            body=body,
-        )
+        messages = [_message(one) for one in items(body.get("messages"), "messages")]
+        return asked(body, messages, _tools(body.get("tools")), limit, "max_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""
