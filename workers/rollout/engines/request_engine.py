@@ -302,10 +302,7 @@ class RequestEngine(RolloutEngine):
             ValueError: there is not one seed per prompt, a seed is no integer, a stop token is outside the vocabulary,
                 or the temperature is too low.
         """
-        if not isinstance(seeds, Sequence) and not hasattr(seeds, "__len__"):
-            raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        check_seeds(prompts, seeds)
         with self._changed:
             self._check_ready("generate", bool(self._holds - {READING}))
         requests = [
@@ -594,6 +591,14 @@ class RequestEngine(RolloutEngine):
                 self._fail(failed, error)
                 with self._changed:
                     self._dropped = []  # `serve` begins without requests
+
+
+def check_seeds(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    """Raise a `ValueError` if there is not one seed per prompt of `RolloutEngine.generate`."""
+    if not hasattr(seeds, "__len__"):
+        raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
 
 
 def _token_ids(values: Sequence[int]) -> list[int] | None:
