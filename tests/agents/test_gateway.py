@@ -313,6 +313,7 @@ def test_the_context_limits_a_completion_and_then_a_prompt():
         ("chat/completions", {"messages": [user("x")], "tools": [{"function": {"name": 3}}]}, "tool's name"),
         ("chat/completions", {"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": [user("x")], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("messages", {"messages": [user([{"type": "image", "source": {}}])], "max_tokens": 5}, "only text"),
         ("messages", {"messages": [user("x")], "max_tokens": 0}, "max_tokens"),
         ("messages", {"messages": [user("x")], "stop_sequences": ["a"]}, "stop_sequences"),

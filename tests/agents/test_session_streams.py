@@ -173,7 +173,8 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
     config = {"batch": 3, "samples": 2, "turns": 6, "batches": 2 + 2 * kills, "ray": ray, "updates": updates}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
-    environment = {**os.environ, **(request.getfixturevalue("other_drivers") if ray else {})}
+    others = request.getfixturevalue("other_drivers") if ray else {}  # it adds to the environment
+    environment = {**os.environ, **others}
     draw, in_flight, script = random.Random(kills), [], Path(killed_driver.__file__)
     for kill in range(kills):
         with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment) as driver:
