@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from agent_helpers import Characters
+from agent_helpers import Characters, ScriptEngine, merging_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_helpers import BigramEngine
@@ -18,6 +18,7 @@ from workers import AgentEngine, CodeLimits, SamplingParams, SessionLimits, Step
 from workers.rollout.agents import sandbox as sandbox_file
 from workers.rollout.agents import tools as tools_file
 from workers.rollout.agents.environment import Action, Environment
+from workers.rollout.agents.rendering import load_renderer, render_prompt
 from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
 from workers.rollout.rollout_errors import RolloutError
@@ -111,6 +112,8 @@ def test_functions_that_are_no_tools(function, what):
         ({"query": "a", "page": 1}, "no parameter 'page'; it has 'query'"),
         ("{", "no valid JSON"),
         ("[1]", "no JSON object"),
+        ('{"query": ' + "[" * 2000, "nested too deeply"),
+        ('{"query": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, what):
@@ -126,6 +129,8 @@ def test_arguments_that_fit():
         return number / 2
 
     assert type(Tool(half).checked({"number": 3})["number"]) is float
+    with pytest.raises(ToolCallError, match="too large"):
+        Tool(half).checked({"number": 10**400})
 
 
 def add(a: int, b: int) -> int:
@@ -280,6 +285,35 @@ def test_wrong_calls_in_a_row_end_a_session():
     assert "there is no tool 'sub'; there are 'add'" in text and "could not be read: invalid_json" in text
     made, _ = session(wrong, Adder, limits=SessionLimits(invalid=4))
     assert made.info["end_reason"] == "done" and made.info["reward"] == 1.0
+
+
+def repeat(text: str) -> str:
+    """Repeat."""
+    return text
+
+
+class Repeater(Adder):
+    functions = (add, repeat)
+
+
+@pytest.mark.parametrize("renderer", ["token", "qwen3", "default"])
+def test_no_text_of_the_policy_is_an_error_of_its_environment(renderer):
+    tokenizer = merging_tokenizer()
+    found = {
+        "token": lambda: TokenRenderer(Characters()),
+        "qwen3": lambda: load_renderer(tokenizer, "qwen3"),
+        "default": lambda: load_renderer(tokenizer, "default", tool_parser="qwen3"),
+    }[renderer]()
+    deep = f'<tool_call>\n{{"name": "repeat", "arguments": {{"text": {"[" * 2000}}}}}\n</tool_call>'
+    script = iter([deep, '<tool_call>\n{"name": "repeat", "arguments": {"text": "\\ud83d"}}\n</tool_call>', "7"])
+    engine = ScriptEngine(lambda *_: next(script), 10_000, tokenizer=Characters() if renderer == "token" else tokenizer)
+    agents = AgentEngine(engine, environment=Repeater, renderer=found)
+    prompt = render_prompt(found, [{"role": "user", "content": "3+4"}], [repeat])
+    (made,) = agents.generate([prompt], SamplingParams(5000), [0])
+    agents.close()
+    assert (made.info["end_reason"], made.info["reward"], made.info["turns"]) == ("done", 1.0, 3)
+    text = engine.tokenizer.decode(made.token_ids)
+    assert "could not be read: nested too deeply" in text and "?" in text
 
 
 class Forgets(TokenRenderer):

@@ -22,7 +22,7 @@ from workers.rollout.agents.environment import (
     checked_step,
 )
 from workers.rollout.agents.program import ProgramEnvironment
-from workers.rollout.agents.rendering import assistant_message, check_prompt
+from workers.rollout.agents.rendering import check_prompt, read_response
 from workers.rollout.agents.rows import completion_of
 from workers.rollout.agents.tools import ToolCall
 from workers.rollout.agents.trajectory import Node, Trajectory
@@ -378,8 +378,8 @@ class Session:
         if self._renderer is None:
             return Action(ids, reason)
         prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
-        parsed = self._renderer.parse_response(ids, tools=self._specs(environment), prompt_ids=prompt)
-        message = assistant_message(parsed, f"call_{self._turns}")
+        specs = self._specs(environment)
+        parsed, message = read_response(self._renderer, ids, prompt, specs, f"call_{self._turns}")
         calls, named = [], iter(message.get("tool_calls", ()))
         for one in parsed.tool_calls:
             if str(one.status) == "ok" and one.name:
