@@ -43,6 +43,9 @@ PRIVATE_BYTES = 2**30
 
 RETRY_SECONDS = 0.2
 
+MODELS = "/models"
+"""The only path of sessions without a dialect."""
+
 UNLIMITED = SessionLimits(turns=None)
 
 
@@ -260,7 +263,7 @@ class Gateway:
     def admit(self, call: Call) -> int:
         """See `Player.admit`."""
         if KEY_HEADER in call.headers:
-            if not hmac.compare_digest(call.headers[KEY_HEADER], self.key):
+            if not hmac.compare_digest(call.headers[KEY_HEADER].encode(), self.key.encode()):
                 raise GatewayError("token", "the gateway's key is wrong")
             return PRIVATE_BYTES
         if call.token not in self._sessions:
@@ -314,11 +317,11 @@ class Gateway:
         return json_reply({})
 
     async def _play(self, call: Call) -> Reply:
-        if call.path == "/models":
+        if call.path == MODELS:
             return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]})
         dialect = call.dialect
         if dialect is None:
-            raise GatewayError("path", f"there is no {call.path}; see docs/gateway.md for those that there are")
+            raise no_path(call)
         session = self._sessions.get(call.token)
         if session is None:
             raise GatewayError("token", "the session was closed")
@@ -415,7 +418,10 @@ class Gateway:
         for number, message in enumerate(ask.messages):
             prompt, generated = (message.pop(name, None) for name in ("prompt_token_ids", "generation_token_ids"))
             if isinstance(prompt, list) and isinstance(generated, list):
-                found = _find_tokens(tree, [*prompt, *generated])
+                try:
+                    found = _find_tokens(tree, [*prompt, *generated])
+                except (TypeError, OverflowError):
+                    raise GatewayError("invalid", f"message {number} has token ids that are no token ids") from None
                 at = at if found is None else (found, number + 1)
         try:
             node = extend(tree, self.renderer, ask.messages, ask.tools, session.counters, at)
@@ -438,15 +444,17 @@ class Gateway:
         seed = mixed_seed(session.seed, len(session.tree.nodes), number)
         ids = (f"gateway-{session.id}-{number}-{again}" for again in itertools.count())
         partial: Completion | None = None
-        deadline = time.monotonic() + self.limits.wait_seconds
+        deadline: float | None = None  # for the engine to take it, also when it continues
         while True:
             id_ = next(ids)
+            deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
             try:
                 future = self._submit(session, prompt, how, id_, seed, partial, deadline)
                 if future is None:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
+                deadline = None
                 completion = await asyncio.wrap_future(future)
             except asyncio.CancelledError:  # the client has left; nobody waits for the rest
                 self.engine.abort([id_])
@@ -490,6 +498,11 @@ class Gateway:
         return str(token_ids) if tokenizer is None else str(tokenizer.decode(token_ids))
 
 
+def no_path(call: Call) -> GatewayError:
+    """The error of a path that sessions do not have."""
+    return GatewayError("path", f"there is no {call.path!r:.80}; see docs/gateway.md for those that there are")
+
+
 def _end(session: GatewaySession, reason: str) -> NoReturn:
     """A limit of the session is used up: all its calls from now on get this error."""
     session.end_reason = reason
@@ -512,18 +525,14 @@ def _find_tokens(tree: Trajectory, token_ids: Sequence[int]) -> int | None:
 def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
     """The node whose path has these tokens: one that there is, or a new one that continues the longest path with which
     they begin."""
-    given, here, at = array("i", token_ids), None, 0
-    while True:
-        fitting = [
-            child
-            for child in tree.children(here)
-            if (own := tree.nodes[child].token_ids) and given[at : at + len(own)] == own
-        ]
-        if not fitting:
-            break
-        here = max(fitting, key=lambda child: (len(tree.nodes[child].token_ids), child))
-        at += len(tree.nodes[here].token_ids)
-    return here if here is not None and at == len(given) else tree.give(here, given[at:])
+    given = array("i", token_ids)
+    ends: dict[int | None, int] = {None: 0}  # node whose path they begin with -> its length
+    for number, node in enumerate(tree.nodes):
+        begin, own = ends.get(node.parent), node.token_ids
+        if begin is not None and own and given[begin : begin + len(own)] == own:
+            ends[number] = begin + len(own)
+    here = max(ends, key=lambda node: (ends[node], -1 if node is None else node))
+    return here if here is not None and ends[here] == len(given) else tree.give(here, given[ends[here] :])
 
 
 # --- nodes as JSON ----------------------------------------------------------------------------------------------------

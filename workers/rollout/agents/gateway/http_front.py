@@ -441,8 +441,8 @@ def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
     """uvicorn's protocol, with two deadlines that it does not have: for the first request of a connection, and for
-    taking a reply."""
-    base = require("uvicorn.protocols.http.auto", "agents").AutoHTTPProtocol
+    taking a reply. Not that with httptools, which takes headers of any size from anybody."""
+    base = require("uvicorn.protocols.http.h11_impl", "agents").H11Protocol
 
     class Impatient(base):  # type: ignore[misc, valid-type]
         _unread: asyncio.TimerHandle | None = None
