@@ -4,6 +4,7 @@ the sandbox; a renderer that cannot extend a conversation."""
 import asyncio
 import json
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from workers.rollout.agents.environment import Action, Environment
 from workers.rollout.agents.rendering import load_renderer, render_prompt
 from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
+from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
 
 
@@ -338,6 +340,54 @@ def test_conversation_that_cannot_be_extended_is_a_branch(caplog):
     assert Characters().decode(trained[1]) == "7<end>"
     with pytest.raises(RolloutError, match="give the rows a column 'messages'"):
         session(script, Adder, Forgets(Characters()))
+
+
+class Resumable(Adder):
+    def state_dict(self):
+        return {"row": self.row}
+
+    def load_state_dict(self, state):
+        self.row = state["row"]
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_conversation_is_rendered_whole_after_its_session_has_moved(turns):
+    """The other worker, which has seen none of its messages, renders all of them anew; the state arrives in parts, as a
+    driver gets it."""
+
+    class CannotExtend(TokenRenderer):
+        def bridge_to_next_turn(self, *args, **options):
+            return None
+
+    script = [call("add", a=3, b=4), call("add", a=0, b=7), "7"]
+    first, other = TokenRenderer(Characters()), CannotExtend(Characters())
+    row = {"messages": [{"role": "user", "content": "3+4"}]}
+    prompt, held = render_prompt(first, row["messages"]), None
+
+    def engine(renderer, script):
+        return AgentEngine(Scripted, script, environment=Resumable, renderer=renderer)
+
+    def of(engine, **options):
+        return engine.submit(prompt, SamplingParams(200), "a", seed=0, extras=row, **options)
+
+    whole = [*row["messages"]]
+    for turn in range(turns):
+        whole += [{"role": "assistant", "content": script[turn]}, {"role": "tool", "content": "7"}]
+    agents, held = engine(first, [*script[:turns], "unread" * 20]), {}
+    future = of(agents)
+    while held.get("turns", 0) < turns or held["state"].acting:
+        known = {"a": (held["state"].number, len(held["state"].nodes))} if held else {}
+        for state in agents.progress(known).values():
+            moved = pickle.loads(pickle.dumps(state)).onto(held.get("state"))
+            held = {"state": moved, "turns": moved.turns}
+    agents.abort()
+    future.result(20)
+    agents.close()
+    agents = engine(other, [*script[:turns], script[1], "7"])
+    made = of(agents, partial=Completion([], [], "abort", session=held["state"])).result(20)
+    agents.close()
+    whole += [{"role": "assistant", "content": script[1]}, {"role": "tool", "content": "7"}]
+    assert made.rows[-1].prompt == render_prompt(first, whole, [add]) and made.info["rerenders"] == 1
 
 
 @given(turns=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
