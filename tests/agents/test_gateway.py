@@ -287,6 +287,7 @@ def test_the_context_limits_a_completion_and_then_a_prompt():
         with anthropic.Anthropic(base_url=f"{gateway.address}/v1", api_key=token) as client:
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                 client.messages.create(model="m", max_tokens=5, messages=long)
+        assert len(gateway.close(token).nodes) == 2  # what is refused leaves nothing behind
 
 
 DEEP = {"function": {"name": "f", "arguments": "[" * 2000 + "]" * 2000}}

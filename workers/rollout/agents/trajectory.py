@@ -127,6 +127,14 @@ class Trajectory:
             )
         )
 
+    def drop(self) -> None:
+        """Remove the newest node, of which nobody has been told."""
+        node, number = self.nodes.pop(), len(self._lengths) - 1
+        self._hashes.pop()
+        self._lengths.pop()
+        del self._children[number]
+        self._children[node.parent].remove(number)
+
     def children(self, node: int | None) -> Sequence[int]:
         """The children of a node, oldest first; the roots for None."""
         if node not in self._children:

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -45,6 +46,9 @@ RETRY_SECONDS = 0.2
 
 MODELS = "/models"
 """The only path of sessions without a dialect."""
+
+MODEL = "policy"
+"""The model's name for requests without one."""
 
 UNLIMITED = SessionLimits(turns=None)
 
@@ -115,10 +119,11 @@ class Gateway:
         limits: what clients can take.
         host: address to listen at.
         port: 0 for any.
-        key: secret of the `GatewayRouter`; a new one by default.
         verify: compare the prompt that each completion was generated from with the session's tree.
         tag: adds to a completion what the worker knows of it, such as the fingerprints of the weights.
-        model: name of the model in replies, if a request has none.
+
+    Attributes:
+        key: what a `GatewayRouter` shows.
 
     Raises:
         TypeError: the engine generates batches only.
@@ -133,16 +138,14 @@ class Gateway:
         limits: GatewayLimits | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        key: str | None = None,
         verify: bool = False,
         tag: Callable[[Completion], Completion] | None = None,
-        model: str = "policy",
     ) -> None:
         if not isinstance(engine, RequestEngine):
             raise TypeError(f"Gateway: the engine is a {type(engine).__name__}; requests need a RequestEngine")
-        self.engine, self.renderer, self.limits, self.model = engine, renderer, limits or GatewayLimits(), model
+        self.engine, self.renderer, self.limits = engine, renderer, limits or GatewayLimits()
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
-        self.key = key or secrets.token_urlsafe(24)
+        self.key = secrets.token_urlsafe(24)
         self._tag = tag
         if verify:
             engine.echo_prompts = True
@@ -292,11 +295,9 @@ class Gateway:
     def _of_router(self, call: Call) -> Reply:
         """Open or close a session for the router."""
         if call.method == "DELETE":
-            try:
-                closed = self.close_session(call.token)
-            except KeyError:
-                return json_reply({"counters": {}})
-            return json_reply({"counters": closed.counters})
+            with suppress(KeyError):
+                self.close(call.token)
+            return json_reply({})
         head, _, nodes = call.body.partition(b"\n")
         given = json.loads(head)
         how = given.get("sampling_params")
@@ -318,7 +319,7 @@ class Gateway:
 
     async def _play(self, call: Call) -> Reply:
         if call.path == MODELS:
-            return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+            return json_reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
         dialect = call.dialect
         if dialect is None:
             raise no_path(call)
@@ -341,15 +342,21 @@ class Gateway:
                 _end(session, session.end_reason)
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
-            node, prompt = self._prompt(session, ask)
-            if session.prompt_length is None:
-                session.prompt_length = len(prompt)
-            how, left = self._how(session, ask, len(prompt)), session.tokens_left
-            cut = left is not None and left < how.max_new_tokens
-            if left is not None and cut:
-                if left < 1:
-                    _end(session, "tokens")
-                how = replace(how, max_new_tokens=left)
+            before, length = len(tree.nodes), session.prompt_length
+            try:
+                node, prompt = self._prompt(session, ask)
+                session.prompt_length = len(prompt) if length is None else length
+                how, left = self._how(session, ask, len(prompt)), session.tokens_left
+                cut = left is not None and left < how.max_new_tokens
+                if left is not None and cut:
+                    if left < 1:
+                        _end(session, "tokens")
+                    how = replace(how, max_new_tokens=left)
+            except GatewayError:
+                while len(tree.nodes) > before:  # a prompt that is refused, however long, takes no memory
+                    tree.drop()
+                session.prompt_length = length
+                raise
         completion = await self._generate(session, prompt, how)
         # The session may have been closed, and its other calls may have grown the tree. Nodes are only ever added, so
         # `node` is still the prompt's.
@@ -375,7 +382,7 @@ class Gateway:
         answer = Answer(
             f"{session.id}{node}",
             int(time.time()),
-            model if isinstance(model, str) else self.model,
+            model if isinstance(model, str) else MODEL,
             prompt,
             completion,
             message,
