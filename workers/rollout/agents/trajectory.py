@@ -127,6 +127,14 @@ class Trajectory:
             )
         )
 
+    def drop(self) -> None:
+        """Remove the newest node, of which nobody has been told."""
+        node, number = self.nodes.pop(), len(self._lengths) - 1
+        self._hashes.pop()
+        self._lengths.pop()
+        del self._children[number]
+        self._children[node.parent].remove(number)
+
     def children(self, node: int | None) -> Sequence[int]:
         """The children of a node, oldest first; the roots for None."""
         if node not in self._children:
@@ -162,7 +170,8 @@ class Trajectory:
         """Find where a conversation continues.
 
         Args:
-            messages: a digest of each message of the conversation.
+            messages: a digest of each message of the conversation. That of a sampled message may lack what its own has
+                behind a dot, which is the reasoning: not every client returns it.
 
         Returns:
             The deepest node whose path stands for the first messages, the newest of several, and how many messages that
@@ -181,7 +190,9 @@ class Trajectory:
             here, at = stack.pop()
             of = self.nodes[here]
             end = at + len(of.messages)
-            if of.messages == messages[at:end] and of.finish_reason in (None, "stop"):
+            given = messages[at:end]
+            same = of.messages == given or (of.sampled and tuple(one.partition(".")[0] for one in of.messages) == given)
+            if same and of.finish_reason in (None, "stop"):
                 yield here, end
                 stack += [(child, end) for child in self._children[here]]
 

@@ -29,11 +29,13 @@ class ChatDialect(Dialect):
     def read(self, body: Body) -> Ask:
         """See `Dialect.read`."""
         check_supported(body)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limit, options = body.get("max_completion_tokens"), body.get("stream_options")
+        if not isinstance(options, dict | None):
+            raise GatewayError("invalid", f"stream_options={options!r:.80}; expected an object")
         return Ask(
             [_message(one) for one in items(body.get("messages"), "messages")],
             _tools(body.get("tools")),
-            count(limit, "max_tokens"),
+            count(body.get("max_tokens") if limit is None else limit, "max_tokens"),
             bool(body.get("stream")),
             ids_wanted=bool(body.get("return_token_ids")),
             body=body,
