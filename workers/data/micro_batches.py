@@ -6,10 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
+from dispatch import jagged
 from workers.data.balance import TOKENS, SequenceCost
 from workers.data.packing import PackedRows, common_prefixes, fill, pack_rows
 from workers.data.rollout_data import CANDIDATES, SAMPLING_MASK, jagged_rows
@@ -214,6 +215,37 @@ def restore(
         row, column = (torch.arange(output.shape[1]) < micro_batch.lengths.cpu()[:, None]).nonzero(as_tuple=True)
         whole[micro_batch.rows[row], micro_batch.starts[row] + column] = part.view(output.shape)[row, column]
     return whole
+
+
+def restore_routes(
+    recorded: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return the column ``routed_experts`` of a batch from the experts that computed its micro-batches: the reverse of
+    `MicroBatch.routed_experts`.
+
+    Args:
+        recorded: one (n, layers, k) int16 tensor on the CPU per micro-batch, for the n tokens that went through the
+            model. More than n are ignored.
+        micro_batches: the result of `cut_by_tokens`, in the same order. At least one, which may be a filler.
+        lengths: number of tokens of each row of the batch.
+    """
+    rows = [recorded[0][:0]] * len(lengths)
+    for of_tokens, part in zip(recorded, micro_batches, strict=True):
+        if part.is_filler:
+            continue
+        of_places = of_tokens[: part.computed]
+        if (packed := part.packed) is not None:
+            tokens = packed.places.cpu()
+            # `places` has no token for the first of a row; it is what predicts the second.
+            before = torch.cat([packed.predictors.cpu(), tokens.new_tensor([part.computed])])
+            second = tokens[:, 1:2] if tokens.shape[1] > 1 else tokens[:, :1]
+            tokens = torch.cat([before[second], tokens[:, 1:]], dim=1)
+            nothing = of_places.new_full((1, *of_places.shape[1:]), NATIVE)
+            of_places = torch.cat([of_places, nothing])[tokens.flatten()]
+        for row, own in zip(part.rows.tolist(), of_places.unflatten(0, part.input_ids.shape), strict=True):
+            rows[row] = own[: lengths[row]]
+    offsets = torch.tensor([0, *accumulate(lengths)])
+    return jagged.build(torch.cat([recorded[0][:0], *rows]), offsets, 0)  # type: ignore[no-any-return]
 
 
 def sum_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str], torch.Tensor]:

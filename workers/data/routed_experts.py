@@ -154,3 +154,85 @@ def route_keys(values: torch.Tensor) -> torch.Tensor:
 def without_routes(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries without the column, for a model that is to choose its experts itself."""
     return {name: data[name] for name in data.keys() if name != ROUTED_EXPERTS}  # noqa: SIM118
+
+
+class RoutingMeter:
+    """Counts which experts compute the tokens of a step, on the device.
+
+    Args:
+        shape: of the model.
+        device: of the tokens.
+
+    Attributes:
+        real: (n,) bool, which tokens of the passes that follow count; None for all.
+    """
+
+    def __init__(self, shape: RoutingShape, device: torch.device) -> None:
+        import torch
+
+        self._shape = shape
+        self._counts = torch.zeros(shape.layers, shape.experts, dtype=torch.float64, device=device)
+        self._replayed = torch.zeros(2, dtype=torch.float64, device=device)  # choices, and those that are native too
+        self.real: torch.Tensor | None = None
+
+    def add(self, layer: int, chosen: torch.Tensor, native: torch.Tensor, replayed: torch.Tensor | None) -> None:
+        """Count the tokens of a layer.
+
+        Args:
+            layer: its number.
+            chosen: (n or more, k), the experts that compute them. Further tokens do not count.
+            native: (n or more, k), those of the router.
+            replayed: (n, layers, k), the recorded ones; None if nothing is replayed.
+        """
+        import torch
+
+        count = len(chosen) if self.real is None else len(self.real)
+        chosen = chosen[:count].long()
+        weights = torch.ones_like(chosen, dtype=torch.float64)
+        if self.real is not None:
+            weights *= self.real[:, None]
+        self._counts[layer].scatter_add_(0, chosen.flatten(), weights.flatten())
+        if replayed is not None:
+            known = replayed[:count, layer] != NATIVE
+            same = (chosen[: len(known), :, None] == native[: len(known), None, :]).any(-1) & known
+            self._replayed += torch.stack([known.sum(), same.sum()])
+
+    def sums(self) -> torch.Tensor:
+        """Return what ranks add up, float64 on the device; see `metrics`."""
+        import torch
+
+        return torch.cat([self._counts.flatten(), self._replayed])
+
+    @staticmethod
+    def metrics(sums: torch.Tensor, shape: RoutingShape) -> dict[str, float]:
+        """Return the metrics of a step.
+
+        Args:
+            sums: of all ranks, each layer and token on one of them.
+            shape: of the model.
+
+        Returns:
+            ``moe/load_min`` and ``moe/load_max``: tokens of the expert that has the fewest, or the most, of all layers,
+            as a multiple of what it had if all experts of its layer had equally many. If experts were replayed also
+            ``replay/overlap``: the share of them that the router would have chosen too.
+        """
+        counts = sums[:-2].view(shape.layers, shape.experts)[list(shape.sparse)]
+        if not bool(counts.any()):
+            return {}
+        load = counts / counts.mean(1, keepdim=True)
+        replayed, same = sums[-2:].tolist()
+        made = {"moe/load_min": float(load.min()), "moe/load_max": float(load.max())}
+        return made | ({"replay/overlap": same / replayed} if replayed else {})
+
+
+def missing_routes(routes: torch.Tensor, shape: RoutingShape) -> tuple[int, int]:
+    """Return how many tokens of the column have no experts in some layer, and how many tokens there are. A row's last
+    token counts in neither."""
+    import torch
+
+    routes = jagged.compact(routes, {})
+    inner = torch.ones(len(routes.values()), dtype=torch.bool)
+    ends = routes.offsets()[1:].cpu()
+    inner[ends[ends > 0] - 1] = False
+    unknown = (routes.values()[:, list(shape.sparse), 0] == NATIVE).any(1)
+    return int((unknown & inner).sum()), int(inner.sum())

@@ -43,7 +43,7 @@ from workers.data.rollout_data import (
     step_numbers,
     token_versions,
 )
-from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, without_routes
+from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_routes, without_routes
 from workers.hf_files import known_config, known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
@@ -488,14 +488,19 @@ class PolicyTrainWorker(ModelWorker):
             rewards["reward"] = data["rewards"].double()
         shares = self._advantage_rows(data).shares  # so that a rollout counts once, whatever its number of rows
         parts = {name: float((shares * of_rows).sum()) for name, of_rows in rewards.items()}
-        size = len(data["input_ids"])
-        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts))
+        size, missing, known = len(data["input_ids"]), 0, 0
+        shape = RoutingShape.of(self.model.hf_config)
+        if ROUTED_EXPERTS in data and shape is not None:
+            missing, known = missing_routes(data[ROUTED_EXPERTS], shape)
+        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts, missing, known))
         tokens, real, rollouts, size = (sum(part[k] for part in said) for k in range(4))
+        missing, known = (sum(part[k] for part in said) for k in (6, 7))
         return {
             "tokens": real,
             "completion_tokens": tokens,
             **({name: sum(part[5][name] for part in said) / rollouts for name in rewards} if size else {}),
             **({"rows_per_rollout": size / rollouts} if size and "rollout_ids" in data else {}),
+            **({"replay/missing": missing / max(known, 1)} if ROUTED_EXPERTS in data else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
         }
 
