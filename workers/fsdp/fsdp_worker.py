@@ -71,6 +71,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
             lora=LoraSettings.from_args(args),
             fp32_lm_head=args.fp32_lm_head,
             exact=args.exact,
+            routing_replay=args.routing_replay is not None and self.role == "actor",
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 
