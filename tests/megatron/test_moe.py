@@ -1,5 +1,7 @@
 """Mixtures of experts on four real processes, compared with transformers' models in this one."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import train_model_workers as on_ranks
@@ -171,3 +173,131 @@ def test_gradients_and_three_steps_match_transformers(four, saved, name, paralle
     four.run(on_ranks.make, MODELS[name], parallel, overrides=overrides, optimizer={**ADAM, **optimizer})
     four.run(on_ranks.load_hf, folder)
     compare_steps(four, model, overrides)
+
+
+# --- replay ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaying(model, routes):
+    """Let transformers' routers take these experts, where they are not -1, with scores from their own logits.
+
+    Yields what the routers have chosen: by row and layer with experts, (tokens, k).
+    """
+    gates = [(layer.mlp.gate, number) for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
+    taken, normalized = [], experts_of(model.config).normalized
+
+    def hook(layer, first):
+        def take(gate, given, output):
+            if first:
+                taken.append({})
+            logits, _, native = output
+            chosen = native
+            if routes is not None:
+                own = routes[len(taken) - 1][:, layer].long()
+                chosen = torch.where((own >= 0).all(-1, keepdim=True), own, native)
+            scores = logits.softmax(-1).gather(-1, chosen)
+            taken[-1][layer] = chosen
+            return logits, scores / scores.sum(-1, keepdim=True) if normalized else scores, chosen
+
+        return take
+
+    handles = [gate.register_forward_hook(hook(number, at == 0)) for at, (gate, number) in enumerate(gates)]
+    yield taken
+    for handle in handles:
+        handle.remove()
+
+
+def drawn_routes(config, data, seed=3):
+    """Experts that have nothing to do with those of the router; some are left to it."""
+    drawn, experts = torch.Generator().manual_seed(seed), experts_of(config)
+    rows = []
+    for length in data["attention_mask"].sum(1).tolist():
+        orders = torch.rand(length, len(experts.layers), experts.count, generator=drawn).argsort(-1)
+        chosen = orders[..., : experts.topk].short()
+        chosen[torch.rand(chosen.shape[:2], generator=drawn) < 0.2] = -1
+        rows.append(chosen)
+    return rows
+
+
+def column(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def known_routes(results, rows):
+    """The experts of every row, from the layers of all pipeline stages."""
+    found = [None] * rows
+    dps = {dp for dp, _, _ in results}
+    for dp, _, of_rows in results:
+        for at, routes in enumerate(of_rows):
+            row = dp + at * len(dps)
+            before = found[row]
+            assert before is None or ((before == routes) | (before < 0) | (routes < 0)).all()
+            found[row] = routes if before is None else torch.where(before < 0, routes, before)
+    return found
+
+
+REPLAYS = [
+    pytest.param("qwen3", EP2, {}, id="dp4 ep2"),
+    pytest.param("qwen3", {**TP2, **PP2, **EP2, **ETP1}, RECOMPUTED, id="tp2 pp2 ep2, recomputed", marks=rare),
+    pytest.param("qwen3", {**TP2, **EP2}, {**ALLGATHER, **EXPERTS_RECOMPUTED},
+                 id="dp2 tp2 ep2 etp2, allgather, experts recomputed", marks=rare),
+    pytest.param("qwen2", {**VPP, **EP2}, {**UNBATCHED, **RECOMPUTED}, id="interleaved, ep2, recomputed", marks=rare),
+    pytest.param("mixtral", {**TP2, **EP2, **ETP1}, RECOMPUTED, id="Mixtral, dp2 tp2 ep2, recomputed", marks=rare),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parallel", "overrides"), REPLAYS)
+def test_given_experts_compute_the_tokens_and_get_the_gradient(four, saved, name, parallel, overrides):
+    model, _ = made(four, saved, MODELS[name], parallel, overrides, optimizer=GRADIENT_DESCENT)
+    data = batch()
+    rows = drawn_routes(model.config, data)
+    given = {**data, "routed_experts": column(rows)}
+    with replaying(model, rows) as taken:
+        expected = Reference(model, data, 0.7)
+    off = (joined(four.run(on_ranks.log_probs, given, 0.7), 7) - expected.log_probs).abs().max().item()
+    effect = (Reference(model, data, 0.7).log_probs - expected.log_probs).abs().max().item()
+    found = known_routes(four.run(on_ranks.log_probs_and_routes, given, 0.7), 7)
+    for row, layers in enumerate(taken):
+        for layer, chosen in layers.items():
+            assert torch.equal(found[row][:, layer].long().sort(-1).values, chosen.sort(-1).values), (row, layer)
+    before = whole_weights(four)
+    (report, *_) = four.run(on_ranks.train_step, given, on_ranks.policy_loss, 9.0, 1e6, 0.7)
+    after = whole_weights(four)
+    total, _ = on_ranks.policy_loss(expected, Whole(data), 9.0)
+    model.zero_grad()
+    total.backward()
+    gradients = by_expert(model.config, {name: one.grad for name, one in model.named_parameters()})
+    wrong = {name: (before[name] - after[name] - one).abs().max().item() for name, one in gradients.items()}
+    worst, largest = max(wrong, key=wrong.get), max(one.abs().max().item() for one in gradients.values())
+    print(f"replayed: log-probabilities {off:.1e} (effect of the experts {effect:.1e}), gradients {wrong[worst]:.1e} "
+          f"of {largest:.1e}, overlap {report['replay/overlap']:.2f}")  # fmt: skip
+    assert off < 2e-5 < 1e-2 < effect
+    assert report["loss"] == pytest.approx(total.item(), abs=1e-5)
+    assert wrong[worst] < 1e-5 * max(1.0, largest), worst
+    assert 0.1 < report["replay/overlap"] < 0.6
+
+
+@pytest.mark.parametrize(("name", "parallel", "overrides"), REPLAYS)
+def test_recorded_experts_are_those_of_transformers_and_are_replayed(four, saved, name, parallel, overrides):
+    """Recorded in one pass, replayed in the next ones although the routers have changed."""
+    model, _ = made(four, saved, MODELS[name], parallel, overrides, optimizer=ADAM)
+    data = batch()
+    with replaying(model, None) as taken:
+        expected = Reference(model, data).log_probs
+    results = four.run(on_ranks.log_probs_and_routes, data)
+    rows = known_routes(results, 7)
+    for row, layers in enumerate(taken):
+        for layer, chosen in layers.items():
+            assert torch.equal(rows[row][:, layer].long().sort(-1).values, chosen.sort(-1).values), (row, layer)
+    given = {**data, "routed_experts": column(rows)}
+    same = (joined(four.run(on_ranks.log_probs, given), 7) - expected).abs().max().item()
+    four.run(on_ranks.disturb_routers, 1.0)
+    again = known_routes(four.run(on_ranks.log_probs_and_routes, given), 7)
+    assert all(torch.equal(one, other) for one, other in zip(rows, again, strict=True))
+    changed = known_routes(four.run(on_ranks.log_probs_and_routes, data), 7)
+    assert not all(torch.equal(one, other) for one, other in zip(rows, changed, strict=True))
+    (report, *_) = four.run(on_ranks.train_step, given, on_ranks.policy_loss, 9.0, 1e-3)
+    print(f"recorded and replayed: log-probabilities {same:.1e}, overlap with other routers {report['replay/overlap']}")
+    assert same < 2e-5
+    assert report["replay/overlap"] < 0.99

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from workers.algorithms.token_log_probs import next_candidate_log_probs, next_token_log_probs
-from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, sum_reports
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, restore_routes, sum_reports
 from workers.data.rollout_data import inputs_of
+from workers.data.routed_experts import NATIVE, RoutingShape
 from workers.device import current_device, to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
-from workers.megatron.hf_weights import distinct_weights, load_hf, read_hf
+from workers.megatron.hf_weights import distinct_weights, gather, load_hf, read_hf
 from workers.megatron.megatron_checkpoint import Checkpoints
 from workers.megatron.megatron_optimizer import (
     AdamOptions,
@@ -96,7 +97,7 @@ class MegatronTrainModel(TrainModel):
         if self.config.num_moe_experts:
             from workers.megatron.moe import Routing
 
-            self._routing = Routing(self.models, self.config)
+            self._routing = Routing(self.models, self.config, RoutingShape.of(hf_config))
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
         # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
@@ -126,6 +127,32 @@ class MegatronTrainModel(TrainModel):
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor | None:
         self._require_role("actor", "log_probs")
         return self._evaluate(data, lambda batch, output: self._outputs(batch, output, temperature, False).log_probs)
+
+    def log_probs_and_routes(
+        self, data: Mapping[str, torch.Tensor], temperature: float
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As in `TrainModel`; the column has `NATIVE` in the layers of other pipeline stages.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        if self._routing is None:
+            raise ValueError(f"log_probs_and_routes(): a {self.hf_config.model_type!r} has no experts")
+        self._routing.recorded = {}
+        try:
+            log_probs = self.log_probs(data, temperature)
+            recorded = self._routing.recorded
+        finally:
+            self._routing.recorded = None
+        micro_batches = self._cut(inputs_of(data))
+        found = []
+        for number, batch in enumerate(micro_batches):
+            routes = recorded[number]
+            if self.config.sequence_parallel:
+                routes = gather(routes.int(), 0).short()  # gloo has no int16
+            rows, tokens = batch.input_ids.shape
+            found.append(routes[:tokens, :rows].transpose(0, 1).flatten(0, 1).cpu())
+        return log_probs, restore_routes(found, micro_batches, data["attention_mask"].bool().sum(1).tolist())
 
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         self._require_role("critic", "values")
@@ -252,22 +279,22 @@ class MegatronTrainModel(TrainModel):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         shapes = self._shapes(micro_batches)
-        with_shapes = list(zip(micro_batches, shapes, strict=True))
+        numbered = list(zip(range(len(shapes)), micro_batches, shapes, strict=True))
 
         def forward(
-            iterator: Iterator[tuple[MicroBatch, tuple[int, int]]], chunk: Any
+            iterator: Iterator[tuple[int, MicroBatch, tuple[int, int]]], chunk: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch, (rows, tokens) = next(iterator)
+            number, batch, (rows, tokens) = next(iterator)
             ids = _padded(to_device(batch.input_ids, self.device), rows, tokens)
             positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
             # Padding is on the right, so the causal mask hides it from real tokens.
             hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
-            with self._routed(batch, rows, tokens):
+            with self._routed(number, batch, rows, tokens):
                 return chunk(ids, positions, hidden, **self._uncast), partial(finish, batch)
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(with_shapes) for _ in self._chunks],
+            data_iterator=[iter(numbered) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(micro_batches),
             seq_length=max(tokens for _, tokens in shapes),
@@ -277,15 +304,19 @@ class MegatronTrainModel(TrainModel):
         )
         return results
 
-    def _routed(self, batch: MicroBatch, rows: int, tokens: int) -> AbstractContextManager[None]:
+    def _routed(self, number: int, batch: MicroBatch, rows: int, tokens: int) -> AbstractContextManager[None]:
         """Tell the routers about a micro-batch, padded to this shape."""
         if self._routing is None:
             return nullcontext()
         from workers.megatron.moe import Tokens
 
         real = torch.zeros_like(batch.attention_mask) if batch.is_filler else batch.attention_mask
+        real, routes = _padded(real, rows, tokens), batch.routed_experts
+        if routes is not None:
+            routes = routes.unflatten(0, batch.input_ids.shape).permute(2, 3, 0, 1)
+            routes = to_device(_padded(routes, rows, tokens, NATIVE).permute(3, 2, 0, 1).contiguous(), self.device)
         given: AbstractContextManager[None] = self._routing.forward(
-            Tokens(to_device(_padded(real, rows, tokens).t().contiguous(), self.device))
+            Tokens(number, to_device(real.t().contiguous(), self.device), routes)
         )
         return given
 
@@ -469,9 +500,10 @@ class MegatronTrainModel(TrainModel):
         self._checkpoints.load(Path(folder), optimizer=optimizer)
 
 
-def _padded(value: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
-    """Append zeros to (b, s)."""
-    return torch.nn.functional.pad(value, (0, tokens - value.shape[1], 0, rows - value.shape[0]))
+def _padded(value: torch.Tensor, rows: int, tokens: int, padding: int = 0) -> torch.Tensor:
+    """Append padding to (..., b, s)."""
+    more = (0, tokens - value.shape[-1], 0, rows - value.shape[-2])
+    return torch.nn.functional.pad(value, more, value=padding)
 
 
 def _is_last_stage() -> bool:

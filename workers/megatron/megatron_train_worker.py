@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from workers.device import every_backend
 from workers.hf_files import known_config
-from workers.megatron.config import check_model
+from workers.megatron.config import check_model, experts_of
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
@@ -51,6 +51,11 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
                 check_model(config, sizes)
             except ValueError as error:
                 raise TrainArgsError(f"train_backend='megatron': {error}") from None
+            if args.routing_replay is not None and experts_of(config) is None:
+                raise TrainArgsError(
+                    f"args.routing_replay={args.routing_replay!r} needs a mixture of experts, and the model is a "
+                    f"{config.model_type!r}; leave it out"
+                )
 
     def begin(self) -> None:
         from megatron.core import parallel_state

@@ -28,6 +28,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
+from workers.data.routed_experts import NATIVE, RoutingMeter, RoutingShape
+
 
 def layers_of_stage(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of one pipeline stage of this rank: with experts where ``config.moe_layer_freq`` has a 1.
@@ -79,11 +81,13 @@ class Tokens:
     """What the routers need to know of a micro-batch of b rows of s tokens.
 
     Attributes:
+        number: of the micro-batch.
         real: (s, b) bool, false for padding.
-        routes: (layers, s, b, k) int64, the experts that the tokens go to, -1 for the router's own choice; None for its
-            own choice everywhere.
+        routes: (s, b, layers, k) int16, the experts that the tokens go to, `NATIVE` for the router's own choice; None
+            for its own choice everywhere.
     """
 
+    number: int
     real: torch.Tensor
     routes: torch.Tensor | None = None
 
@@ -91,9 +95,7 @@ class Tokens:
         """Return a tensor-parallel rank's slice of the sequence."""
         size = len(self.real) // ranks
         span = slice(rank * size, (rank + 1) * size)
-        return replace(
-            self, real=self.real[span], routes=None if self.routes is None else self.routes[:, span].contiguous()
-        )
+        return replace(self, real=self.real[span], routes=None if self.routes is None else self.routes[span])
 
 
 class Routing:
@@ -112,50 +114,48 @@ class Routing:
     Args:
         models: this rank's GPTModels.
         config: theirs.
+        shape: of the whole model.
+
+    Attributes:
+        tokens: of the micro-batch whose forward pass runs; None outside.
+        total: number of real tokens of the step, on all dp ranks.
+        recorded: by number of the micro-batch, (s, b, layers, k) int16, the experts that its tokens went to, `NATIVE`
+            in the layers of other ranks; None if they are not recorded.
     """
 
-    def __init__(self, models: Sequence[nn.Module], config: TransformerConfig) -> None:
-        self.config = config
+    def __init__(self, models: Sequence[nn.Module], config: TransformerConfig, shape: RoutingShape) -> None:
+        self.config, self.shape = config, shape
         self.routers = [module for model in models for module in model.modules() if isinstance(module, MoERouter)]
         for router in self.routers:
             router.shared = self
         self.tokens: Tokens | None = None
         self.total = 1.0
-        self.recorded: list[dict[int, torch.Tensor]] | None = None
-        self._sums: torch.Tensor | None = None
+        self.recorded: dict[int, torch.Tensor] | None = None
+        self._meter: RoutingMeter | None = None
+        self._losses = torch.zeros(2)
 
     def begin_step(self, total: float, device: torch.device) -> None:
         """Begin a training step with so many real tokens on all dp ranks."""
         for router in self.routers:
             router.waiting.clear()  # of a step that failed
         self.total = max(total, 1.0)
-        layers, experts = int(self.config.num_layers), int(self.config.num_moe_experts or 0)
-        # By layer: tokens of each expert, load-balancing loss, z-loss, replayed routes, those that are the router's own
-        # choice, and tokens without a route.
-        self._sums = torch.zeros(layers, experts + 5, dtype=torch.float64, device=device)
+        self._meter = RoutingMeter(self.shape, device)
+        self._losses = torch.zeros(2, dtype=torch.float64, device=device)
 
     def end_step(self) -> dict[str, float]:
-        """End a training step. All ranks call it. Return metrics, the same on every rank."""
+        """End a training step. All ranks call it. Return metrics, the same on every rank: those of `RoutingMeter`, and
+        the auxiliary losses as means over layers."""
         for router in self.routers:
             router.waiting.clear()
-        sums, self._sums = self._sums, None
-        if sums is None:
+        meter, self._meter = self._meter, None
+        if meter is None:
             return {}
+        sums = torch.cat([meter.sums(), self._losses])
         dist.all_reduce(sums)  # each rank has tokens and layers of its own
-        experts = int(self.config.num_moe_experts or 0)
-        sums = sums[torch.tensor(list(self.config.moe_layer_freq)).bool()].cpu()
-        load = sums[:, :experts] / sums[:, :experts].mean(1, keepdim=True).clamp(min=1e-9)
-        balance, z, replayed, own, missing = sums[:, experts:].sum(0).tolist()
-        found = {
-            "moe/load_min": float(load.min()),
-            "moe/load_max": float(load.max()),
-            "moe/load_balancing_loss": balance / self.total / len(sums),
-            "moe/z_loss": z / self.total / len(sums),
-        }
-        if replayed or missing:
-            found["replay/missing"] = missing / max(replayed + missing, 1.0)
-            found["replay/overlap"] = own / max(replayed, 1.0)
-        return found
+        sums = sums.cpu()
+        balance, z = (sums[-2:] / self.total / len(self.shape.sparse)).tolist()
+        losses = {"moe/load_balancing_loss": balance, "moe/z_loss": z}
+        return RoutingMeter.metrics(sums[:-2], self.shape) | losses
 
     @contextmanager
     def forward(self, tokens: Tokens) -> Iterator[None]:
@@ -164,8 +164,6 @@ class Routing:
             group = parallel_state.get_tensor_model_parallel_group()
             tokens = tokens.slice_of(group.rank(), group.size())
         self.tokens = tokens
-        if self.recorded is not None:
-            self.recorded.append({})
         try:
             yield
         finally:
@@ -181,25 +179,18 @@ class Routing:
             tokens: what it was given.
         """
         if self.recorded is not None:
-            self.recorded[-1][layer] = chosen.view(*tokens.real.shape, -1).to(torch.int16)
-        if self._sums is None:
-            return
-        real, experts = tokens.real.reshape(-1, 1), int(self.config.num_moe_experts or 0)
-        load = torch.zeros(experts, dtype=torch.float64, device=chosen.device)
-        load.scatter_add_(0, chosen.flatten(), real.expand_as(chosen).flatten().double())
-        self._sums[layer, :experts] += load
-        if tokens.routes is not None:
-            given = (tokens.routes[layer].reshape(len(real), -1) >= 0).all(1, keepdim=True) & real
-            agreed = (chosen[:, :, None] == native[:, None, :]).any(-1).double().mean(1, keepdim=True)
-            self._sums[layer, experts + 2] += given.sum()
-            self._sums[layer, experts + 3] += (agreed * given).sum()
-            self._sums[layer, experts + 4] += (real & ~given).sum()
+            shape = (*tokens.real.shape, self.shape.layers, self.shape.k)
+            if tokens.number not in self.recorded:
+                self.recorded[tokens.number] = torch.full(shape, NATIVE, dtype=torch.int16, device=chosen.device)
+            self.recorded[tokens.number][:, :, layer] = chosen.view(*tokens.real.shape, -1).short()
+        if self._meter is not None:
+            self._meter.real = tokens.real.flatten()
+            replayed = None if tokens.routes is None else tokens.routes.flatten(0, 1)
+            self._meter.add(layer, chosen, native, replayed)
 
-    def add_losses(self, layer: int, balance: torch.Tensor, z: torch.Tensor) -> None:
+    def add_losses(self, balance: torch.Tensor, z: torch.Tensor) -> None:
         """Add sums over tokens of the auxiliary losses of a router."""
-        if self._sums is not None:
-            experts = int(self.config.num_moe_experts or 0)
-            self._sums[layer, experts : experts + 2] += torch.stack([balance, z]).detach().double()
+        self._losses += torch.stack([balance, z]).detach().double()
 
 
 class MoERouter(TopKRouter):
@@ -236,7 +227,7 @@ class MoERouter(TopKRouter):
             Score and whether it is chosen, of each expert for each token, both (s * b, experts).
         """
         layer = int(self.layer_number) - 1
-        choice = _Choice(None if tokens.routes is None else tokens.routes[layer].reshape(len(logits), -1))
+        choice = _Choice(None if tokens.routes is None else tokens.routes[:, :, layer].flatten(0, 1).long())
         probs, chosen = topk_routing_with_score_function(
             logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax, router_replay=choice
         )
@@ -245,7 +236,7 @@ class MoERouter(TopKRouter):
         if self.training and (self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff):
             balance, z = self._losses(logits, choice.native, tokens)
             if not recomputed:
-                self.shared.add_losses(layer, balance, z)
+                self.shared.add_losses(balance, z)
             if torch.is_grad_enabled():
                 coefficients = float(self.config.moe_aux_loss_coeff or 0.0), float(self.config.moe_z_loss_coeff or 0.0)
                 loss = (coefficients[0] * balance + coefficients[1] * z) / self.shared.total
@@ -298,7 +289,7 @@ class _Choice:
         self.chosen = self.native
         if self._routes is None:
             return values, self.native
-        given = (self._routes >= 0).all(1, keepdim=True)
+        given = (self._routes != NATIVE).all(1, keepdim=True)
         self.chosen = torch.where(given, self._routes, self.native)
         return scores.gather(1, self.chosen), self.chosen
 
