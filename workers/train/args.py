@@ -85,6 +85,12 @@ class TrainArgs:
     train_backend: str = _key("fsdp", "training backend", choices=("fsdp", "megatron"))
     tensor_model_parallel_size: int = _key(1, "megatron: tensor parallel size", least=1)
     pipeline_model_parallel_size: int = _key(1, "megatron: pipeline parallel size", least=1)
+    expert_model_parallel_size: int = _key(
+        1, "megatron: ranks among which the experts of a mixture of experts are distributed", least=1
+    )
+    expert_tensor_parallel_size: int | None = _key(
+        None, "megatron: ranks that share each expert; by default tensor_model_parallel_size", least=1
+    )
     use_distributed_optimizer: bool = _key(False, "megatron: shard the optimizer state over the dp ranks")
     megatron_to_hf_mode: str = _key(
         "raw", "accepted for slime's command lines; there is no other mode", choices=("raw",)
