@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,7 @@ from workers.distributed import all_or_none, new_rows
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
+from workers.fsdp.load_balancing import LoadBalancing, why_no_losses
 from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
 from workers.fsdp.sequence_parallel import check_sliceable, gather_slices
 from workers.hf_files import ModelFilesError, compute_output_in_float32
@@ -67,6 +68,9 @@ class FSDPOptions:
         lora: the adapter to train instead of all weights; None for none.
         fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`.
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
+        moe_aux_loss_coeff, moe_z_loss_coeff: coefficients of the auxiliary losses of a mixture of experts, see
+            `workers.fsdp.load_balancing`.
+        moe_balance_rows: whether the first of these losses balances the experts in each row, or in each micro-batch.
 
     Raises:
         ValueError: ``param_dtype`` is float16, or ``reduce_dtype`` is float64 and torch older than 2.13.
@@ -89,6 +93,9 @@ class FSDPOptions:
     lora: LoraSettings | None = None
     fp32_lm_head: bool = False
     exact: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_balance_rows: bool = True
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
@@ -159,6 +166,14 @@ class FSDPTrainModel(TrainModel):
             self.adapter_config = adapter_config(self.module, folder)
         if options.fp32_lm_head and role != "critic":
             compute_output_in_float32(self.module)
+        self._balancing: LoadBalancing | None = None
+        if why_no_losses(hf_config) is None and ranks == 1:
+            self._balancing = LoadBalancing(
+                self.module,
+                options.moe_aux_loss_coeff,
+                options.moe_z_loss_coeff,
+                by_row=options.moe_balance_rows,
+            )
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
@@ -221,15 +236,21 @@ class FSDPTrainModel(TrainModel):
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
         )
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        balancing = self._balancing
+        if balancing is not None:
+            balancing.begin_step(counts["real"], self.device, None)
         with self._running():
             for k, part in enumerate(parts, 1):
                 here = part.to(self.device)
                 if self._in_float64:
                     self.module.set_requires_gradient_sync(k == len(parts))
-                total, reported = loss(self._outputs(here, temperature, entropy), here)
+                with nullcontext() if balancing is None else balancing.watching():
+                    outputs = self._outputs(here, temperature, entropy)
+                total, reported = loss(outputs, here)
+                whole = total if balancing is None else total + balancing.loss(here)
                 # FSDP averages gradients over the ranks, but the loss of a step is the sum over the dp ranks. Ranks of
                 # one sequence compute the same loss, and each has the gradient by its own outputs.
-                (total if self._in_float64 else total * dist.get_world_size()).backward()
+                (whole if self._in_float64 else whole * dist.get_world_size()).backward()
                 if self.options.cpu_offload and len(parts) > 1:
                     self._take_gradients(sums)
                 # Numbers stay on the device until the step's end: reading one waits for all work before it.
@@ -245,6 +266,8 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
+        if balancing is not None:
+            numbers |= balancing.end_step()
         return StepReport(numbers, norm, sum(part.cost for part in parts))
 
     def _drop_gradients(self) -> None:

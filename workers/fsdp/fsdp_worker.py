@@ -11,6 +11,7 @@ import torch.distributed as dist
 from workers.device import dtype_of, every_backend, take_device
 from workers.distributed import initialize_distributed, new_rows
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
+from workers.fsdp.load_balancing import why_no_losses
 from workers.fsdp.sequence_parallel import check_sliceable
 from workers.hf_files import known_config
 from workers.lora import LoraSettings
@@ -31,11 +32,20 @@ class FSDPTrainWorker(PolicyTrainWorker):
         size = args.sequence_parallel_size
         if ranks % size:
             raise TrainArgsError(f"sequence_parallel_size={size} does not divide the group's {ranks} ranks")
-        if not args.debug_rollout_only and size > 1 and (config := known_config(args)) is not None:
+        name = "moe_aux_loss_coeff" if args.moe_aux_loss_coeff else "moe_z_loss_coeff"
+        balanced = args.moe_aux_loss_coeff or args.moe_z_loss_coeff
+        if balanced and size > 1:
+            raise TrainArgsError(
+                f"{name}={args[name]} is not possible with sequence_parallel_size={size}, whose ranks do not see whole "
+                f"rows; set one of them to its default"
+            )
+        if not args.debug_rollout_only and (size > 1 or balanced) and (config := known_config(args)) is not None:
             try:
                 check_sliceable(config, size)
             except ValueError as error:
                 raise TrainArgsError(str(error)) from None
+            if balanced and (why := why_no_losses(config)) is not None:
+                raise TrainArgsError(f"{name}={args[name]}: {why}; set it to 0")
 
     def begin(self) -> None:
         self.device = take_device(self.local_rank, self.device_ids)
@@ -71,6 +81,9 @@ class FSDPTrainWorker(PolicyTrainWorker):
             lora=LoraSettings.from_args(args),
             fp32_lm_head=args.fp32_lm_head,
             exact=args.exact,
+            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+            moe_z_loss_coeff=args.moe_z_loss_coeff,
+            moe_balance_rows=args.moe_router_load_balancing_type == "seq_aux_loss",
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 
