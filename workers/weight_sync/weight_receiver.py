@@ -328,7 +328,7 @@ class WeightReceiver(Worker):
             self.fail_update(
                 update.key,
                 f"rollout rank {self.rank}: {type(self.engine).__name__} does not hold what was sent as version "
-                f"{update.version}; these tensors differ: {some(differing)}",
+                f"{update.version}: {len(differing)} tensors differ: {some(differing)}",
             )
         return "engine"
 
