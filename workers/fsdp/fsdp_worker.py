@@ -11,7 +11,6 @@ import torch.distributed as dist
 from workers.device import dtype_of, every_backend, take_device
 from workers.distributed import initialize_distributed, new_rows
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
-from workers.fsdp.load_balancing import why_no_losses
 from workers.fsdp.sequence_parallel import check_sliceable
 from workers.hf_files import known_config
 from workers.lora import LoraSettings
@@ -32,20 +31,16 @@ class FSDPTrainWorker(PolicyTrainWorker):
         size = args.sequence_parallel_size
         if ranks % size:
             raise TrainArgsError(f"sequence_parallel_size={size} does not divide the group's {ranks} ranks")
-        name = "moe_aux_loss_coeff" if args.moe_aux_loss_coeff else "moe_z_loss_coeff"
-        balanced = args.moe_aux_loss_coeff or args.moe_z_loss_coeff
-        if balanced and size > 1:
+        if size > 1 and (args.moe_aux_loss_coeff or args.moe_z_loss_coeff):
             raise TrainArgsError(
-                f"{name}={args[name]} is not possible with sequence_parallel_size={size}, whose ranks do not see whole "
-                f"rows; set one of them to its default"
+                f"moe_aux_loss_coeff={args.moe_aux_loss_coeff} and moe_z_loss_coeff={args.moe_z_loss_coeff} must be 0 "
+                f"with sequence_parallel_size={size}, whose ranks do not see whole rows"
             )
-        if not args.debug_rollout_only and (size > 1 or balanced) and (config := known_config(args)) is not None:
+        if not args.debug_rollout_only and size > 1 and (config := known_config(args)) is not None:
             try:
                 check_sliceable(config, size)
             except ValueError as error:
                 raise TrainArgsError(str(error)) from None
-            if balanced and (why := why_no_losses(config)) is not None:
-                raise TrainArgsError(f"{name}={args[name]}: {why}; set it to 0")
 
     def begin(self) -> None:
         self.device = take_device(self.local_rank, self.device_ids)
@@ -84,6 +79,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
             moe_aux_loss_coeff=args.moe_aux_loss_coeff,
             moe_z_loss_coeff=args.moe_z_loss_coeff,
             moe_balance_rows=args.moe_router_load_balancing_type == "seq_aux_loss",
+            routing_replay=args.routing_replay is not None and self.role == "actor",
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 

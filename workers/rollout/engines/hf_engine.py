@@ -17,6 +17,7 @@ from workers.rollout.rollout_errors import RolloutError, WeightsError
 if TYPE_CHECKING:
     import torch
 
+    from workers.hf_routing import Routers
     from workers.rollout.engines.decoding import Batch
 
 
@@ -46,12 +47,15 @@ class HFEngine(RequestEngine):
             be the trainer's: the same folder, or random weights of the same config and seed.
         exact: compute log-probabilities that equal those of a trainer with ``args.exact``, bit for bit, in any batch;
             see `workers.exact`. Rows of a model with sliding windows can then join a running batch as well.
+        return_routed_experts: whether completions have `Completion.routed_experts`, which a trainer with
+            ``args.routing_replay="R3"`` needs.
 
     Raises:
         ImportError: transformers is not installed, or peft, with ``lora``.
         ValueError: an option is out of range, or ``fp32_lm_head`` is not possible with this model.
         OSError: transformers did not find the model.
         ExactError: ``exact`` is not possible with this model, or on this machine.
+        RoutingError: ``return_routed_experts`` is not possible with this model.
     """
 
     keeps_weights = True
@@ -71,6 +75,7 @@ class HFEngine(RequestEngine):
         trust_remote_code: bool = False,
         lora: LoraSettings | Mapping[str, Any] | None = None,
         exact: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         super().__init__()
         if max_batch_size < 1:
@@ -95,6 +100,12 @@ class HFEngine(RequestEngine):
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
+        self._routers: Routers | None = None
+        self.routed_experts = return_routed_experts
+        if return_routed_experts:
+            from workers.hf_routing import Routers
+
+            self._routers = Routers(self.model)
         if exact:
             from workers.exact import make_exact
             from workers.rollout.engines.exact_decoding import probe
@@ -115,8 +126,8 @@ class HFEngine(RequestEngine):
         from workers.rollout.engines.decoding import Batch
         from workers.rollout.engines.exact_decoding import ExactBatch
 
-        batch = Batch(self.model, self.device) if self.exact_digest is None else ExactBatch(self.model, self.device)
-        self._batch = batch
+        kind = Batch if self.exact_digest is None else ExactBatch
+        self._batch = batch = kind(self.model, self.device, self._routers)
         waiting: list[Request] = []
         while (changes := self.next_step()) is not None:
             if changes.recompute:
@@ -131,18 +142,19 @@ class HFEngine(RequestEngine):
         self._batch = None
 
     def _step(self, batch: Batch) -> None:
-        requests, tokens, log_probs, kept = batch.step()
+        requests, tokens, log_probs, kept, experts = batch.step()
         # Only those of which it is true: a weight that is NaN may be one token's.
         infinite = [one for one, log_prob in zip(requests, log_probs, strict=True) if not log_prob > -float("inf")]
         self._fail(
             infinite,
             RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows"),
         )
-        for request, token, log_prob, of_token in zip(requests, tokens, log_probs, kept, strict=True):
+        made = zip(requests, tokens, log_probs, kept, experts, strict=True)
+        for request, token, log_prob, of_token, of_row in made:
             ended: FinishReason | None = "length" if request.remaining == 1 else None
             if token in request.sampling_params.stop_token_ids:
                 ended = "stop"
-            self.record(request, [token], [log_prob], ended, [of_token])
+            self.record(request, [token], [log_prob], ended, [of_token], of_row)
         if not len(batch):
             batch.forget()  # now: the next step may come much later
 
