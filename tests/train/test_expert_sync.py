@@ -2,14 +2,20 @@
 expert, and every expert is proved. 64 experts in each of 4 layers."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import sync_workers
 import torch
+from model_types import config_of, model_of
+from safetensors.torch import load_file
 from sync_helpers import DIRECT, TRANSPORTS, equal, mostly_full, options, pool_of_two, receivers, two_senders
 from sync_workers import COLUMNS, EXPERTS, MODELS, ROWS
+from transformers import AutoModelForCausalLM
 
 from single_controller import WorkerError
+from workers.hf_export import export_hf
+from workers.hf_files import checkpoint_shapes
 from workers.weight_sync import WeightSyncError
 from workers.weight_sync.digest import digest, digests
 from workers.weight_sync.expert_names import ExpertNames, one_by_one
@@ -101,6 +107,36 @@ def test_checkpoint_names_and_digests_of_each_expert():
     assert digests(tensor[:, :, 2:]) == tuple(digest(one) for one in tensor[:, :, 2:])
     for plain in (tensor[0], tensor[:, :1], torch.randn(5, 1, 4), torch.randn(3), torch.tensor(1.0)):
         assert digests(plain) == (digest(plain),)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "gpt_oss"])
+def test_exports_have_the_names_of_checkpoints(model_type, tmp_path):
+    """Those that transformers itself writes, which other engines read too; from stacked experts and from single ones,
+    as Megatron has them."""
+    model = model_of(config_of(model_type))
+    model.save_pretrained(tmp_path / "transformers")
+    expected = load_file(tmp_path / "transformers" / "model.safetensors")
+    for held in (dict(model.state_dict()), expected):
+        shards = [Shard.whole(*pair) for pair in held.items()]
+        exported = SimpleNamespace(
+            hf_shards=lambda own=shards: own, adapter_config=None, hf_config=model.config, role="actor"
+        )
+        export_hf(exported, tmp_path / "export")
+        found = load_file(tmp_path / "export" / "model.safetensors")
+        if model_type in ("granitemoe", "gpt_oss"):  # stacked in checkpoints too
+            assert found.keys() == held.keys()
+        else:
+            assert equal(found, expected) and len(found) > len(model.state_dict())
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert equal(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_servers_get_the_names_of_checkpoints(tmp_path):
+    model = model_of(config_of("mixtral"))
+    model.save_pretrained(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    made = checkpoint_shapes(model.config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    assert made == shapes
 
 
 def test_rounds_are_filled_by_bytes():

@@ -137,12 +137,38 @@ def stack_of(name: str) -> str | None:
 def one_by_one(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of the experts that are stacked in a tensor, as views under their names in a checkpoint."""
     module = stack_of(name)
-    names = ["gate_proj", "up_proj"] if name.endswith("gate_up_proj") else ["down_proj"]
-    if ".block_sparse_moe." in name:
-        names = ["w1", "w3"] if len(names) == 2 else ["w2"]
+    names = _names_in(name, name)
     for expert, matrix in enumerate(tensor):
         for own, part in zip(names, matrix.chunk(len(names)), strict=True):
             yield f"{module}.{expert}.{own}.weight", part
+
+
+def as_in_checkpoints(shapes: Mapping[str, Shape], block: str) -> dict[str, Shape]:
+    """Return the names and shapes that a checkpoint has for the tensors of a model.
+
+    Args:
+        shapes: of the tensors, by name.
+        block: what the checkpoint calls the module of a mixture, which transformers calls "mlp".
+    """
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        module = stack_of(name)
+        if module is not None and len(shape) == 3:
+            names = _names_in(f".{block}.", name)
+            size = (shape[1] // len(names), shape[2])
+            prefix = module.replace(".mlp.", f".{block}.")
+            found |= {f"{prefix}.{expert}.{own}.weight": size for expert in range(shape[0]) for own in names}
+        else:
+            found[re.sub(r"\.mlp\.(?=gate\.weight$)", f".{block}.", name)] = shape
+    return found
+
+
+def _names_in(module: str, stack: str) -> list[str]:
+    """Names of the parts of an expert that are one tensor of a model."""
+    names = ["gate_proj", "up_proj"] if stack.endswith("gate_up_proj") else ["down_proj"]
+    if ".block_sparse_moe." in module:
+        names = ["w1", "w3"] if len(names) == 2 else ["w2"]
+    return names
 
 
 class _LastRead:
