@@ -6,10 +6,18 @@ import pytest
 import torch
 import train_model_workers as on_ranks
 from hf_reference import Reference, Whole, batch, joined, whole_weights
-from lm_configs import SIZES
-from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from lm_configs import LLAMA, SIZES
+from shard_helpers import assert_same
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
-from workers.megatron.config import experts_of
+from workers.megatron.config import check_model, experts_of, transformer_config
+from workers.megatron.hf_weights import read_folder
 
 HEADS = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4}
 MIXED = {**HEADS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
@@ -19,6 +27,7 @@ MODELS = {
     "mixtral": MixtralConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     "qwen2": Qwen2MoeConfig(**MIXED, shared_expert_intermediate_size=80, tie_word_embeddings=True),
 }
+QWEN3_TIED = Qwen3MoeConfig(**MIXED, head_dim=16, tie_word_embeddings=True)
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
@@ -301,3 +310,157 @@ def test_recorded_experts_are_those_of_transformers_and_are_replayed(four, saved
     print(f"recorded and replayed: log-probabilities {same:.1e}, overlap with other routers {report['replay/overlap']}")
     assert same < 2e-5
     assert report["replay/overlap"] < 0.99
+
+
+# --- around training ------------------------------------------------------------------------------------
+
+
+@rare
+def test_micro_batch_losses_are_those_of_transformers(four, saved):
+    """One layer with experts, and one micro-batch: then both definitions agree, except for the factor k."""
+    config = Qwen3MoeConfig(**{**MIXED, "mlp_only_layers": [0, 1, 2]}, head_dim=16)
+    overrides = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    options = {"optimizer": ADAM, "max_tokens_per_micro_batch": 1000}
+    model, _ = made(four, saved, config, {**TP2, **PP2, **EP2, **ETP1}, overrides, **options)
+    data = batch()
+    (report, *_) = four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e-3, 0.7)
+    lengths = data["attention_mask"].sum(1).tolist()
+    rows = [data["input_ids"][row, mask] for row, mask in enumerate(data["attention_mask"].bool())]
+    left = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = (torch.arange(left.shape[1]) < torch.tensor(lengths)[:, None]).long()
+    out = model(input_ids=left, attention_mask=mask, output_router_logits=True)
+    assert report["moe/load_balancing_loss"] == pytest.approx(out.aux_loss.item() / 2, rel=1e-5)
+
+
+@rare
+def test_critic_with_experts_matches_a_token_classifier(four, saved):
+    config = Qwen3MoeConfig(**MIXED, head_dim=16, num_labels=1, tie_word_embeddings=True)
+    model, folder = saved(config, AutoModelForTokenClassification)
+    parallel = {**TP2, **PP2, **EP2, **ETP1}
+    four.run(on_ranks.make, QWEN3_TIED, parallel, role="critic", optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    data = batch()
+    found = joined(four.run(on_ranks.values, data), 7)
+    assert (found - Reference(model, data).values).abs().max() < 1e-4
+    (report, *_) = four.run(on_ranks.train_step, data, on_ranks.value_loss, 9.0, 1e-3)
+    total, _ = on_ranks.value_loss(Reference(model, data), Whole(data), 9.0)
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert report["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@rare
+@pytest.mark.parametrize(
+    ("name", "before", "after", "distributed"),
+    [
+        pytest.param("qwen3", EP2, {**PP2, **EP2}, False, id="dp4 ep2 to dp2 pp2 ep2"),
+        pytest.param("qwen3", {**TP2, **EP2, **ETP1}, EP2, True, id="dp2 tp2 ep2 etp1 to dp4 ep2, distributed"),
+        pytest.param("qwen2", {**TP2, **EP2}, {**PP2, "expert_model_parallel_size": 2}, True,
+                     id="Qwen2, dp2 tp2 ep2 etp2 to dp2 pp2 ep2, distributed"),
+    ],
+)  # fmt: skip
+def test_training_continues_from_a_checkpoint_at_other_sizes(four, saved, tmp_path, name, before, after, distributed):
+    options = {"optimizer": {**ADAM, "distributed": distributed}}
+    made(four, saved, MODELS[name], before, LOSSES, **options)
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    four.run(on_ranks.save, str(tmp_path / "checkpoint"))
+    expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
+    weights = whole_weights(four)
+    four.run(on_ranks.make, MODELS[name], after, overrides=LOSSES, **options)
+    four.run(on_ranks.load, str(tmp_path / "checkpoint"))
+    found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
+    assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    again = whole_weights(four)
+    assert again.keys() == weights.keys()
+    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
+
+
+@rare
+@pytest.mark.parametrize("name", MODELS)
+def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, name):
+    model, folder = made(four, saved, MODELS[name], {**TP2, **PP2, **EP2, **ETP1}, {})
+    four.run(on_ranks.export, str(tmp_path))
+    assert_same(read_folder(tmp_path), read_folder(folder))
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and type(again) is type(model)
+
+
+@rare
+@pytest.mark.parametrize(
+    ("parallel", "options"),
+    [
+        pytest.param({**TP2, **EP2}, {"optimizer": {}}, id="dp2 tp2 ep2 etp2, bf16"),
+        pytest.param(EP2, {"optimizer": DISTRIBUTED}, id="dp4 ep2, bf16, distributed optimizer"),
+    ],
+)
+def test_restored_weights_are_trained(four, saved, parallel, options):
+    _, folder = saved(QWEN3)
+    four.run(on_ranks.make, QWEN3, parallel, param_dtype="bf16", **options)
+    four.run(on_ranks.load_hf, folder)
+    assert four.run(on_ranks.snapshot_step_back, batch(), 9.0) == [(True,) * 4] * 4
+    assert all(tensor.dtype == torch.bfloat16 for tensor in whole_weights(four).values())
+
+
+@rare
+def test_random_experts_are_those_of_one_process(four):
+    """They differ from each other, and do not depend on how many ranks share them."""
+    found = []
+    for parallel in ({}, EP2, {**TP2, **EP2}):
+        four.run(on_ranks.make, QWEN3, parallel)
+        found.append(whole_weights(four))
+    experts = [name for name in found[0] if ".experts." in name]
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in experts)
+    first, fifth = (found[0][f"model.layers.0.mlp.experts.{number}.up_proj.weight"] for number in (0, 4))
+    assert (first - fifth).abs().max() > 1e-3
+
+
+def test_ranks_and_their_rows(four):
+    """The expert-parallel ranks have rows of their own: ep divides dp."""
+    four.run(on_ranks.make, QWEN3, EP2)
+    layout = four.layout
+    assert layout.sizes["ep"] == 2 and layout.sizes["dp"] == 4
+    dps = [dp for dp, _, _ in four.run(on_ranks.log_probs, batch())]
+    assert sorted(dps) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "says"),
+    [
+        (
+            QWEN3,
+            {"expert_model_parallel_size": 3},
+            "number of experts, 8, is not divisible by expert_model",
+        ),
+        (QWEN3, {"expert_tensor_parallel_size": 5}, "width of an expert, 48, is not divisible by expert_tensor_paral"),
+        (LLAMA, EP2, "model_type 'llama' has no experts"),
+        (Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 9}), {}, "num_experts_per_tok=9 must be from 1 to the num"),
+        (
+            Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 1}, norm_topk_prob=True),
+            {},
+            "would get no gradient",
+        ),
+        (Qwen3MoeConfig(**{**MIXED, "mlp_only_layers": [0, 1, 2, 3]}), {}, "leave no layer with experts"),
+        (MixtralConfig(**HEADS, router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 is not supported"),
+    ],
+)
+def test_what_is_refused(config, sizes, says):
+    with pytest.raises(ValueError, match=says):
+        check_model(config, sizes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "'flex' is not supported; use one of 'alltoall', 'allgather'"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "use one of 'aux_loss', 'seq_aux_loss', 'none'"),
+        ({"moe_aux_loss_coeff": [0.1]}, "must be a number of at least 0"),
+        ({"sequence_parallel": True}, "if and only if tensor_model_parallel_size is above 1"),
+        ({"moe_router_topk": 3}, "moe_router_topk=3 contradicts the Hugging Face config"),
+        ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay=True contradicts"),
+        ({"moe_grouped_gemm": True}, "moe_grouped_gemm=True needs Transformer Engine"),
+    ],
+)
+def test_overrides_that_are_refused(overrides, says):
+    with pytest.raises(ValueError, match=says):
+        transformer_config(QWEN3, overrides=overrides)

@@ -140,16 +140,16 @@ def refuse_unsupported(config: ModelParallelConfig) -> None:
                 f"context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
                 "installed: megatron-core's local attention sees only this rank's shard of the sequence; use 1"
             )
-    if getattr(config, "window_size", None) and getattr(config, "masked_softmax_fusion", False):
-        raise ValueError(
-            "masked_softmax_fusion=True does not suit a sliding window, which megatron-core's fused softmax ignores: "
-            "leave it out"
-        )
         if getattr(config, "moe_grouped_gemm", False):
             raise ValueError(
                 "moe_grouped_gemm=True needs Transformer Engine, which is not installed: leave it out, and the experts "
                 "of a rank run one after the other"
             )
+    if getattr(config, "window_size", None) and getattr(config, "masked_softmax_fusion", False):
+        raise ValueError(
+            "masked_softmax_fusion=True does not suit a sliding window, which megatron-core's fused softmax ignores: "
+            "leave it out"
+        )
     virtual = config.virtual_pipeline_model_parallel_size or 1
     unbatched = config.overlap_p2p_comm and not config.batch_p2p_comm
     if config.pipeline_model_parallel_size == 2 and virtual > 1 and not unbatched:

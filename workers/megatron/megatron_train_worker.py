@@ -166,12 +166,14 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     def get_parallel_config(self) -> dict[str, int]:
         from megatron.core import parallel_state
 
+        ep = parallel_state.get_expert_model_parallel_world_size()
+        etp = parallel_state.get_expert_tensor_parallel_world_size()
         return {
             **super().get_parallel_config(),
             "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
             "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
             "cp_size": parallel_state.get_context_parallel_world_size(),
-            "ep_size": parallel_state.get_expert_model_parallel_world_size(),
+            **({"ep_size": ep, "etp_size": etp} if ep > 1 else {}),
         }
 
 
