@@ -112,6 +112,19 @@ class TrainArgs:
     )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
+    # mixtures of experts
+    moe_aux_loss_coeff: float = _key(
+        0.0, "coefficient of the load-balancing loss of each layer of a mixture of experts", least=0
+    )
+    moe_z_loss_coeff: float = _key(
+        0.0, "coefficient of the z-loss of its routers, the mean squared logsumexp of their logits", least=0
+    )
+    moe_router_load_balancing_type: str = _key(
+        "seq_aux_loss",
+        "balance the experts in each row, which does not depend on micro-batches or ranks, or in each micro-batch",
+        choices=("seq_aux_loss", "aux_loss"),
+    )
+
     # adapter
     lora_rank: int = _key(
         0, "fsdp: rank of the LoRA adapter that the actor trains, instead of all its weights; 0 for none", least=0
