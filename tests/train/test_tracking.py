@@ -5,7 +5,7 @@ import time
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from workers.train.tracking import RunLog
+from workers.tracking.run_log import RunLog
 
 
 def test_metrics_are_written_immediately(tmp_path):
