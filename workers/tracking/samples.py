@@ -143,6 +143,7 @@ def step_samples(
     arrays = {
         "offsets": offsets,
         "numbers": np.array(numbers, np.int64),
+        "starts": real.int().argmax(1).numpy().astype(np.int32),
         "tokens": flat(batch["input_ids"], np.int32),
         "loss_mask": mask.astype(np.uint8 if whole else np.float32),
     }
@@ -203,7 +204,8 @@ def step_samples(
                 "turns": _turns(mask[begin:end]) if note is not None and note.info is not None else None,
             }
         )
-    return arrays, {"batch_rows": shape[0], "width": shape[1], "rows": rows}
+    columns = {name: str(batch[name].dtype).removeprefix("torch.") for name in names if hasattr(batch[name], "dtype")}
+    return arrays, {"batch_rows": shape[0], "width": shape[1], "columns": columns, "rows": rows}
 
 
 def hexadecimal(digest: int) -> str:
