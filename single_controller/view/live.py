@@ -71,6 +71,7 @@ class Live(Closing):
         self.address = address
         self._looking = threading.Lock()
         self._watch: GroupWatch | None = None
+        self._connected = False  # whether this object has connected the process to Ray
         self._seen: dict[str, Any] = {}
         self._until = 0.0  # until when that is shown, by the monotonic clock
 
@@ -88,6 +89,7 @@ class Live(Closing):
                 if self._watch is None:
                     if not ray.is_initialized():
                         connect(self.address)
+                        self._connected = True
                     self._watch = GroupWatch()
                 looks = self._watch.look()
                 self._seen = {
@@ -107,6 +109,8 @@ class Live(Closing):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._connected:
+            self._connected = False
             ray.shutdown()
 
     def close(self) -> None:

@@ -72,7 +72,8 @@ class JsonLines:
         if whole:
             self._offset += whole
             self._last = (self._last + text[max(0, whole - 64) : whole])[-64:]
-        return anew, [one for line in text[:whole].splitlines() if (one := _object(line)) is not None]
+        lines = text[:whole].decode(errors="replace").split("\n")
+        return anew, [one for line in lines if (one := _object(line)) is not None]
 
     def _restart(self, inode: int, anew: bool) -> bool:
         self._offset, self._inode, self._last = 0, inode, b""
@@ -101,16 +102,19 @@ class Metrics:
             self.times.append(_number(record.get("time")))
         else:
             self.times[row] = _number(record.get("time"))
+        known = self.columns
         for name, value in metrics.items():
-            column = self.columns.get(name)
+            if type(value) is not float:  # millions of them: no call for what is a float already
+                value = _number(value)
+            column = known.get(name)
             if column is None:
-                column = self.columns[name] = array("d")
+                column = known[name] = array("d")
             if len(column) == row:
-                column.append(_number(value))
+                column.append(value)
                 continue
             if len(column) < row:
                 column.extend([math.nan] * (row + 1 - len(column)))
-            column[row] = _number(value)
+            column[row] = value
 
     def series(self, name: str, *, by_time: bool, first: float, last: float, points: int) -> dict[str, list[Any]]:
         """A metric in at most ``points`` buckets of equally many steps.
@@ -397,7 +401,7 @@ class Arrays(Mapping[str, np.ndarray]):
         return len(self._members)
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _object(line: bytes | str) -> dict[str, Any] | None:
     if len(line) > MAX_LINE_BYTES:
         return None
     try:

@@ -1,5 +1,6 @@
 """A headless Chromium, driven over its DevTools protocol."""
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -38,7 +39,8 @@ class Browser:
         port_file = Path(self.folder) / "DevToolsActivePort"
         self.until(lambda: port_file.exists() and len(port_file.read_text().splitlines()) == 2, 30)
         port, path = port_file.read_text().splitlines()
-        self.socket = connect(f"ws://127.0.0.1:{port}{path}", max_size=None)
+        self.stack = contextlib.ExitStack()
+        self.socket = self.stack.enter_context(connect(f"ws://127.0.0.1:{port}{path}", max_size=None))
         self.numbers, self.session, self.log = itertools.count(1), None, []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -91,7 +93,7 @@ class Browser:
         Path(path).write_bytes(b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def close(self):
-        self.socket.close()
+        self.stack.close()
         self.process.terminate()
         self.process.wait(20)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -222,20 +222,22 @@ class TestRefusals:
 @pytest.mark.full("large runs on the page")
 @pytest.mark.alone
 class TestLargeRuns:
+    """In CPU time, of the server and its client, because other processes share the machine."""
+
     def test_ten_thousand_samples_of_a_thousand_tokens(self, tmp_path):
         run = write_run(tmp_path / "run", steps=1)
         texts = [{"completion": "word " * 800}] * 10_000
         write_samples(run, 1, [1000] * 10_000, texts=texts)
         with ViewServer([run]) as server:
             threading.Thread(target=server.serve, daemon=True).start()
-            begin = time.monotonic()
+            begin = time.process_time()
             assert len(api(server, "samples?limit=100")["rows"]) == 100
-            first = time.monotonic() - begin
-            begin = time.monotonic()
+            first = time.process_time() - begin
+            begin = time.process_time()
             for offset in range(0, 10_000, 1000):
                 assert len(api(server, f"samples?sort=completion&offset={offset}")["rows"]) == 100
             assert len(api(server, "sample?step=1&row=7777")["tokens"]) == 1000
-            later = time.monotonic() - begin
+            later = time.process_time() - begin
             assert first < 2 and later < 2, (first, later)
 
     def test_a_hundred_thousand_steps(self, tmp_path):
@@ -243,11 +245,11 @@ class TestLargeRuns:
         run = write_run(tmp_path / "run", steps=100_000, metrics=names)
         with ViewServer([run]) as server:
             threading.Thread(target=server.serve, daemon=True).start()
-            begin = time.monotonic()
+            begin = time.process_time()
             assert api(server, "runs")["runs"][0]["steps"] == 100_000
             query = "&".join(f"name={name}" for name in names)
             assert all(len(one["x"]) == 800 for one in api(server, f"series?{query}").values())
-            assert time.monotonic() - begin < 4
-            begin = time.monotonic()
+            assert time.process_time() - begin < 2
+            begin = time.process_time()
             api(server, "runs")
-            assert time.monotonic() - begin < 0.1
+            assert time.process_time() - begin < 0.1
