@@ -14,7 +14,6 @@ from typing import Any
 import ray
 
 from dispatch.tables import aligned
-from single_controller.call.errors import ranks_text
 from single_controller.call.state import Closing, GroupStatus, RankStatus
 from single_controller.ray import inspect_groups
 from single_controller.ray.group_records import GroupRecord, read
@@ -67,7 +66,7 @@ class GroupLook:
             elif rank.running is None:
                 found.append(f"{who} does not answer{_at(wait)}")
             elif wait.awaited and seconds > late:
-                found.append(f"{who} is late: {rank.doing}{_at(wait)}; {ranks_text(wait.awaited)} wait for it")
+                found.append(f"{who} is late: {rank.doing}{_at(wait)}; {wait.awaited_by}")
             elif seconds > no_progress:
                 found.append(f"{who} makes no progress: {rank.doing}{_at(wait)}")
         return found

@@ -6,34 +6,21 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from single_controller.call.errors import ranks_text
 from single_controller.call.state import RankStatus
 
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_to_all",
-    "reduce_scatter",
-    "broadcast",
-    "barrier",
-    "scatter",
-    "gather",
-    "reduce",
-    "recv",
-    "send",
-    "batch_isend_irecv",
-)
-"""Beginnings of the names of torch.distributed's functions that wait for other ranks."""
-
 _FRAME = re.compile(
     r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)'  # Python, and its signal handler
     r"|^ +(?P<name2>[^\s(][^(]*) \((?P<file2>[^():]+):(?P<line2>\d+)\)$"  # py-spy
 )
-_CALL = re.compile(rf"\b(?:{'|'.join(COLLECTIVES)})\w*\(|\.wait\(\)")
-_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/(torch|ray|single_controller|dispatch)/")
+_CALL = re.compile(r"\b(?:dist|distributed)\.(\w+)\(|\b(?:work|handle|req)\w*\.(wait)\(\)")
+"""A source line that waits for other ranks in C++, which has no frame of its own."""
+
+_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|(^|/)(torch|ray|single_controller|dispatch)/")
 _THREAD = re.compile(r"^ *(Current thread|Thread) ")
 
 
@@ -71,8 +58,13 @@ class Wait(NamedTuple):
         if self.where:
             parts.append(f"at {self.where}")
         if self.awaited:
-            parts.append(f"{ranks_text(self.awaited)} {'waits' if len(self.awaited) == 1 else 'wait'} for it")
+            parts.append(self.awaited_by)
         return "; ".join(parts)
+
+    @property
+    def awaited_by(self) -> str:
+        """Who waits for it, in words."""
+        return f"{ranks_text(self.awaited)} {'waits' if len(self.awaited) == 1 else 'wait'} for it"
 
 
 def frames(stack: str) -> list[Frame]:
@@ -136,9 +128,8 @@ def collective(stack: Sequence[Frame]) -> str:
     for frame in stack:
         if "torch/distributed/" in frame.file and frame.function != "wrapper":
             return frame.function.rpartition(".")[2]
-    # Work.wait() and others are written in C++, and have no frame of their own.
     match = _CALL.search(stack[-1].text) if stack else None
-    return match[0].rstrip("()").lstrip(".") if match else ""
+    return match[1] or match[2] if match else ""
 
 
 def _is_behind(one: RankStatus, method: str | None, what: Mapping[int, str]) -> bool:
@@ -159,4 +150,5 @@ def _elsewhere(rank: int, others: Sequence[int], what: Mapping[int, str], where:
 
 
 def _is_users(frame: Frame) -> bool:
-    return not _LIBRARY.search(frame.file)
+    # py-spy shortens the names of files; those of the standard library have no folder left.
+    return not _LIBRARY.search(frame.file) and frame.file.removesuffix(".py") not in sys.stdlib_module_names
