@@ -83,6 +83,8 @@ def frames(stack: str) -> list[Frame]:
             threads[-1].append(Frame(file, int(at), name.strip(), text if inward else ""))
     if not inward:
         threads = [thread[::-1] for thread in threads]
+    # Methods do not run on the main thread, in which Ray waits for tasks.
+    threads = [one for one in threads if not any(frame.function.endswith("main_loop") for frame in one)] or [[]]
     return next((one for one in threads if any(map(_is_users, one))), max(threads, key=len))
 
 

@@ -13,8 +13,9 @@ def write_lines(path, records, mode="w"):
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def write_run(folder, *, steps=0, metrics=("reward", "loss", "entropy"), ended=True, **about):
-    """A folder with run.json and ``steps`` lines of metrics. Returns the folder."""
+def write_run(folder, *, steps=0, metrics=("reward", "loss", "entropy"), ended=True, values=None, **about):
+    """A folder with run.json and ``steps`` lines of metrics, of the given values, (steps, metrics), or any. Returns the
+    folder."""
     folder = Path(folder)
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     known = {
@@ -33,8 +34,8 @@ def write_run(folder, *, steps=0, metrics=("reward", "loss", "entropy"), ended=T
         "ended": {"time": STARTED + steps, "reason": "finished"} if ended else None,
     }
     (folder / "run.json").write_text(json.dumps(known | about))
-    random = np.random.default_rng(0)
-    values = random.standard_normal((steps, len(metrics))).cumsum(0)
+    if values is None:
+        values = np.random.default_rng(0).standard_normal((steps, len(metrics))).cumsum(0)
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(steps):
             line = {"step": step, "time": STARTED + step, "metrics": dict(zip(metrics, values[step], strict=True))}

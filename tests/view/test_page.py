@@ -23,13 +23,27 @@ def browser():
     browser.close()
 
 
+def learning(steps, pace):
+    """Metrics as a run has them that learns."""
+    done = 1 - np.exp(-np.arange(steps) / pace)
+    noise = np.random.default_rng(pace).standard_normal((steps, 6))
+    means = np.stack([done, 0.1 - 0.08 * done, 2 - 1.7 * done, 0.4 + 0 * done, 1 + 0 * done, 300 + 500 * done], axis=1)
+    return means + noise * [0.05, 0.02, 0.06, 0.08, 0.3, 30]
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """The page of two runs: one with everything, and a short one."""
     folder = tmp_path_factory.mktemp("runs")
     metrics = ("reward", "loss", "entropy", "grad_norm", "staleness/mean", "completion_tokens")
-    run = write_run(folder / "grpo-7b", steps=400, metrics=metrics, vocabulary={"file": "vocabulary.jsonl"})
-    write_run(folder / "grpo-7b-lr2", steps=250, metrics=metrics)
+    run = write_run(
+        folder / "grpo-7b",
+        steps=400,
+        metrics=metrics,
+        values=learning(400, 80),
+        vocabulary={"file": "vocabulary.jsonl"},
+    )
+    write_run(folder / "grpo-7b-lr2", steps=250, metrics=metrics, values=learning(250, 40))
     write_lines(run / "vocabulary.jsonl", [{"id": n, "text": f"{WORDS[n % len(WORDS)]} "} for n in range(100)])
     write_lines(
         run / "events.jsonl",

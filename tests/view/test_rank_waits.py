@@ -16,7 +16,8 @@ TORCH = (
 )
 PY_SPY = """  Thread 77 (idle): "MainThread"
       select (selectors.py:415)
-      main_loop (ray/_private/worker.py:1069)
+      Worker.main_loop (ray/_private/worker.py:1069)
+      run (my/launcher.py:3)
   Thread 78 (active): "worker-calls"
       wait (torch/distributed/distributed_c10d.py:500)
       broadcast (torch/distributed/distributed_c10d.py:2500)

@@ -73,7 +73,7 @@ export class Chart {
       pen.strokeStyle = pen.fillStyle = color;
       pen.globalAlpha = 0.18;  // the range within each bucket
       one.x.forEach((x, i) => {
-        if (usable(one.min[i]) && usable(one.max[i])) {
+        if (usable(one.min[i]) && usable(one.max[i]) && one.max[i] >= y0 && one.min[i] <= y1) {
           const a = py(Math.min(Math.max(one.min[i], y0), y1)), b = py(Math.min(Math.max(one.max[i], y0), y1));
           pen.fillRect(px(x - shift(one)) - 0.5, b, 1.5, Math.max(1, a - b));
         }

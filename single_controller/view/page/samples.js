@@ -160,9 +160,9 @@ export async function sample(here) {
     ["log-prob difference", number(line.difference)], ...Object.entries(found.text.columns || {}).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]),
     ...Object.entries(found.row_columns).filter(([name]) => !["rewards", "prompt_lengths"].includes(name)).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
     ...(found.text.info ? [["session", JSON.stringify(found.text.info)]] : [])];
-  const step0 = (to) => address("sample", { run: run().run, step: found.step, row: to, color: paint.value });
+  const ofRow = (to) => address("sample", { run: run().run, step: found.step, row: to, color: paint.value });
   const group = found.group.length > 1 ? el("div", {}, el("h3", {}, line.equal ? "Its group: all rewards are equal" : "Its group"),
-    el("p", {}, found.group.map((one) => [el("a", { href: step0(one.row) }, `row ${one.row}: ${number(one.reward)}`), "  "]))) : null;
+    el("p", {}, found.group.map((one, i) => [i ? ", " : "", one.row === found.row ? el("b", {}, `row ${one.row}: ${number(one.reward)}`) : el("a", { href: ofRow(one.row) }, `row ${one.row}: ${number(one.reward)}`)]))) : null;
   const more = found.length > TOKENS ? el("p", {}, `tokens ${found.first} to ${found.first + found.tokens.length - 1} of ${found.length} `,
     found.first > 0 ? el("a", { href: address("sample", { run: run().run, step, row, first: Math.max(0, found.first - TOKENS) }) }, "earlier") : "", " ",
     found.first + found.tokens.length < found.length ? el("a", { href: address("sample", { run: run().run, step, row, first: found.first + TOKENS }) }, "later") : "") : null;
