@@ -202,7 +202,7 @@ class RolloutStream(Closing):
                 "on without them, or from another checkpoint"
             )
         first_group = unique_groups()
-        return collate(
+        batch = collate(
             [prompt for prompt, _, _ in rows],
             [completion for _, completion, _ in rows],
             group_ids=[first_group + number for _, _, number in rows],
@@ -211,6 +211,10 @@ class RolloutStream(Closing):
             reward_baselines=baselines if self._manager.greedy_baselines else None,
             pad_token_id=self._manager.pad_token_id,
         )
+        of_groups = {one.number: self._router.columns(one.number) for one in taken}
+        completions = [completion for _, completion, _ in rows]
+        self._manager.row_notes.put(batch, completions, [of_groups[number] for _, _, number in rows])
+        return batch
 
     def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
         refresh, version = self._manager.refresh, self.buffer.version
