@@ -59,7 +59,7 @@ class GroupMetrics(Closing):
     microseconds for each method and group, in a thread of the driver.
 
     Args:
-        *groups: the groups. They are not kept alive.
+        *groups: the groups. They are not kept alive. `add` adds more.
         interval: seconds between two looks.
 
     Raises:
@@ -68,22 +68,28 @@ class GroupMetrics(Closing):
 
     def __init__(self, *groups: WorkerGroup, interval: float = 10.0) -> None:
         self._interval = check_seconds("interval", interval)
-        self._groups = [weakref.ref(group) for group in groups]
+        self._groups: list[weakref.ref[WorkerGroup]] = []
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
         self._run_gauges: dict[str, Gauge] = {}
         self._counted: dict[tuple[str, str, str], float] = {}  # counter, group, method -> what Ray was told
         self._deaths: set[tuple[str, int, int]] = set()  # group, rank, generation
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), self._ended, self._interval), name="group-metrics", daemon=True
-        )
-        if groups:
+        self._thread: threading.Thread | None = None
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: WorkerGroup) -> None:
+        """Export the metrics of one more group."""
+        self._groups.append(weakref.ref(group))
+        if self._thread is None:
+            args = weakref.ref(self), self._ended, self._interval
+            self._thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
             self._thread.start()
 
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""
-        for weak in self._groups:
+        for weak in list(self._groups):
             group = weak()
             if group is not None:
                 self._look(group)
@@ -108,7 +114,7 @@ class GroupMetrics(Closing):
         """Look for the last time, and end the thread."""
         if not self._ended.is_set():
             self._ended.set()
-            if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            if self._thread is not None and threading.current_thread() is not self._thread:
                 self._thread.join(timeout=self._interval)
             self.look()
 

@@ -14,8 +14,9 @@ from ray.util import metrics as ray_metrics
 from waits import wait_until
 
 import single_controller
-from single_controller import GroupMetrics, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError
+from single_controller import GroupMetrics, LocalWorkerGroup, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError
 from single_controller.ray import group_metrics
+from workers import RunLog
 
 
 @pytest.fixture
@@ -77,10 +78,16 @@ def test_late_ranks(pool, told, monkeypatch):
         metrics.close()
 
 
-def test_metrics_of_a_run(ray_cluster, told):
-    with GroupMetrics() as metrics:
-        metrics.log(7, {"buffer/ready": 3.0, "loss": float("nan")}, run="a")
+def test_metrics_of_a_run(ray_cluster, told, tmp_path):
+    """As the logger "ray" of `RunLog` has them."""
+    with RunLog(run_dir=tmp_path / "a", loggers=["ray"]) as log:
+        group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
+        log.watch(group)
+        group.add(1)
+        log.log(7, {"buffer/ready": 3.0, "loss": float("nan")})
     assert told["run_step"] == {("a",): 7} and told["run_metric"] == {("a", "buffer/ready"): 3}
+    assert told["calls"][group.name, "add"] == 1 and told["alive_ranks"][(group.name,)] == 2
+    group.close()
 
 
 def test_look_costs_little(pool):
