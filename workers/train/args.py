@@ -570,7 +570,7 @@ class TrainArgs:
         "auto", "the run's folder, see docs/runs.md; auto is the script's choice, and none at all is written with null"
     )
     loggers: list[str] = _key(
-        [], "where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json and console"
+        [], "where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console and ray"
     )
     metric_names: str = _key("own", "names of the metrics for the loggers", choices=("own", "verl", "slime"))
     record_rows: int | None = _key(
