@@ -183,6 +183,17 @@ def test_a_client_may_leave_the_reasoning_out():
     assert len(tree.path(extend(tree, renderer, [user("a"), other, result]))) != 3
 
 
+def test_the_same_words_after_other_thoughts_are_two_turns():
+    """As of an agent that runs the same command twice, whose client drops the reasoning."""
+    renderer, tree, counters = load_renderer(merging_tokenizer(), "qwen3"), Trajectory(), {}
+    encode, messages = merging_tokenizer().encode, [user("a")]
+    for thought in "xyz":
+        said = encode(f"<think>\n{thought}\n</think>\n\nls<|im_end|>")
+        _, _, answer = turn(tree, renderer, messages, said, counters=counters)
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "tool", "content": "none"}]
+    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 3, 4] and counters == {}
+
+
 def test_nothing_to_answer():
     with pytest.raises(RenderError):
         extend(Trajectory(), TokenRenderer(Characters()), [])

@@ -307,15 +307,14 @@ class AgentEngine(RolloutEngine):
         with self._lock:
             chosen = list(self._sessions) if request_ids is None else list(request_ids)
             sessions = [self._sessions[name] for name in chosen if name in self._sessions]
-            unstarted = [one for one in sessions if one in self._waiting]
-            self._waiting = [one for one in self._waiting if one not in unstarted]
-            loop = self._loop
-        for session in unstarted:
-            self._forget(session)
-            session.future.set_result(Completion([], [], "abort", []))
-        for session in sessions:
-            if session not in unstarted and loop is not None:
+            for session in sessions:
                 session.aborting = True
+                if session in self._waiting:  # it ends as soon as it begins, and keeps what it has from elsewhere
+                    self._waiting.remove(session)
+                    self._running_loop().call_soon_threadsafe(self._start, session)
+            loop = self._loop
+        for session in sessions:
+            if loop is not None:
                 _call_in(loop, session.abort)
         self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
 
@@ -367,6 +366,7 @@ class AgentEngine(RolloutEngine):
             loop, thread = self._loop, self._thread
             waiting, self._waiting = self._waiting, []
         for session in waiting:
+            self._forget(session)  # for `pause`, which waits until no session is left
             session.future.set_exception(RolloutError("the engine was closed before the session ended"))
         if loop is not None and thread is not None and thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(loop), loop)
@@ -405,6 +405,10 @@ class AgentEngine(RolloutEngine):
     @property
     def sampling_masks(self) -> bool:  # type: ignore[override]
         return self.engine.sampling_masks
+
+    @property
+    def routed_experts(self) -> bool:  # type: ignore[override]
+        return self.engine.routed_experts
 
     @property
     def exact_digest(self) -> str | None:  # type: ignore[override]

@@ -259,8 +259,8 @@ class TemplateRenderer:
         stop = previous_completion_ids[-1] if previous_completion_ids else None
         if stop not in self.get_stop_token_ids() or any(one["role"] == "assistant" for one in new_messages):
             return None
-        parsed = self.parse_response(previous_completion_ids, tools=tools, prompt_ids=previous_prompt_ids)
-        history = [{"role": "user", "content": "?"}, assistant_message(parsed)]
+        _, message = read_response(self, previous_completion_ids, previous_prompt_ids, tools)
+        history = [{"role": "user", "content": "?"}, message]
         before = self._text(history, tools)
         after = self._text([*history, *new_messages], tools, add_generation_prompt=True)
         _, ended, behind = before.rpartition(self._tokenizer.decode([stop]))
@@ -456,6 +456,29 @@ def assistant_message(parsed: Any, name: str = "call") -> dict[str, Any]:
     return message
 
 
+def read_response(
+    renderer: Renderer, token_ids: list[int], prompt: list[int], tools: list[Any] | None, name: str = "call"
+) -> tuple[Any, dict[str, Any]]:
+    """Return what `Renderer.parse_response` makes of a completion, and its message. A tool call that is nested more
+    deeply than Python can read is one that could not be parsed: the policy is to blame, and nothing has failed.
+
+    Args:
+        renderer: of the model.
+        token_ids: of the completion.
+        prompt: before it.
+        tools: see `Renderer`.
+        name: see `assistant_message`.
+    """
+    try:
+        parsed = renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt)
+        message = assistant_message(parsed, name)
+        digest(message)
+    except RecursionError:
+        parsed = Parsed("", None, [ParsedCall("", status="nested too deeply")])
+        message = assistant_message(parsed, name)
+    return parsed, message
+
+
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 
@@ -490,9 +513,10 @@ def extend(
     if not messages or messages[-1].get("role") == "assistant":
         raise RenderError("the conversation is empty or ends with the assistant's message; there is nothing to answer")
     given, listed = list(messages), list(tools or ()) or None
-    digests = ([_hash(listed)] if listed else []) + [digest(message) for message in given]
-    spoken = {whole.partition(".")[0]: whole for node in trajectory.nodes if node.sampled for whole in node.messages}
-    digests = [spoken.get(one, one) for one in digests]
+    try:
+        digests = ([_hash(listed)] if listed else []) + [digest(message) for message in given]
+    except RecursionError:
+        raise RenderError("the messages or tools are nested too deeply") from None
     found, count = trajectory.find(digests)
     if at is not None:
         found, count = at[0], at[1] + len(digests) - len(given)
@@ -556,8 +580,7 @@ def record(
     """
     prompt, listed = trajectory.token_ids(node), list(tools or ()) or None
     try:
-        parsed = renderer.parse_response(completion.token_ids, tools=listed, prompt_ids=prompt)
-        message = assistant_message(parsed, f"call_{len(trajectory.nodes)}")
+        _, message = read_response(renderer, completion.token_ids, prompt, listed, f"call_{len(trajectory.nodes)}")
     except Exception as error:
         raise RenderError(f"a completion cannot be parsed: {type(error).__name__}: {error}") from error
     return trajectory.sample(node, completion, [digest(message)]), message

@@ -29,7 +29,10 @@ class ChatDialect(Dialect):
     def read(self, body: Body) -> Ask:
         """See `Dialect.read`."""
         check_supported(body)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limit, options = body.get("max_completion_tokens"), body.get("stream_options")
+        if not isinstance(options, dict | None):
+            raise GatewayError("invalid", f"stream_options={options!r:.80}; expected an object")
+        limit = body.get("max_tokens") if limit is None else limit
         messages = [_message(one) for one in items(body.get("messages"), "messages")]
         return asked(body, messages, _tools(body.get("tools")), limit, "max_tokens")
 

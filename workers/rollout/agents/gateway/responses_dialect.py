@@ -30,8 +30,9 @@ class ResponsesDialect(Dialect):
         """See `Dialect.read`."""
         check_supported(body)
         wanted = body.get("text")
-        if isinstance(wanted, dict) and (wanted.get("format") or {}).get("type", "text") != "text":
-            raise GatewayError("invalid", f"text.format={wanted['format']!r:.80} is not supported; leave it out")
+        format_ = wanted.get("format") if isinstance(wanted, dict) else wanted
+        if format_ and format_ != {"type": "text"}:
+            raise GatewayError("invalid", f"text={wanted!r:.80} is not supported; leave it out")
         messages: list[dict[str, Any]] = []
         if instructions := text_of(body.get("instructions"), "instructions"):
             messages.append({"role": "system", "content": instructions})
