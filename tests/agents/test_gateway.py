@@ -128,6 +128,7 @@ def play_responses(address, token, stream):
 def test_three_dialects_give_the_same_tree_streamed_or_not():
     trees = []
     with serving(ScriptEngine(calculator)) as gateway:
+        assert gateway.engine.keep_prefixes  # for the next call of a session
         for play in (play_chat, play_messages, play_responses):
             for stream in (False, True):
                 _, token = gateway.open(seed=7)
