@@ -128,6 +128,7 @@ def play_responses(address, token, stream):
 def test_three_dialects_give_the_same_tree_streamed_or_not():
     trees = []
     with serving(ScriptEngine(calculator)) as gateway:
+        assert gateway.engine.keep_prefixes  # for the next call of a session
         for play in (play_chat, play_messages, play_responses):
             for stream in (False, True):
                 _, token = gateway.open(seed=7)
@@ -341,6 +342,7 @@ def said(**more):
         ("chat/completions", {"messages": [user("x")], "tools": [{"function": {"name": 3}}]}, "tool's name"),
         ("chat/completions", {"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": [user("x")], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("messages", {"messages": [user([{"type": "image", "source": {}}])], "max_tokens": 5}, "only text"),
         ("messages", {"messages": [user("x")], "max_tokens": 0}, "max_tokens"),
         ("messages", {"messages": [user("x")], "stop_sequences": ["a"]}, "stop_sequences"),
