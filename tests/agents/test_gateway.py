@@ -225,6 +225,23 @@ def test_a_prompt_of_tokens_continues_the_longest_path():
     assert [node.parent for node in tree.nodes] == [None, 0, None, 2, 3, 4]
 
 
+def test_a_conversation_does_not_go_through_what_was_sent_as_tokens():
+    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
+        _, token = gateway.open(seed=1)
+        tree, messages = gateway._sessions[token].tree, [user("x")]
+        said = chat(gateway, token, messages).json()["choices"][0]["message"]
+        for prompt in (tree.token_ids(0), [*tree.token_ids(1), 99]):
+            url, headers = f"{gateway.address}/inference/v1/generate", {"x-api-key": token}
+            assert CLIENT.post(url, json={"token_ids": prompt}, headers=headers).status_code == 200
+        chat(gateway, token, messages)  # again
+        chat(gateway, token, [*messages, said, user("y")])
+        prompts = [
+            TokenRenderer(Characters()).render(of, add_generation_prompt=True).token_ids
+            for of in (messages, [*messages, said, user("y")])
+        ]
+        assert gateway.engine.seen[-2:] == prompts
+
+
 def test_nemo_gym_fields_go_out_and_come_back():
     with serving(ScriptEngine(lambda *_: "a b")) as gateway:
         _, token = gateway.open(seed=1, token_ids=True)
