@@ -13,6 +13,7 @@ from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
 from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.rendering import TokenRenderer, load_renderer
+from workers.rollout.agents.rows import rows
 from workers.rollout.agents.trajectory import Node
 from workers.rollout.engines.rollout_engine import SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
@@ -289,6 +290,18 @@ def test_sampling_is_the_trainers_decision(caplog):
     assert len([one for one in caplog.records if "no effect" in one.message]) == 1
 
 
+def test_a_reply_that_was_cut_off_goes_on_as_one_row():
+    with serving(ScriptEngine(lambda *_: "abcdef")) as gateway:
+        _, token = gateway.open()
+        first = chat(gateway, token, [user("x")], max_tokens=3).json()["choices"][0]
+        assert first["finish_reason"] == "length" and first["message"]["content"] == "abc"
+        assert chat(gateway, token, [user("x"), first["message"], user("go on")]).status_code == 200
+        closed = gateway.close_session(token)
+    assert closed.counters == {"calls": 2, "truncated": 1}
+    (row,) = rows(closed.tree)
+    assert sum(row.completion.loss_mask) == len("abc") + len("abcdef") + 1
+
+
 def test_the_context_limits_a_completion_and_then_a_prompt():
     engine = ScriptEngine(lambda *_: "a" * 50)
     engine.max_positions = 20
@@ -483,17 +496,24 @@ def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
         assert [node.sampled for node in gateway.close(token).nodes] == [False, False, True]
 
 
+@contextmanager
+def answering(gateway, engine, token):
+    """Inside, a call is being answered; afterwards, it has ended: yields a list that its reply is in then."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
+    thread.start()
+    while not engine.load().running:
+        time.sleep(0.01)
+    yield found
+    thread.join(20)
+
+
 def test_a_session_that_is_closed_ends_its_calls():
     engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.002)
     with serving(engine) as gateway:
         _, token = gateway.open()
-        found = []
-        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
-        thread.start()
-        while not engine.load().running:
-            time.sleep(0.01)
-        tree = gateway.close(token)
-        thread.join(10)
+        with answering(gateway, engine, token) as found:
+            tree = gateway.close(token)
         assert found[0].status_code == 401 and "closed" in found[0].text
         assert [node.sampled for node in tree.nodes] == [False] and engine.load().running == 0
 
@@ -502,16 +522,11 @@ def test_an_abort_for_an_update_continues_and_a_turn_has_tokens_of_two_versions(
     engine = ScriptEngine(lambda *_: "abcdefghij" * 20, tokens=1, delay=0.005)
     with serving(engine) as gateway:
         _, token = gateway.open()
-        found = []
-        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
-        thread.start()
-        while not engine.load().running:
-            time.sleep(0.01)
-        engine.pause("abort")
-        engine.begin_update()
-        engine.finish_update(1)
-        engine.resume()
-        thread.join(20)
+        with answering(gateway, engine, token) as found:
+            engine.pause("abort")
+            engine.begin_update()
+            engine.finish_update(1)
+            engine.resume()
         assert found[0].json()["choices"][0]["message"]["content"] == "abcdefghij" * 20
         versions = gateway.close(token).nodes[1].weight_versions
     assert set(versions) == {0, 1} and list(versions) == sorted(versions) and len(versions) == 201

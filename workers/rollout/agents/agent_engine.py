@@ -25,7 +25,7 @@ from workers.rollout.agents.program import AgentProgram, Programs
 from workers.rollout.agents.rendering import check_renderer
 from workers.rollout.agents.session import Session, SessionState
 from workers.rollout.agents.tools import Tool
-from workers.rollout.engines.request_engine import RequestEngine
+from workers.rollout.engines.request_engine import RequestEngine, check_seeds
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, PauseMode, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
@@ -110,6 +110,7 @@ class AgentEngine(RolloutEngine):
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
         self.engine = made
+        made.keep_prefixes = True
         if verify:
             made.echo_prompts = True
         self.environment = environment
@@ -145,8 +146,7 @@ class AgentEngine(RolloutEngine):
         extras: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. A row of ``extras`` is what `Environment.reset` gets."""
-        if len(seeds) != len(prompts):
-            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        check_seeds(prompts, seeds)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]

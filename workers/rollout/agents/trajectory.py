@@ -156,7 +156,10 @@ class Trajectory:
 
     def token_ids(self, node: int) -> list[int]:
         """The tokens of the path to a node: what an engine gets as its prompt, or what it saw and produced."""
-        return [token for number in self.path(node) for token in self.nodes[number].token_ids]
+        whole = array("i")
+        for number in self.path(node):
+            whole += self.nodes[number].token_ids
+        return whole.tolist()
 
     def length(self, node: int) -> int:
         """The number of tokens of the path to a node."""
@@ -175,8 +178,7 @@ class Trajectory:
 
         Returns:
             The deepest node whose path stands for the first messages, the newest of several, and how many messages that
-            is; ``(None, 0)`` if the conversation is new. A completion that ended by its length or was aborted is not
-            continued: its message is incomplete.
+            is; ``(None, 0)`` if the conversation is new. A completion that was aborted is not continued.
         """
         best: tuple[int | None, int] = (None, 0)
         for node, count in self._matching(None, tuple(messages), 0):
@@ -194,7 +196,7 @@ class Trajectory:
             end = at + len(of.messages)
             given = messages[at:end]
             same = of.messages == given or (of.sampled and tuple(one.partition(".")[0] for one in of.messages) == given)
-            if same and of.finish_reason in (None, "stop"):
+            if same and of.finish_reason != "abort":
                 yield here, end
                 stack += [(child, end) for child in self._children[here]]
 

@@ -147,6 +147,7 @@ class Gateway:
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
         self.key = secrets.token_urlsafe(24)
         self._tag = tag
+        engine.keep_prefixes = True
         if verify:
             engine.echo_prompts = True
         self._lock = threading.Lock()
@@ -374,7 +375,7 @@ class Gateway:
             else:
                 try:
                     if completion.finish_reason == "length":
-                        session.count("truncated")  # no history continues it; see `Trajectory.find`
+                        session.count("truncated")
                     node, message = record(tree, self.renderer, node, completion, ask.tools)
                 except RenderError as error:
                     raise GatewayError("failed", str(error)) from error
