@@ -26,6 +26,7 @@ from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
 from workers.rollout.rollout_errors import PromptError, RolloutError, WeightVersionError
 from workers.seeds import mixed_seed
+from workers.tracking.samples import RowNotes
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -41,6 +42,7 @@ class _Sent:
     ``calls`` generate them."""
 
     samples: list[Sample]
+    prompts: int
     each: int
     extras: dict[str, Sequence[Any]]
     expected_version: int | None
@@ -144,6 +146,8 @@ class RolloutManager:
         self.stream: Any = None  # the `RolloutStream`, while there is one
         self.sessions: deque[Mapping[str, Any]] = deque(maxlen=100_000)
         """What is known of sessions that have ended, until `reward_metrics`. Appended to by any thread."""
+        self.row_notes = RowNotes()
+        """What is known of the rows of the latest batches, for a `RunLog`."""
 
     @property
     def reward_function(self) -> RewardFunction | None:
@@ -251,7 +255,7 @@ class RolloutManager:
             self.rewards.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"refresh": None, "stream": None}  # of this process
+        return vars(self) | {"refresh": None, "stream": None, "row_notes": RowNotes()}  # of this process
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -313,7 +317,7 @@ class RolloutManager:
             calls.append(send(greedy, how.greedy()))
             samples = [*samples, *greedy]
         # The version as of now: until the completions arrive, an update that is sent later may change it.
-        return _Sent(samples, each, given, self.weight_version, calls)
+        return _Sent(samples, len(ids), each, given, self.weight_version, calls)
 
     def _finish(self, sent: _Sent) -> TensorDict:
         generated: list[Generated] = [*chain(*(call.result() for call in sent.calls))]
@@ -334,7 +338,7 @@ class RolloutManager:
             baselines = [rewards[len(rows) + one.prompt] for one in rows]
             of = [one.prompt for one in rows]
             completions = with_baselines(completions[: len(rows)], completions[len(rows) :], of)
-        return collate(
+        batch = collate(
             [one.prompt_ids for one in rows],
             completions,
             group_ids=[first_group + one.prompt for one in rows],
@@ -343,6 +347,9 @@ class RolloutManager:
             reward_baselines=baselines,
             pad_token_id=self.pad_token_id,
         )
+        columns = [{name: values[prompt] for name, values in sent.extras.items()} for prompt in range(sent.prompts)]
+        self.row_notes.put(batch, completions[: len(rows)], [columns[one.prompt] for one in rows])
+        return batch
 
 
 def _put(value: Any) -> Any:

@@ -407,6 +407,10 @@ class AgentEngine(RolloutEngine):
         return self.engine.sampling_masks
 
     @property
+    def routed_experts(self) -> bool:  # type: ignore[override]
+        return self.engine.routed_experts
+
+    @property
     def exact_digest(self) -> str | None:  # type: ignore[override]
         return self.engine.exact_digest
 

@@ -15,9 +15,10 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from workers.algorithms.token_log_probs import token_log_probs
+from workers.hf_routing import Routers
 from workers.rollout.engines.prefix_cache import KeysValues, Prefix, PrefixCache
 from workers.rollout.engines.request_engine import Request
-from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.rollout_engine import RoutedExperts, SamplingParams
 
 SPARSE = 0.75
 """Rows that have ended are removed when this share of the rows is left. That copies all keys and values."""
@@ -86,14 +87,16 @@ class Batch:
     Args:
         model: a causal language model of transformers.
         device: of the model while it generates.
+        routers: of the model, to record which experts it chooses; None to record nothing.
 
     Attributes:
         prefixes: gets the keys and values of rows that end, and has those with which rows begin; None to compute each
-            row from its first token. Not used if the key/value cache is not an ordinary one.
+            row from its first token. Not used if the key/value cache is not an ordinary one. With ``routers`` it must
+            be None: the experts of a row's first tokens are not known without computing them.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Any, device: torch.device, routers: Routers | None = None) -> None:
+        self._model, self._device, self._routers = model, device, routers
         self.prefixes: PrefixCache | None = None
         self._rows: list[Row] = []
         """Rows of the cache. Those of requests that have ended stay until `remove_ended`."""
@@ -134,30 +137,37 @@ class Batch:
         self._rows, self._cache = [], None
 
     @torch.inference_mode()
-    def step(self) -> tuple[list[Request], list[int], list[float], list[Sequence[int]]]:
+    def step(
+        self,
+    ) -> tuple[list[Request], list[int], list[float], list[Sequence[int]], list[RoutedExperts | None]]:
         """Draw the next token of each request. The caller records it before the next step.
 
         Returns:
-            The requests, and of each what `sample` returns.
+            The requests, of each what `sample` returns, and the experts of the tokens that were computed for it.
         """
         self.remove_ended()
         logits: list[torch.Tensor] = []
+        experts: list[RoutedExperts | None] = []
         if self._rows:
             lengths = [row.length for row in self._rows]
             self._width += 1
             last = [row.request.token_ids[-1:] for row in self._rows]
-            logits.append(self._forward(last, lengths, self._width, self._cache).logits[:, -1])
+            made, of_rows = self._recorded(last, lengths, self._width, self._cache)
+            logits.append(made.logits[:, -1])
+            experts += of_rows
         if self._added:
-            logits += self._prefill()
+            of_added, of_rows = self._prefill()
+            logits += of_added
+            experts += of_rows
         if not logits:  # all requests were aborted a moment ago
-            return [], [], [], []
+            return [], [], [], [], []
         for row in self._rows:
             row.filled = row.length
         requests, scores = [row.request for row in self._rows], torch.cat(logits)
         generators = [self._generator(row, scores.shape[-1]) for row in self._rows]
         if self._cache is None:
             self.forget()
-        return requests, *sample(scores, [request.sampling_params for request in requests], generators)
+        return requests, *sample(scores, [request.sampling_params for request in requests], generators), experts
 
     def _generator(self, row: Row, vocabulary: int) -> torch.Generator:
         if row.generator is None:
@@ -190,8 +200,9 @@ class Batch:
             self._rows = [self._rows[place] for place in live]
             self._join([(self._cache, live)], max(row.length for row in self._rows) - 1)
 
-    def _prefill(self) -> list[torch.Tensor]:
-        """Compute the keys and values of the rows that were added. Returns the logits of their last tokens."""
+    def _prefill(self) -> tuple[list[torch.Tensor], list[RoutedExperts | None]]:
+        """Compute the keys and values of the rows that were added. Returns the logits of their last tokens, and the
+        experts of all."""
         alike: dict[Any, list[Row]] = {}
         for number, row in enumerate(self._added):
             alike.setdefault(tuple(row.tokens) if self._ordinary else number, []).append(row)
@@ -208,12 +219,13 @@ class Batch:
                 passes.append([])
                 waste = 0
             passes[-1].append(prompt)
-        logits, parts = [], []
+        logits, parts, experts = [], [], []
         if self._rows:
             parts.append((self._cache, list(range(len(self._rows)))))
         for one in passes:
-            made = self._prefill_pass(one)
+            made, of_rows = self._prefill_pass(one)
             places = [place for place, prompt in enumerate(one) for _ in prompt.rows]
+            experts += [of_rows[place] for place in places]
             logits.append(made.logits[:, -1][places])
             parts.append((getattr(made, "past_key_values", None), places))
             self._rows = self._rows + [row for prompt in one for row in prompt.rows]
@@ -224,9 +236,9 @@ class Batch:
         else:
             ((self._cache, _),) = parts
             self._width = width
-        return logits
+        return logits, experts
 
-    def _prefill_pass(self, prompts: Sequence[_Prompt]) -> Any:
+    def _prefill_pass(self, prompts: Sequence[_Prompt]) -> tuple[Any, list[RoutedExperts | None]]:
         """One forward pass. Each prompt computes as many tokens as the first one, which has the most new ones, so that
         all end in the last column and none has a gap: those with fewer new ones take less of their prefix."""
         lengths = [prompt.length for prompt in prompts]
@@ -243,7 +255,7 @@ class Batch:
                 for of in zip(*kept, strict=True)
             ]
         tokens = [prompt.tokens[count:] for prompt, count in zip(prompts, taken, strict=True)]
-        return self._forward(tokens, lengths, width, cache)
+        return self._recorded(tokens, lengths, width, cache)
 
     def _join(self, parts: Sequence[tuple[Any, list[int]]], width: int) -> None:
         """Make one cache of some rows of several. It has ``width`` columns, and room for more."""
@@ -253,6 +265,21 @@ class Batch:
         cache = parts[-1][0]
         cache.layers = [_RoomyLayer(list(zip(of, places, strict=True)), width, room) for of in layers]
         self._cache, self._width, self._capacity = cache, width, width + room
+
+    def _recorded(
+        self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None
+    ) -> tuple[Any, list[RoutedExperts | None]]:
+        """`_forward`, and the experts of each row's tokens."""
+        if self._routers is None:
+            return self._forward(tokens, lengths, width, cache), [None] * len(tokens)
+        self._routers.record()
+        made = self._forward(tokens, lengths, width, cache)
+        new = max(map(len, tokens))
+        found = self._routers.recorded().cpu()[: len(tokens) * new].unflatten(0, (len(tokens), new)).numpy()
+        return made, [
+            RoutedExperts(array("h", of_row[new - len(row) :].tobytes()), *of_row.shape[1:])
+            for of_row, row in zip(found, tokens, strict=True)
+        ]
 
     def _forward(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None) -> Any:
         """Run the model.

@@ -19,6 +19,7 @@ from workers.rollout.rollout_errors import RolloutError, WeightsError
 if TYPE_CHECKING:
     import torch
 
+    from workers.hf_routing import Routers
     from workers.rollout.engines.decoding import Batch
 
 
@@ -51,14 +52,17 @@ class HFEngine(RequestEngine):
         prefix_cache_bytes: memory on the model's device for keys and values of requests that have ended. A request that
             begins with the same tokens, as the next turn of a session does, does not compute them again. They are kept
             if `AgentEngine` or `Gateway` play sessions, or ``keep_prefixes`` is set; the least recently used ones are
-            dropped first, and all with an update of the weights. 0 keeps none, nor does ``exact``, nor a model whose
-            cache is not an ordinary one.
+            dropped first, and all with an update of the weights. 0 keeps none, nor do ``exact`` and
+            ``return_routed_experts``, nor a model whose cache is not an ordinary one.
+        return_routed_experts: whether completions have `Completion.routed_experts`, which a trainer with
+            ``args.routing_replay="R3"`` needs.
 
     Raises:
         ImportError: transformers is not installed, or peft, with ``lora``.
         ValueError: an option is out of range, or ``fp32_lm_head`` is not possible with this model.
         OSError: transformers did not find the model.
         ExactError: ``exact`` is not possible with this model, or on this machine.
+        RoutingError: ``return_routed_experts`` is not possible with this model.
     """
 
     keeps_weights = True
@@ -79,6 +83,7 @@ class HFEngine(RequestEngine):
         lora: LoraSettings | Mapping[str, Any] | None = None,
         exact: bool = False,
         prefix_cache_bytes: int = 2**29,
+        return_routed_experts: bool = False,
     ) -> None:
         super().__init__()
         if max_batch_size < 1:
@@ -104,7 +109,13 @@ class HFEngine(RequestEngine):
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
-        self._prefixes = PrefixCache(0 if exact else prefix_cache_bytes)
+        self._prefixes = PrefixCache(0 if exact or return_routed_experts else prefix_cache_bytes)
+        self._routers: Routers | None = None
+        self.routed_experts = return_routed_experts
+        if return_routed_experts:
+            from workers.hf_routing import Routers
+
+            self._routers = Routers(self.model)
         if exact:
             from workers.exact import make_exact
             from workers.rollout.engines.exact_decoding import probe
@@ -125,8 +136,8 @@ class HFEngine(RequestEngine):
         from workers.rollout.engines.decoding import Batch
         from workers.rollout.engines.exact_decoding import ExactBatch
 
-        batch = Batch(self.model, self.device) if self.exact_digest is None else ExactBatch(self.model, self.device)
-        self._batch = batch
+        kind = Batch if self.exact_digest is None else ExactBatch
+        self._batch = batch = kind(self.model, self.device, self._routers)
         waiting: list[Request] = []
         while (changes := self.next_step()) is not None:
             if changes.recompute:
@@ -143,18 +154,19 @@ class HFEngine(RequestEngine):
         self._batch = None
 
     def _step(self, batch: Batch) -> None:
-        requests, tokens, log_probs, kept = batch.step()
+        requests, tokens, log_probs, kept, experts = batch.step()
         # Only those of which it is true: a weight that is NaN may be one token's.
         infinite = [one for one, log_prob in zip(requests, log_probs, strict=True) if not log_prob > -float("inf")]
         self._fail(
             infinite,
             RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows"),
         )
-        for request, token, log_prob, of_token in zip(requests, tokens, log_probs, kept, strict=True):
+        made = zip(requests, tokens, log_probs, kept, experts, strict=True)
+        for request, token, log_prob, of_token, of_row in made:
             ended: FinishReason | None = "length" if request.remaining == 1 else None
             if token in request.sampling_params.stop_token_ids:
                 ended = "stop"
-            self.record(request, [token], [log_prob], ended, [of_token])
+            self.record(request, [token], [log_prob], ended, [of_token], of_row)
         if not len(batch):
             batch.remove_ended()  # now: the next step may come much later
 

@@ -211,7 +211,7 @@ class RolloutStream(Closing):
             of = [number for number, group in enumerate(groups) for _ in range(group.rows)]
             completions = with_baselines(completions, [group.completions[-1] for group in groups], of)
         first_group = unique_groups()
-        return collate(
+        batch = collate(
             [prompt for prompt, _, _ in rows],
             completions,
             group_ids=[first_group + number for _, _, number in rows],
@@ -220,6 +220,10 @@ class RolloutStream(Closing):
             reward_baselines=baselines if self._manager.greedy_baselines else None,
             pad_token_id=self._manager.pad_token_id,
         )
+        of_groups = {one.number: self._router.columns(one.number) for one in taken}
+        completions = [completion for _, completion, _ in rows]
+        self._manager.row_notes.put(batch, completions, [of_groups[number] for _, _, number in rows])
+        return batch
 
     def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
         refresh, version = self._manager.refresh, self.buffer.version

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,7 +31,7 @@ from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayL
 from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
 from workers.rollout.engines.request_engine import RequestEngine
-from workers.rollout.engines.rollout_engine import Completion, SamplingMask, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.seeds import mixed_seed
 
@@ -548,7 +549,7 @@ def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
 
 def write_node(node: Node) -> bytes:
     """A node as one line of JSON. Python writes floats so that they are read back exactly."""
-    mask = node.sampling_mask
+    mask, experts = node.sampling_mask, node.routed_experts
     value = [
         node.parent,
         node.token_ids.tolist(),
@@ -558,13 +559,14 @@ def write_node(node: Node) -> bytes:
         node.weight_versions,
         None if mask is None else [mask.token_ids.tolist(), mask.lengths.tolist()],
         None if node.fingerprints is None else list(node.fingerprints.items()),
+        None if experts is None else [b64encode(experts.ids.tobytes()).decode(), experts.layers, experts.k],
     ]
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def read_node(line: bytes | str) -> Node:
     """The reverse of `write_node`."""
-    parent, token_ids, messages, reason, log_probs, versions, mask, fingerprints = json.loads(line)
+    parent, token_ids, messages, reason, log_probs, versions, mask, fingerprints, experts = json.loads(line)
     return Node(
         parent,
         array("i", token_ids),
@@ -574,4 +576,5 @@ def read_node(line: bytes | str) -> Node:
         tuple(versions),
         None if mask is None else SamplingMask(*(array("i", values) for values in mask)),
         None if fingerprints is None else {version: fingerprint for version, fingerprint in fingerprints},
+        None if experts is None else RoutedExperts(array("h", b64decode(experts[0])), *experts[1:]),
     )
