@@ -39,6 +39,9 @@ SILENCE_SECONDS = 20.0
 
 RETRY_SECONDS = 0.1
 
+MAX_LOSSES = 3
+"""A session that as many workers in a row have died of gets errors: a call of its own may be the reason."""
+
 
 class WorkerGoneError(ConnectionError):
     """A worker's gateway cannot be reached."""
@@ -118,6 +121,7 @@ class _Session:
         journal: a line of JSON for each node.
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
+        lost: the workers that were gone before they had answered, since the last answer.
         use: its calls.
     """
 
@@ -125,6 +129,7 @@ class _Session:
     journal: list[bytes] = field(default_factory=list)
     worker: _Worker | None = None
     moves: int = 0
+    lost: set[_Worker] = field(default_factory=set)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     use: Use = field(default_factory=Use)
 
@@ -311,6 +316,12 @@ class GatewayRouter:
             session = self._sessions.get(call.token)
             if session is None:
                 raise GatewayError("token", "the session was closed")
+            if len(session.lost) >= MAX_LOSSES:
+                raise GatewayError(
+                    "failed",
+                    f"{len(session.lost)} workers in a row have died while they answered the session's calls; one of "
+                    "these may be the reason, so no further worker gets them",
+                )
             worker = await self._placed(call.token, session)
             moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
             try:
@@ -318,6 +329,8 @@ class GatewayRouter:
             except WorkerGoneError as error:
                 if session.moves == moves:
                     session.worker = None
+                if worker in self._workers:  # not one that was replaced
+                    session.lost.add(worker)
                 self._lost(worker, str(error))
                 continue
             # Between sending and here the loop ran other calls, which may have moved the session.
@@ -327,6 +340,7 @@ class GatewayRouter:
                 worker.sessions.discard(call.token)
                 session.worker = None
                 continue
+            session.lost.clear()
             count = int(given.get(NODES_HEADER, 0))
             # Before the client gets the reply: what it has seen must survive the worker.
             with self._lock:
