@@ -282,6 +282,7 @@ class Session:
         if not isinstance(environment, Environment):
             raise RolloutError(f"AgentEngine: the environment is {environment!r:.80}, which is no Environment")
         if isinstance(environment, ProgramEnvironment):
+            self._save()  # for the driver, which counts the sessions that begin again
             return await self._play_program(environment)
         if self._continued:
             if self._state_of_environment is None:
