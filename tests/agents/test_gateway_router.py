@@ -222,7 +222,7 @@ class Mortal:
     """A worker that opens sessions, answers "fine", and ends its connections when it reads "poison"."""
 
     def __init__(self):
-        self.read, self.started = 0, threading.Event()
+        self.read, self.connections, self.started = 0, 0, threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
         self.thread.start()
         self.started.wait(10)
@@ -236,6 +236,7 @@ class Mortal:
         server.close()
 
     async def answer(self, reader, writer):
+        self.connections += 1
         with suppress(EOFError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -261,6 +262,23 @@ def test_a_call_that_its_workers_die_of_is_not_given_to_all():
         for one in workers:
             one.loop.call_soon_threadsafe(one.ended.set)
             one.thread.join(10)
+
+
+def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
+    one = Mortal()
+
+    async def play():
+        worker, seen = gateway_router._Worker(*one.endpoint), []
+        for reuse in (60.0, 60.0, 0.0):
+            monkeypatch.setattr(gateway_router, "REUSE_SECONDS", reuse)
+            assert (await worker.send("GET", "/health", {}, b""))[2] == b"fine"
+            seen.append(one.connections)
+        worker.leave()
+        return seen
+
+    assert asyncio.run(play()) == [1, 1, 2]
+    one.loop.call_soon_threadsafe(one.ended.set)
+    one.thread.join(10)
 
 
 def test_a_call_waits_while_no_worker_is_there():

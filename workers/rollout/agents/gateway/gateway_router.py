@@ -39,6 +39,10 @@ SILENCE_SECONDS = 20.0
 
 RETRY_SECONDS = 0.1
 
+REUSE_SECONDS = 60.0
+"""How long a connection to a worker may have been idle. After 75 s the worker closes it, perhaps just as a request is
+on its way, and that would look like the worker's death."""
+
 MAX_LOSSES = 3
 """A session that as many workers in a row have died of gets errors: a call of its own may be the reason."""
 
@@ -56,7 +60,7 @@ class _Worker:
     up: bool = True
     sessions: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)  # and since when
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -76,10 +80,11 @@ class _Worker:
         head += [f"{name}: {value}" for name, value in headers.items()]
         request = "\r\n".join([*head, "", ""]).encode("latin-1") + body
         try:
-            while self.idle and self.idle[-1][0].at_eof():
+            oldest = time.monotonic() - REUSE_SECONDS
+            while self.idle and (self.idle[-1][0].at_eof() or self.idle[-1][2] < oldest):
                 self.idle.pop()[1].close()
             if self.idle:
-                reader, writer = self.idle.pop()
+                reader, writer, _ = self.idle.pop()
             else:
                 url = urlsplit(self.address)
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -99,7 +104,7 @@ class _Worker:
             raise WorkerGoneError(f"{self.address}: {type(error).__name__}: {error}") from error
         finally:
             if whole:
-                self.idle.append((reader, writer))
+                self.idle.append((reader, writer, time.monotonic()))
             else:
                 writer.transport.abort()
 
