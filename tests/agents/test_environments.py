@@ -8,6 +8,7 @@ import pickle
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import depth
@@ -20,12 +21,13 @@ from rollout_helpers import BigramEngine
 from workers import AgentEngine, CodeLimits, SamplingParams, SessionLimits, Step, TokenRenderer, ToolEnvironment
 from workers.rollout.agents import sandbox as sandbox_file
 from workers.rollout.agents import tools as tools_file
-from workers.rollout.agents.environment import Action, Environment
+from workers.rollout.agents.environment import Action, Environment, session_metrics
 from workers.rollout.agents.rendering import load_renderer, render_prompt
 from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_manager import RolloutManager
 
 
 def run(coroutine):
@@ -418,6 +420,15 @@ def test_conversation_is_rendered_whole_after_its_session_has_moved(turns):
     agents.close()
     whole += [{"role": "assistant", "content": script[1]}, {"role": "tool", "content": "7"}]
     assert made.rows[-1].prompt == render_prompt(first, whole, [add]) and made.info["rerenders"] == 1
+
+
+def test_a_manager_keeps_no_more_of_a_session_than_it_counts():
+    """Nobody has to call `reward_metrics`, and what an environment tells may be large."""
+    info = {"turns": 2, "end_reason": "done", "rerenders": 0, "restarts": 1, "transcript": "x" * 10**6}
+    told = SimpleNamespace(sessions=[])
+    RolloutManager.note_sessions(told, [Completion([], [], "stop", info=info), Completion([], [], "stop")])
+    assert len(pickle.dumps(told.sessions)) < 1000
+    assert session_metrics(told.sessions) == session_metrics([info])
 
 
 @given(turns=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
