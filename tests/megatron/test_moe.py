@@ -1,12 +1,11 @@
 """Mixtures of experts on four real processes, compared with transformers' models in this one."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import train_model_workers as on_ranks
 from hf_reference import Reference, Whole, batch, joined, whole_weights
 from lm_configs import LLAMA, SIZES
+from mixtures import by_expert, column, drawn_routes, replaying
 from shard_helpers import assert_same
 from transformers import (
     AutoModelForCausalLM,
@@ -44,24 +43,6 @@ ADAM = {"clip_grad": 0.5, "eps": 1e-5}
 
 pytestmark = pytest.mark.timeout(300)
 rare = pytest.mark.full("layouts and variants of mixtures of experts on Megatron")
-
-
-def by_expert(config, tensors):
-    """Tensors under the names of Hugging Face's checkpoints: transformers' modules have all experts in one."""
-    experts, found = experts_of(config), {}
-    gate, up, down = experts.names
-    for name, tensor in tensors.items():
-        at, _, kind = name.partition(".mlp.experts.")
-        at = f"{at}.{experts.block}.experts"
-        if kind == "gate_up_proj":
-            for number, both in enumerate(tensor):
-                first, second = both.chunk(2)
-                found |= {f"{at}.{number}.{gate}.weight": first, f"{at}.{number}.{up}.weight": second}
-        elif kind == "down_proj":
-            found |= {f"{at}.{number}.{down}.weight": own for number, own in enumerate(tensor)}
-        else:
-            found[name.replace(".mlp.gate.", f".{experts.block}.gate.")] = tensor
-    return found
 
 
 def auxiliary(model, data, coefficients):
@@ -185,52 +166,6 @@ def test_gradients_and_three_steps_match_transformers(four, saved, name, paralle
 
 
 # --- replay ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def replaying(model, routes):
-    """Let transformers' routers take these experts, where they are not -1, with scores from their own logits.
-
-    Yields what the routers have chosen: by row and layer with experts, (tokens, k).
-    """
-    gates = [(layer.mlp.gate, number) for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
-    taken, normalized = [], experts_of(model.config).normalized
-
-    def hook(layer, first):
-        def take(gate, given, output):
-            if first:
-                taken.append({})
-            logits, _, native = output
-            chosen = native
-            if routes is not None:
-                own = routes[len(taken) - 1][:, layer].long()
-                chosen = torch.where((own >= 0).all(-1, keepdim=True), own, native)
-            scores = logits.softmax(-1).gather(-1, chosen)
-            taken[-1][layer] = chosen
-            return logits, scores / scores.sum(-1, keepdim=True) if normalized else scores, chosen
-
-        return take
-
-    handles = [gate.register_forward_hook(hook(number, at == 0)) for at, (gate, number) in enumerate(gates)]
-    yield taken
-    for handle in handles:
-        handle.remove()
-
-
-def drawn_routes(config, data, seed=3):
-    """Experts that have nothing to do with those of the router; some are left to it."""
-    drawn, experts = torch.Generator().manual_seed(seed), experts_of(config)
-    rows = []
-    for length in data["attention_mask"].sum(1).tolist():
-        orders = torch.rand(length, len(experts.layers), experts.count, generator=drawn).argsort(-1)
-        chosen = orders[..., : experts.topk].short()
-        chosen[torch.rand(chosen.shape[:2], generator=drawn) < 0.2] = -1
-        rows.append(chosen)
-    return rows
-
-
-def column(rows):
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def known_routes(results, rows):
