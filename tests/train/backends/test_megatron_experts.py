@@ -20,7 +20,7 @@ WAYS = {
     "tp2 pp2 ep2": (
         4,
         {**EP2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 2},
-    ),  # fmt: skip
+    ),
     "tp2 ep2 dp2": (4, {**EP2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
     "pp2 ep2 dp2": (4, {**EP2, "pipeline_model_parallel_size": 2, "gradient_checkpointing": True}),
 }
