@@ -84,6 +84,9 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
         args = self.args
         overrides = dict(args.megatron_overrides)
+        if args.moe_aux_loss_coeff or args.moe_z_loss_coeff:
+            names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+            overrides = {name: args[name] for name in names} | overrides
         if args.gradient_checkpointing:
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip

@@ -112,6 +112,19 @@ class TrainArgs:
     )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
+    # mixtures of experts
+    moe_aux_loss_coeff: float = _key(
+        0.0, "coefficient of the load-balancing loss of each layer of a mixture of experts", least=0
+    )
+    moe_z_loss_coeff: float = _key(
+        0.0, "coefficient of the z-loss of its routers, the mean squared logsumexp of their logits", least=0
+    )
+    moe_router_load_balancing_type: str = _key(
+        "seq_aux_loss",
+        "balance the experts in each row, which does not depend on micro-batches or ranks, or in each micro-batch",
+        choices=("seq_aux_loss", "aux_loss"),
+    )
+
     # adapter
     lora_rank: int = _key(
         0, "fsdp: rank of the LoRA adapter that the actor trains, instead of all its weights; 0 for none", least=0
@@ -553,6 +566,17 @@ class TrainArgs:
     profile_step_end: int | None = _key(None, "rollout id after the last one to record", least=0)
     profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")
     tensorboard_dir: str | None = _key(None, "folder for TensorBoard event files, for the driver's script")
+    run_dir: str | None = _key(
+        "auto", "the run's folder, see docs/runs.md; auto is the script's choice, and none at all is written with null"
+    )
+    loggers: list[str] = _key(
+        [], "where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console and ray"
+    )
+    metric_names: str = _key("own", "names of the metrics for the loggers", choices=("own", "verl", "slime"))
+    record_rows: int | None = _key(
+        64, "rows of each step that the run's folder has; 0 for none, null for all, which a replay needs", least=0
+    )
+    record_steps: int = _key(200, "how many of the latest steps keep their rows", least=1)
     user: dict[str, Any] = _key({}, "your own keys")
 
 
