@@ -388,7 +388,7 @@ def test_what_is_refused(config, sizes, says):
     ("overrides", "says"),
     [
         ({"moe_token_dispatcher_type": "flex"}, "'flex' is not supported; use one of 'alltoall', 'allgather'"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "use one of 'aux_loss', 'seq_aux_loss', 'none'"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "use one of 'seq_aux_loss', 'aux_loss'"),
         ({"moe_aux_loss_coeff": [0.1]}, "must be a number of at least 0"),
         ({"sequence_parallel": True}, "if and only if tensor_model_parallel_size is above 1"),
         ({"moe_router_topk": 3}, "moe_router_topk=3 contradicts the Hugging Face config"),

@@ -26,7 +26,7 @@ RANK_KEYS = ("pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_ra
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 """The ``model_type`` of Hugging Face configs that Megatron models can be made from."""
 
-LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+LOAD_BALANCING = ("seq_aux_loss", "aux_loss")
 """The ``moe_router_load_balancing_type`` that `workers.megatron.moe` has."""
 
 DISPATCHERS = ("alltoall", "allgather")
@@ -425,8 +425,8 @@ def _experts_fields(hf_config: Any, overrides: Mapping[str, Any], sizes: Mapping
     if experts_of(hf_config) is None:
         return {}
     balancing, dispatcher = (
-        overrides.get("moe_router_load_balancing_type", "aux_loss"),
-        overrides.get("moe_token_dispatcher_type", "alltoall"),
+        overrides.get("moe_router_load_balancing_type", LOAD_BALANCING[0]),
+        overrides.get("moe_token_dispatcher_type", DISPATCHERS[0]),
     )
     for name, value, choices in (
         ("moe_router_load_balancing_type", balancing, LOAD_BALANCING),
@@ -445,7 +445,11 @@ def _experts_fields(hf_config: Any, overrides: Mapping[str, Any], sizes: Mapping
             f"sequence_parallel={overrides['sequence_parallel']!r}: a mixture of experts needs sequence parallelism if "
             "and only if tensor_model_parallel_size is above 1; remove the override"
         )
-    return {"moe_token_dispatcher_type": "alltoall", "sequence_parallel": parallel}
+    return {
+        "moe_token_dispatcher_type": DISPATCHERS[0],
+        "moe_router_load_balancing_type": LOAD_BALANCING[0],
+        "sequence_parallel": parallel,
+    }
 
 
 def check_model(hf_config: Any, sizes: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """A Llama, Mistral, Qwen2 or Qwen3 on megatron-core, whose model parallelism must be initialised in the process.
+    """A decoder of `SUPPORTED_MODELS` on megatron-core, whose model parallelism must be initialised in the process.
 
     Each dp rank gets rows of its own; the tp and pp ranks of one dp rank get the same rows.
 
@@ -94,10 +94,10 @@ class MegatronTrainModel(TrainModel):
                     compute_output_in_float32(model.output_layer)
         self._interleaved = len(self.models) > 1
         self._routing: Any = None
-        if self.config.num_moe_experts:
+        if (shape := RoutingShape.of(hf_config)) is not None:
             from workers.megatron.moe import Routing
 
-            self._routing = Routing(self.models, self.config, RoutingShape.of(hf_config))
+            self._routing = Routing(self.models, self.config, shape)
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
         # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.

@@ -266,10 +266,7 @@ class MoERouter(TopKRouter):
         if self.config.moe_router_load_balancing_type != "seq_aux_loss":
             counts, scores = counts.sum(0, keepdim=True), scores.sum(0, keepdim=True)
         of_batch = (counts[:, :-1] * scores).sum(1) * experts / (self.topk * counts[:, -1].clamp(min=1.0))
-        balance = of_batch.sum()
-        if self.config.moe_router_load_balancing_type == "none":
-            balance = balance * 0.0
-        return balance, (logits.logsumexp(-1).square() * real.reshape(-1)).sum()
+        return of_batch.sum(), (logits.logsumexp(-1).square() * real.reshape(-1)).sum()
 
 
 class _Choice:

@@ -6,8 +6,12 @@ import pytest
 import torch
 from mixtures import by_expert, column, drawn_routes, replaying, small_mixture
 from reference import ReferenceGRPO
+from tensordict import TensorDict
 from train_helpers import begin, distance, learn, rollout, whole_weights
 
+from single_controller import Broadcast
+from workers.rollout.engines.hf_engine import HFEngine
+from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.train.args import TrainArgsError
 
 pytestmark = pytest.mark.timeout(240)
@@ -115,12 +119,78 @@ def test_second_step_takes_the_experts_of_the_first_pass(megatron_groups, mixtur
     assert effect > 1e-2, "the experts made no difference"
 
 
+@rare
+def test_experts_of_the_engine_compute_the_same_log_probs(megatron_groups, mixture_folder):
+    """Recorded in HFEngine, replayed on two ranks that share tensors and experts."""
+    engine = HFEngine(mixture_folder, return_routed_experts=True)
+    prompts = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4]] * 3
+    done = engine.generate(prompts, SamplingParams(12, stop_token_ids=(6,)), range(len(prompts)))
+    engine.close()
+    rows = engine_rows(prompts, done)
+    ranks, sizes = WAYS["tp2 ep2"]
+    group = megatron_groups(ranks)
+    args = {"hf_checkpoint": mixture_folder, "lr": 1e-9, **sizes}
+    begin(group, {**args, "routing_replay": "R3"})
+    (chosen, _) = group.worker_group.execute_with_func_generator(experts_in_the_pass, Broadcast(rows))
+    recorded = rows["routed_experts"].unbind()
+    for row, (found, wanted) in enumerate(zip(chosen, recorded, strict=True)):
+        for layer in (0, 2, 3):
+            assert torch.equal(found[:-1, layer].sort(-1).values, wanted[:-1, layer].sort(-1).values), (row, layer)
+    replayed = learn(group, 0, rows)
+    begin(group, args)
+    group.worker_group.execute_with_func_generator(disturb_routers)
+    disturbed = learn(group, 0, rows)
+    begin(group, {**args, "routing_replay": "R3"})
+    group.worker_group.execute_with_func_generator(disturb_routers)
+    both = learn(group, 0, rows)
+    print(f"rollout_log_prob_diff: replayed {replayed['rollout_log_prob_diff']:.1e}; other routers "
+          f"{disturbed['rollout_log_prob_diff']:.1e}, and replayed {both['rollout_log_prob_diff']:.1e}")  # fmt: skip
+    assert replayed["rollout_log_prob_diff"] < 1e-6
+    assert replayed["replay/overlap"] == 1 and replayed["replay/missing"] == 0
+    assert disturbed["rollout_log_prob_diff"] > 1e-3
+    assert both["replay/overlap"] < 1
+    assert both["rollout_log_prob_diff"] < disturbed["rollout_log_prob_diff"]
+
+
+def engine_rows(prompts, done):
+    width = max(len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, done, strict=True))
+    made = {name: torch.zeros(len(done), width) for name in ("input_ids", "attention_mask", "loss_mask")}
+    made["rollout_log_probs"] = torch.zeros(len(done), width)
+    routes = []
+    for row, (prompt, one) in enumerate(zip(prompts, done, strict=True)):
+        begin_at, end = len(prompt), len(prompt) + len(one.token_ids)
+        made["input_ids"][row, :end] = torch.tensor(prompt + one.token_ids)
+        made["attention_mask"][row, :end] = 1
+        made["loss_mask"][row, begin_at:end] = 1
+        made["rollout_log_probs"][row, begin_at:end] = torch.tensor(one.log_probs)
+        experts = one.routed_experts
+        routes.append(torch.tensor(experts.ids, dtype=torch.int16).view(-1, experts.layers, experts.k))
+    made = {name: value if name == "rollout_log_probs" else value.long() for name, value in made.items()}
+    rewards, groups = torch.rand(len(done), generator=torch.Generator().manual_seed(0)), torch.arange(len(done)) % 4
+    data = {**made, "rewards": rewards, "group_ids": groups, "routed_experts": column(routes)}
+    return TensorDict(data, batch_size=[len(done)])
+
+
+def experts_in_the_pass(worker, rows):
+    _, routes = worker.model.log_probs_and_routes(rows, 1.0)
+    return list(routes.unbind())
+
+
+def disturb_routers(worker):
+    for name, weight in worker.model.weights():
+        if name.endswith("router.weight"):
+            drawn = torch.Generator().manual_seed(len(name))
+            weight.add_(torch.randn(weight.shape, generator=drawn) * 1e-2)
+    worker.model.weights_changed()
+
+
 def test_wrong_arguments(megatron_groups, mixture_folder, llama_folder):
     group = megatron_groups(2)
     for args, says in (
         ({"hf_checkpoint": mixture_folder, "expert_model_parallel_size": 3}, "does not divide the group's 2 ranks"),
         ({"hf_checkpoint": llama_folder, **EP2}, "has no experts"),
-        ({"hf_checkpoint": llama_folder, "routing_replay": "R3"}, "needs a mixture of experts"),
+        ({"hf_checkpoint": llama_folder, "routing_replay": "R3"}, "routing_replay='R3' needs a mixture of experts"),
+        ({"hf_checkpoint": llama_folder, "moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff=0.1 needs a mixture of experts"),
     ):
         with pytest.raises(TrainArgsError, match=says):
             begin(group, {"train_backend": "megatron", **args})
