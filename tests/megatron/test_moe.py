@@ -350,15 +350,6 @@ def test_random_experts_are_those_of_one_process(four):
     assert (first - fifth).abs().max() > 1e-3
 
 
-def test_ranks_and_their_rows(four):
-    """The expert-parallel ranks have rows of their own: ep divides dp."""
-    four.run(on_ranks.make, QWEN3, EP2)
-    layout = four.layout
-    assert layout.sizes["ep"] == 2 and layout.sizes["dp"] == 4
-    dps = [dp for dp, _, _ in four.run(on_ranks.log_probs, batch())]
-    assert sorted(dps) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [

@@ -153,8 +153,8 @@ class MegatronLMWorker(MegatronWorker):
 
     @register({"dispatch_fn": _to_all, "collect_fn": _merge})
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights as the Hugging Face model's ``state_dict()`` has them, whole, on the CPU. The driver gets one
-        dict; each pipeline stage sends its own weights once."""
+        """The weights as the Hugging Face model's ``state_dict()`` has them, whole, on the CPU; each expert under its
+        name in Hugging Face's checkpoints. The driver gets one dict; each pipeline stage sends its own weights once."""
         from megatron.core import parallel_state
 
         from workers.megatron.config import tied
