@@ -87,8 +87,8 @@ def drawn_routes(config, data, seed=3):
     drawn, experts = torch.Generator().manual_seed(seed), experts_of(config)
     rows = []
     for length in data["attention_mask"].sum(1).tolist():
-        orders = torch.rand(length, len(experts.layers), experts.count, generator=drawn).argsort(-1)
-        chosen = orders[..., : experts.topk].short()
+        orders = torch.rand(length, experts.shape.layers, experts.shape.experts, generator=drawn).argsort(-1)
+        chosen = orders[..., : experts.shape.k].short()
         chosen[torch.rand(chosen.shape[:2], generator=drawn) < 0.2] = -1
         rows.append(chosen)
     return rows
