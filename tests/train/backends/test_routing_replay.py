@@ -231,7 +231,8 @@ def generated(engine, rows=24):
     prompts = [torch.randint(128, (3 + row % 5,), generator=generator).tolist() for row in range(rows // 2)] * 2
     completions = engine.generate(prompts, SamplingParams(24), range(rows))
     engine.close()
-    return collate(prompts, completions, rewards=[7 * row % 5 for row in range(rows)], group_ids=[*range(rows // 2)] * 2)
+    rewards = [7 * row % 5 for row in range(rows)]
+    return collate(prompts, completions, rewards=rewards, group_ids=[*range(rows // 2)] * 2)
 
 
 def differences(group, data):
