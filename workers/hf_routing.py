@@ -51,6 +51,7 @@ class Routers:
             input; `NATIVE` where the router chooses, as for more tokens than n. None for the router's choice at all.
             It must stay until the backward pass has ended: activations that are recomputed are routed again.
         meter: counts the experts of the passes that follow; None to count nothing.
+        logits: the logits of the passes that follow are appended to it, (n or more, E) of each layer; None for none.
 
     Raises:
         RoutingError: the model has no routers of this kind.
@@ -73,6 +74,7 @@ class Routers:
         self.shape = shape
         self.replayed: torch.Tensor | None = None
         self.meter: RoutingMeter | None = None
+        self.logits: list[torch.Tensor] | None = None
         self._recorded: dict[int, torch.Tensor] | None = None
         self._scores = _scores_of(type(routers[shape.sparse[0]]), config)
         for layer, router in routers.items():
@@ -101,6 +103,8 @@ class Routers:
                 wanted = torch.cat([wanted, wanted.new_full((more, wanted.shape[1]), NATIVE)])
             chosen = torch.where(wanted == NATIVE, native, wanted)
             scores = self._scores(logits, chosen).to(scores.dtype)
+        if self.logits is not None:
+            self.logits.append(logits)
         if self._recorded is not None:
             self._recorded[layer] = chosen.detach()
         if self.meter is not None:

@@ -7,11 +7,11 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from workers.distributed import all_or_none, new_rows
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
+from workers.fsdp.load_balancing import LoadBalancing
 from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
 from workers.fsdp.sequence_parallel import check_sliceable, gather_slices
 from workers.hf_files import ModelFilesError, compute_output_in_float32
@@ -43,6 +44,8 @@ from workers.hf_routing import Routers, RoutingError
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.weight_sync.weight_plan import Shard
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,9 @@ class FSDPOptions:
         lora: the adapter to train instead of all weights; None for none.
         fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`.
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
+        moe_aux_loss_coeff, moe_z_loss_coeff: coefficients of the auxiliary losses of a mixture of experts, see
+            `workers.fsdp.load_balancing`.
+        moe_balance_rows: whether the first of these losses balances the experts in each row, or in each micro-batch.
         routing_replay: whether data may have ``routed_experts``, or experts are to be recorded.
 
     Raises:
@@ -92,6 +98,9 @@ class FSDPOptions:
     lora: LoraSettings | None = None
     fp32_lm_head: bool = False
     exact: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_balance_rows: bool = True
     routing_replay: bool = False
 
     def __post_init__(self) -> None:
@@ -164,6 +173,14 @@ class FSDPTrainModel(TrainModel):
         if options.fp32_lm_head and role != "critic":
             compute_output_in_float32(self.module)
         self._routers = self._hook_routers()
+        self._balancing: LoadBalancing | None = None
+        if options.moe_aux_loss_coeff or options.moe_z_loss_coeff:
+            self._balancing = LoadBalancing(
+                _present(self._routers),
+                options.moe_aux_loss_coeff,
+                options.moe_z_loss_coeff,
+                by_row=options.moe_balance_rows,
+            )
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
@@ -190,14 +207,16 @@ class FSDPTrainModel(TrainModel):
         """Return the model's routers; None if it has none, or none that can be recorded.
 
         Raises:
-            RoutingError: on all ranks, if ``routing_replay`` needs them.
+            RoutingError: on all ranks, if ``routing_replay`` or an auxiliary loss needs them.
         """
-        if RoutingShape.of(self.hf_config) is None and not self.options.routing_replay:
+        options = self.options
+        needed = options.routing_replay or options.moe_aux_loss_coeff or options.moe_z_loss_coeff
+        if RoutingShape.of(self.hf_config) is None and not needed:
             return None
         try:
             return Routers(self.module)
         except RoutingError as error:
-            if self.options.routing_replay:
+            if needed:
                 raise
             logger.info("there are no metrics of the experts' load: %s", error)
             return None
@@ -262,16 +281,22 @@ class FSDPTrainModel(TrainModel):
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
         )
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        balancing = self._balancing
+        if balancing is not None:
+            balancing.begin_step(counts["real"], self.device)
         meter = None if self._routers is None else RoutingMeter(self._routers.shape, self.device)
         with self._running():
             for k, part in enumerate(parts, 1):
                 here = part.to(self.device)
                 if self._in_float64:
                     self.module.set_requires_gradient_sync(k == len(parts))
-                total, reported = loss(self._outputs(here, temperature, entropy, meter), here)
+                with nullcontext() if balancing is None else balancing.watching():
+                    outputs = self._outputs(here, temperature, entropy, meter)
+                total, reported = loss(outputs, here)
+                whole = total if balancing is None else total + balancing.loss(here)
                 # FSDP averages gradients over the ranks, but the loss of a step is the sum over the dp ranks. Ranks of
                 # one sequence compute the same loss, and each has the gradient by its own outputs.
-                (total if self._in_float64 else total * dist.get_world_size()).backward()
+                (whole if self._in_float64 else whole * dist.get_world_size()).backward()
                 if self.options.cpu_offload and len(parts) > 1:
                     self._take_gradients(sums)
                 # Numbers stay on the device until the step's end: reading one waits for all work before it.
@@ -287,6 +312,8 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
+        if balancing is not None:
+            numbers |= balancing.end_step()
         if meter is not None and self._routers is not None:
             counted = meter.sums()
             dist.all_reduce(counted)
@@ -602,7 +629,7 @@ def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:
     return real & (real.cumsum(1) == 1)
 
 
-def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+def _present(tensor: _T | None) -> _T:
     if tensor is None:
         raise TypeError("the model has another role: log_probs() needs an actor, values() needs a critic")
     return tensor

@@ -85,6 +85,12 @@ class TrainArgs:
     train_backend: str = _key("fsdp", "training backend", choices=("fsdp", "megatron"))
     tensor_model_parallel_size: int = _key(1, "megatron: tensor parallel size", least=1)
     pipeline_model_parallel_size: int = _key(1, "megatron: pipeline parallel size", least=1)
+    expert_model_parallel_size: int = _key(
+        1, "megatron: ranks among which the experts of a mixture of experts are distributed", least=1
+    )
+    expert_tensor_parallel_size: int | None = _key(
+        None, "megatron: ranks that share each expert; by default tensor_model_parallel_size", least=1
+    )
     use_distributed_optimizer: bool = _key(False, "megatron: shard the optimizer state over the dp ranks")
     megatron_to_hf_mode: str = _key(
         "raw", "accepted for slime's command lines; there is no other mode", choices=("raw",)
@@ -105,6 +111,19 @@ class TrainArgs:
         choices=("fp32", "bf16", "fp16", "fp64"),
     )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
+
+    # mixtures of experts
+    moe_aux_loss_coeff: float = _key(
+        0.0, "coefficient of the load-balancing loss of each layer of a mixture of experts", least=0
+    )
+    moe_z_loss_coeff: float = _key(
+        0.0, "coefficient of the z-loss of its routers, the mean squared logsumexp of their logits", least=0
+    )
+    moe_router_load_balancing_type: str = _key(
+        "seq_aux_loss",
+        "balance the experts in each row, which does not depend on micro-batches or ranks, or in each micro-batch",
+        choices=("seq_aux_loss", "aux_loss"),
+    )
 
     # adapter
     lora_rank: int = _key(
@@ -547,6 +566,17 @@ class TrainArgs:
     profile_step_end: int | None = _key(None, "rollout id after the last one to record", least=0)
     profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")
     tensorboard_dir: str | None = _key(None, "folder for TensorBoard event files, for the driver's script")
+    run_dir: str | None = _key(
+        "auto", "the run's folder, see docs/runs.md; auto is the script's choice, and none at all is written with null"
+    )
+    loggers: list[str] = _key(
+        [], "where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console and ray"
+    )
+    metric_names: str = _key("own", "names of the metrics for the loggers", choices=("own", "verl", "slime"))
+    record_rows: int | None = _key(
+        64, "rows of each step that the run's folder has; 0 for none, null for all, which a replay needs", least=0
+    )
+    record_steps: int = _key(200, "how many of the latest steps keep their rows", least=1)
     user: dict[str, Any] = _key({}, "your own keys")
 
 

@@ -186,8 +186,6 @@ def _check_routing_replay(args: Any) -> None:
         args.routing_replay = named
     if args.routing_replay is None:
         return
-    if args.train_backend != "fsdp":
-        raise TrainArgsError(f"args.routing_replay={args.routing_replay!r} needs train_backend='fsdp'")
     for name in ("use_rollout_logprobs", "keep_old_actor"):
         if args.routing_replay == "R2" and args[name]:
             raise TrainArgsError(
