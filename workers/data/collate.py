@@ -245,7 +245,7 @@ def _routed_experts(prompts: Sequence[Sequence[int]], completions: Sequence[Comp
         ids.extend(of.ids)
         offsets.append(offsets[-1] + count)
     values = torch.frombuffer(ids, dtype=torch.int16).clone() if ids else torch.zeros(0, dtype=torch.int16)
-    return jagged.build(values.view(-1, layers, k), torch.tensor(offsets), 0)  # type: ignore[no-any-return]
+    return jagged.build(values.view(-1, layers, k), torch.tensor(offsets), 0)
 
 
 def not_per_token(completion: Completion) -> str | None:
