@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from model_types import config_of
 from train_helpers import begin, learn, rollout, small_llama
 from waits import wait_until
 
@@ -17,6 +18,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 # name -> ranks, ranks with the same state, arguments
 WAYS = {
     "fsdp2": (2, 1, {**FSDP}),
+    "fsdp2-mixture": (2, 1, {**FSDP, "hf_config": config_of("qwen3_moe").to_diff_dict(), "moe_aux_loss_coeff": 0.05}),
     "fsdp2-lora": (2, 1, {**FSDP, "lora_rank": 4}),
     "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
     "sp2-dp2": (4, 1, {**FSDP, "sequence_parallel_size": 2}),
@@ -72,7 +74,8 @@ def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama
     coefficient, the learning rate."""
     ranks, replicas, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
-    args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
+    model = {} if "hf_config" in args else {"hf_checkpoint": llama_folder}
+    args = {**args, **model, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8, "num_steps_per_rollout": 2, "shuffle_minibatches": True,
             "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_target": 1e-3,
             "kl_horizon": 20}  # fmt: skip
