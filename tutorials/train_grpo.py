@@ -124,7 +124,8 @@ def main():
     else:
         prompts_of_eval = task.held_out()
         reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
-    with place(args, standby=standby) as placement, RunLog(args.tensorboard_dir) as log:
+    # The run's folder is opened after Ray has started, whose address it has.
+    with place(args, standby=standby) as placement, RunLog.from_args(args, run_dir=out.with_suffix("")) as log:
         ranks = placement.actor.world_size - standby
         options = {"standby": standby}
         if args.train_backend == "megatron" and not placement.actor.use_gpu:
@@ -172,6 +173,7 @@ def main():
             engine_extras=["expression"] if task and task.agent else [],
         )
         actor.set_rollout_manager(manager)
+        log.watch(*groups, manager)
 
         def prompts(rollout_id):
             if data:
@@ -226,6 +228,7 @@ def main():
                     manager.offload()
                     for group in groups:
                         group.onload()
+                batch = log.mark(rollout_id, batch)
                 learning = [group.async_train(rollout_id, batch) for group in groups]  # all at once
                 metrics = [ray.get(refs)[0] for refs in learning]
                 if args.offload_train:
@@ -233,7 +236,7 @@ def main():
             about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
             mean_reward = batch["rewards"].mean().item()
             scores |= (stream.metrics() if stream else {}) | (data.metrics() if data else {})
-            noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic})
+            noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic}, batch)
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
             saves = args.save or args.save_hf or args.critic_save_hf

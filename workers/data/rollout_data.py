@@ -31,6 +31,7 @@ so entries there are ignored.
 | ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
 | ``max_weight_versions`` | (B,) int64 | the highest of them |
+| ``record_rows`` | (B,) int64 | the row's number, for rows that `RunLog` records; -1 for others |
 | ``position_ids`` | (B, T) integer | not used: positions count a row's real tokens from 0, and others are an error |
 
 All log-probabilities are of the same distribution: with a ``sampling_mask``, normalized over the tokens that ``top_p``
@@ -74,6 +75,7 @@ PER_ROW = PER_ROLLOUT | {
     "rollout_ids",
     "min_weight_versions",
     "max_weight_versions",
+    "record_rows",
 }
 EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
@@ -92,6 +94,8 @@ LARGEST_SET = 512
 """Up to how many tokens a set has that is read from the top log-probabilities of vLLM or a server."""
 SAMPLING_MASK = ("sampling_mask", "sampling_mask_lengths")
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
+
+RECORD_ROWS = "record_rows"
 
 _GROUPS = 2**24
 """How many numbers one result of `unique_groups` is for."""

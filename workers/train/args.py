@@ -566,6 +566,17 @@ class TrainArgs:
     profile_step_end: int | None = _key(None, "rollout id after the last one to record", least=0)
     profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")
     tensorboard_dir: str | None = _key(None, "folder for TensorBoard event files, for the driver's script")
+    run_dir: str | None = _key(
+        "auto", "the run's folder, see docs/runs.md; auto is the script's choice, and none at all is written with null"
+    )
+    loggers: list[str] = _key(
+        [], "where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console and ray"
+    )
+    metric_names: str = _key("own", "names of the metrics for the loggers", choices=("own", "verl", "slime"))
+    record_rows: int | None = _key(
+        64, "rows of each step that the run's folder has; 0 for none, null for all, which a replay needs", least=0
+    )
+    record_steps: int = _key(200, "how many of the latest steps keep their rows", least=1)
     user: dict[str, Any] = _key({}, "your own keys")
 
 

@@ -35,6 +35,7 @@ from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
 from workers.algorithms.supervised import check_pairs
 from workers.data.rollout_data import (
+    RECORD_ROWS,
     REWARD_PART,
     RolloutDataError,
     check_rollout_data,
@@ -47,6 +48,7 @@ from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_ro
 from workers.hf_files import known_config, known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
+from workers.train.kept_rows import KeptRows
 from workers.train.model_worker import ModelWorker
 from workers.train.train_model import StepReport, TokenLoss
 from workers.train.train_worker import own_rows
@@ -63,6 +65,7 @@ class PolicyTrainWorker(ModelWorker):
 
     _rollout_id = 0
     """Of the rollout in training."""
+    _kept: KeptRows | None = None
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:
@@ -79,6 +82,9 @@ class PolicyTrainWorker(ModelWorker):
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
 
+    def recorded_rows(self) -> dict[str, Any] | None:
+        return None if self._kept is None else self._kept.arrays()
+
     # --- training ---------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, rollout_data_ref: Any, **computed: Any) -> dict[str, float]:
@@ -86,7 +92,7 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         began = time.perf_counter()
         self._refuse_asleep("train")
-        self._rollout_id = rollout_id
+        self._rollout_id, self._kept = rollout_id, None
         # A run that continues from a checkpoint also repeats the dropout of this rollout.
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
@@ -149,6 +155,7 @@ class PolicyTrainWorker(ModelWorker):
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
         data["loss_mask"] = self._trained(data)
+        metrics |= self._of_tokens("advantage", data["advantages"], data)
         loss = policy_loss(
             partial(function_of(args, "policy_loss_type"), args=args),
             kl_coef=args.kl_loss_coef,
@@ -168,6 +175,8 @@ class PolicyTrainWorker(ModelWorker):
         data["returns"] = value_targets(self._advantage_rows(data), self.args)
         metrics |= self._adapt_kl_coef(data)
         data["loss_mask"] = self._trained(data)
+        metrics |= self._of_tokens("return", data["returns"], data)
+        metrics |= self._of_tokens("value", data["values"], data)
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
     def _steps(self, data: Data, loss: TokenLoss) -> dict[str, float]:
@@ -177,6 +186,9 @@ class PolicyTrainWorker(ModelWorker):
         reports: list[StepReport] = []
         lr = 0.0
         totals = None
+        kept = self._kept = KeptRows(data) if RECORD_ROWS in data and self.role == "actor" else None
+        # Old log-probabilities of the trainer are better: those of the first pass are after earlier steps.
+        watches = kept is not None and ("old_log_probs" not in data or args.use_rollout_logprobs)
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
         for epoch in range(args.ppo_epochs):
@@ -192,7 +204,10 @@ class PolicyTrainWorker(ModelWorker):
                 lr = self._lr()
                 temperature = args.temperature if self.role == "actor" else 1.0
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
-                reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
+                of_tokens = kept.watch(loss, part) if kept is not None and watches else loss
+                reports.append(self.model.train_step(part, of_tokens, lr=lr, temperature=temperature, entropy=entropy))
+                if kept is not None:
+                    kept.take()
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
         return {**_mean(reports, lr), **self._spread([report.cost for report in reports])}
 
@@ -502,6 +517,21 @@ class PolicyTrainWorker(ModelWorker):
             **({"rows_per_rollout": size / rollouts} if size and "rollout_ids" in data else {}),
             **({"replay/missing": missing / max(known, 1)} if ROUTED_EXPERTS in data else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
+        }
+
+    def _of_tokens(self, name: str, values: torch.Tensor, data: Data) -> dict[str, float]:
+        """Return the mean, the largest and the smallest of a number per token, (B, T), over the trained tokens of all
+        ranks."""
+        of_rank = values[data["loss_mask"] != 0].double()
+        said = (len(of_rank), float(of_rank.sum()), *map(float, of_rank.aminmax())) if len(of_rank) else None
+        parts = [part for part in self._over_dp(said) if part is not None]
+        if not parts:
+            return {}
+        mean = sum(part[1] for part in parts) / sum(part[0] for part in parts)
+        return {
+            f"{name}/mean": mean,
+            f"{name}/max": max(part[3] for part in parts),
+            f"{name}/min": min(part[2] for part in parts),
         }
 
     def _staleness(self, data: Data) -> Counter[int]:

@@ -134,7 +134,6 @@ def completion_of(
     finish_reason: FinishReason,
     *,
     info: Mapping[str, Any] | None = None,
-    leaves: Sequence[int] | Picker | None = None,
     rewards: Mapping[int, float] | None = None,
     turn_discount: float = 1.0,
 ) -> Completion:
@@ -149,11 +148,10 @@ def completion_of(
         prompt: the rollout's.
         finish_reason: of the session.
         info: of the session.
-        leaves: as for `rows`.
         rewards: as for `rows`.
         turn_discount: as for `rows`.
     """
-    made = rows(trajectory, leaves, rewards=rewards, turn_discount=turn_discount)
+    made = rows(trajectory, rewards=rewards, turn_discount=turn_discount)
     if not made:
         return Completion([], [], finish_reason, info=info)
     last = made[-1]

@@ -140,6 +140,14 @@ class Trajectory:
             )
         )
 
+    def drop(self) -> None:
+        """Remove the newest node, of which nobody has been told."""
+        node, number = self.nodes.pop(), len(self._lengths) - 1
+        self._hashes.pop()
+        self._lengths.pop()
+        del self._children[number]
+        self._children[node.parent].remove(number)
+
     def _computed(self, node: int | None) -> int:
         """Of how many tokens of the path to a node the experts are known."""
         while node is not None and self.nodes[node].routed_experts is None:
@@ -167,7 +175,10 @@ class Trajectory:
 
     def token_ids(self, node: int) -> list[int]:
         """The tokens of the path to a node: what an engine gets as its prompt, or what it saw and produced."""
-        return [token for number in self.path(node) for token in self.nodes[number].token_ids]
+        whole = array("i")
+        for number in self.path(node):
+            whole += self.nodes[number].token_ids
+        return whole.tolist()
 
     def length(self, node: int) -> int:
         """The number of tokens of the path to a node."""
@@ -181,12 +192,12 @@ class Trajectory:
         """Find where a conversation continues.
 
         Args:
-            messages: a digest of each message of the conversation.
+            messages: a digest of each message of the conversation. That of a sampled message may lack what its own has
+                behind a dot, which is the reasoning: not every client returns it.
 
         Returns:
             The deepest node whose path stands for the first messages, the newest of several, and how many messages that
-            is; ``(None, 0)`` if the conversation is new. A completion that ended by its length or was aborted is not
-            continued: its message is incomplete.
+            is; ``(None, 0)`` if the conversation is new. A completion that was aborted is not continued.
         """
         best: tuple[int | None, int] = (None, 0)
         for node, count in self._matching(None, tuple(messages), 0):
@@ -200,7 +211,9 @@ class Trajectory:
             here, at = stack.pop()
             of = self.nodes[here]
             end = at + len(of.messages)
-            if of.messages == messages[at:end] and of.finish_reason in (None, "stop"):
+            given = messages[at:end]
+            same = of.messages == given or (of.sampled and tuple(one.partition(".")[0] for one in of.messages) == given)
+            if same and of.finish_reason != "abort":
                 yield here, end
                 stack += [(child, end) for child in self._children[here]]
 

@@ -154,6 +154,8 @@ class RequestEngine(RolloutEngine):
         positions_are: whose limit that is, for the error.
         coldest: the lowest temperature besides 0; one that is lower still would overflow the logits.
         echo_prompts: whether completions have `Completion.prompt_ids`, to be compared with what was submitted.
+        keep_prefixes: whether requests may continue those that have ended, as the turns of a session do, so that it is
+            worth keeping their keys and values. Engines that always decide this themselves ignore it.
     """
 
     vocab_size: int | None = None
@@ -161,6 +163,7 @@ class RequestEngine(RolloutEngine):
     positions_are = "the model's"
     coldest = 1e-6
     echo_prompts = False
+    keep_prefixes = False
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -315,10 +318,7 @@ class RequestEngine(RolloutEngine):
             ValueError: there is not one seed per prompt, a seed is no integer, a stop token is outside the vocabulary,
                 or the temperature is too low.
         """
-        if not isinstance(seeds, Sequence) and not hasattr(seeds, "__len__"):
-            raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        check_seeds(prompts, seeds)
         with self._changed:
             self._check_ready("generate", bool(self._holds - {READING}))
         requests = [
@@ -614,6 +614,14 @@ class RequestEngine(RolloutEngine):
                 self._fail(failed, error)
                 with self._changed:
                     self._dropped = []  # `serve` begins without requests
+
+
+def check_seeds(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    """Raise a `ValueError` if there is not one seed per prompt of `RolloutEngine.generate`."""
+    if not hasattr(seeds, "__len__"):
+        raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
 
 
 def _token_ids(values: Sequence[int]) -> list[int] | None:
