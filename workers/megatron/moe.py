@@ -2,7 +2,7 @@
 
 Megatron's router weighs the auxiliary losses of tensor-parallel ranks by their own tokens only, knows no padding behind
 the first pipeline stage, and keeps replayed routes in a registry of all models of the process. `MoERouter` gets what it
-needs to know of a micro-batch from the `Routing` of its model.
+needs to know of a micro-batch from the `ExpertRouting` of its model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Norm(nn.RMSNorm):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RoutedTokens:
     """What the routers need to know of a micro-batch of b rows of s tokens.
 
     Attributes:
@@ -91,14 +91,14 @@ class Tokens:
     real: torch.Tensor
     routes: torch.Tensor | None = None
 
-    def slice_of(self, rank: int, ranks: int) -> Tokens:
+    def slice_of(self, rank: int, ranks: int) -> RoutedTokens:
         """Return a tensor-parallel rank's slice of the sequence."""
         size = len(self.real) // ranks
         span = slice(rank * size, (rank + 1) * size)
         return replace(self, real=self.real[span], routes=None if self.routes is None else self.routes[span])
 
 
-class Routing:
+class ExpertRouting:
     """What the routers of one model share: the tokens that they route, and what they report.
 
     The auxiliary losses of a step are means over its real tokens, on all dp ranks, so that they do not depend on how
@@ -128,7 +128,7 @@ class Routing:
         self.routers = [module for model in models for module in model.modules() if isinstance(module, MoERouter)]
         for router in self.routers:
             router.shared = self
-        self.tokens: Tokens | None = None
+        self.tokens: RoutedTokens | None = None
         self.total = 1.0
         self.recorded: dict[int, torch.Tensor] | None = None
         self._meter: RoutingMeter | None = None
@@ -158,7 +158,7 @@ class Routing:
         return RoutingMeter.metrics(sums[:-2], self.shape) | losses
 
     @contextmanager
-    def forward(self, tokens: Tokens) -> Iterator[None]:
+    def forward(self, tokens: RoutedTokens) -> Iterator[None]:
         """Within it the models' forward pass of a micro-batch runs. Its recomputation runs outside."""
         if self.config.sequence_parallel:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -169,7 +169,7 @@ class Routing:
         finally:
             self.tokens = None
 
-    def count(self, layer: int, chosen: torch.Tensor, native: torch.Tensor, tokens: Tokens) -> None:
+    def count(self, layer: int, chosen: torch.Tensor, native: torch.Tensor, tokens: RoutedTokens) -> None:
         """Add what a router has chosen.
 
         Args:
@@ -194,20 +194,20 @@ class Routing:
 
 
 class MoERouter(TopKRouter):
-    """Softmax over the experts and the best k, or given ones; see `Routing`.
+    """Softmax over the experts and the best k, or given ones; see `ExpertRouting`.
 
     Attributes:
-        shared: the `Routing` of its model.
+        shared: the `ExpertRouting` of its model.
         waiting: the tokens of the micro-batches whose backward pass has not begun, in the order of their forward
             passes. Every schedule runs the backward passes of a chunk in that order, so a recomputation is that of the
             first one.
     """
 
-    shared: Routing
+    shared: ExpertRouting
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.waiting: deque[Tokens] = deque()
+        self.waiting: deque[RoutedTokens] = deque()
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits, (s, b, experts). Megatron-core 0.16's own raises NameError without Transformer Engine."""
@@ -215,7 +215,9 @@ class MoERouter(TopKRouter):
         dtype = kinds.get(self.config.moe_router_dtype or "", input.dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
-    def routing_of(self, logits: torch.Tensor, tokens: Tokens, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing_of(
+        self, logits: torch.Tensor, tokens: RoutedTokens, recomputed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route a micro-batch.
 
         Args:
@@ -252,7 +254,9 @@ class MoERouter(TopKRouter):
         logits = self.gating(input)
         return self.routing_of(logits.view(-1, logits.shape[-1]), tokens, recomputed)
 
-    def _losses(self, logits: torch.Tensor, native: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def _losses(
+        self, logits: torch.Tensor, native: torch.Tensor, tokens: RoutedTokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's share of the sums over its tokens of the two losses; the gradient of the other tensor-parallel
         ranks' shares is theirs."""
         experts, logits, real = logits.shape[-1], logits.float(), tokens.real
@@ -266,10 +270,7 @@ class MoERouter(TopKRouter):
         if self.config.moe_router_load_balancing_type != "seq_aux_loss":
             counts, scores = counts.sum(0, keepdim=True), scores.sum(0, keepdim=True)
         of_batch = (counts[:, :-1] * scores).sum(1) * experts / (self.topk * counts[:, -1].clamp(min=1.0))
-        balance = of_batch.sum()
-        if self.config.moe_router_load_balancing_type == "none":
-            balance = balance * 0.0
-        return balance, (logits.logsumexp(-1).square() * real.reshape(-1)).sum()
+        return of_batch.sum(), (logits.logsumexp(-1).square() * real.reshape(-1)).sum()
 
 
 class _Choice:
