@@ -89,9 +89,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         overrides = dict(args.megatron_overrides)
         if experts_of(hf_config) is not None:
             overrides = {**{name: args[name] for name in BALANCING}, **overrides}
-        if args.moe_aux_loss_coeff or args.moe_z_loss_coeff:
-            names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
-            overrides = {name: args[name] for name in names} | overrides
         if args.gradient_checkpointing:
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip

@@ -18,6 +18,7 @@ EP2 = {"expert_model_parallel_size": 2}
 # name -> ranks, ranks with the same state, arguments
 WAYS = {
     "fsdp2": (2, 1, {**FSDP}),
+    "fsdp2-mixture": (2, 1, {**FSDP, "moe_aux_loss_coeff": 0.05}),
     "fsdp2-lora": (2, 1, {**FSDP, "lora_rank": 4}),
     "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
     "sp2-dp2": (4, 1, {**FSDP, "sequence_parallel_size": 2}),
@@ -77,7 +78,7 @@ def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama
     coefficient, the learning rate."""
     ranks, replicas, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
-    folder = mixture_folder if args.keys() & EP2.keys() else llama_folder
+    folder = mixture_folder if args.keys() & {*EP2, "moe_aux_loss_coeff"} else llama_folder
     args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8, "num_steps_per_rollout": 2, "shuffle_minibatches": True,
             "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_target": 1e-3,
