@@ -95,6 +95,7 @@ class TestStuckGroup:
         assert re.search(r"^  rank 2 of group stuck_Fragile is late: all_reduce\(\) for .*wait for it$", out, re.M)
         assert re.search(r"^0 .* waits in all_reduce, for rank 2; at group_workers\.py:\d+, in all_reduce$", out, re.M)
 
+    @pytest.mark.full("what status --watch shows")
     def test_watch_shows_it_again_and_again(self, stuck):
         process = start("status", "stuck_", "--watch")
         seconds = []
@@ -117,6 +118,7 @@ class TestStuckGroup:
             assert any("is broken" in one for one in look.problems()) and look.status.last_death.rank == 2
 
 
+@pytest.mark.full("what status --watch shows")
 def test_rank_whose_c_code_holds_the_lock(pool):
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="in_c_") as group,
