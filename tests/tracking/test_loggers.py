@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waits import wait_until
 
 from single_controller.view.run_files import EVENTS, read_lines
 from workers import RunLog
@@ -151,7 +152,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
     have("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    assert of_wandb(write(tmp_path / "run", ["wandb"])) == table()
+    folder = write(tmp_path / "run", ["wandb"])
+    wait_until(lambda: of_wandb(folder) == table())  # its service writes a little later
 
 
 def test_swanlab_offline(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ def about_process(config: Mapping[str, Any], name: str | None) -> dict[str, Any]
     """Return entries of ``run.json``: configuration, versions, git, seeds, Ray's address."""
     seeds = {key: config[key] for key in ("seed", "rollout_seed") if config.get(key) is not None}
     about = {"config": config, "versions": versions(), "git": git_state(), "seeds": seeds, "ray_address": ray_address()}
-    return {**about, "groups": []} | ({} if name is None else {"name": name})
+    return {**about, "groups": [], "ranks": None} | ({} if name is None else {"name": name})
 
 
 def versions() -> dict[str, str]:

@@ -170,10 +170,13 @@ class RunLog(Closing):
         """
         if self._folder is None:
             return
+        ranks: dict[str, Any] | None = self._folder.run.get("ranks")
         for one in watched:
             if hasattr(one, "async_train"):
                 if one.role == "actor":
                     self._actor = one
+                    workers = one.ready_workers("watch")
+                    ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
                     self._version, self._checkpoint = one.weight_version, one.last_checkpoint
                 self._watch_group(one.worker_group)
             elif hasattr(one, "row_notes"):
@@ -182,7 +185,7 @@ class RunLog(Closing):
             else:
                 self._watch_group(one)
         with self._lock:
-            self._folder.update(groups=list(self._groups))
+            self._folder.update(groups=list(self._groups), ranks=ranks)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -67,9 +67,9 @@ class RowNotes:
         self._kept.append((weakref.ref(batch), notes))
 
     def same(self, batch: Any, other: Any) -> None:
-        """Note that another batch has the same rows."""
+        """Note that another batch has the same rows. Plain dicts have no notes."""
         notes = self.of(batch)
-        if notes is not None:
+        if notes is not None and not isinstance(other, dict):
             self._kept.append((weakref.ref(other), notes))
 
     def of(self, batch: Any) -> list[RowNote] | None:
@@ -93,7 +93,7 @@ def with_record_rows(batch: Any, limit: int | None, seed: int) -> Any:
     if limit is not None and count > limit:
         chosen = torch.tensor(_choose(batch, count, limit, seed))
         numbers = torch.full((count,), -1).scatter(0, chosen, chosen)
-    if isinstance(batch, Mapping):
+    if isinstance(batch, dict):
         return {**batch, RECORD_ROWS: numbers}
     return batch.clone(recurse=False).update({RECORD_ROWS: numbers})
 
@@ -143,6 +143,7 @@ def step_samples(
     arrays = {
         "offsets": offsets,
         "numbers": np.array(numbers, np.int64),
+        "starts": real.int().argmax(1).numpy().astype(np.int32),
         "tokens": flat(batch["input_ids"], np.int32),
         "loss_mask": mask.astype(np.uint8 if whole else np.float32),
     }
@@ -203,7 +204,8 @@ def step_samples(
                 "turns": _turns(mask[begin:end]) if note is not None and note.info is not None else None,
             }
         )
-    return arrays, {"batch_rows": shape[0], "width": shape[1], "rows": rows}
+    columns = {name: str(batch[name].dtype).removeprefix("torch.") for name in names if hasattr(batch[name], "dtype")}
+    return arrays, {"batch_rows": shape[0], "width": shape[1], "columns": columns, "rows": rows}
 
 
 def hexadecimal(digest: int) -> str:

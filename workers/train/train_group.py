@@ -415,6 +415,11 @@ class RayTrainGroup:
         return workers
 
     @property
+    def with_ref(self) -> bool:
+        """Whether `async_init` was asked to keep a reference's weights."""
+        return bool(self._with_ref)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._ranks if self._group is None or self._group.closed else self._group.world_size
