@@ -84,6 +84,9 @@ MAX_POINTS = 4_000
 MAX_BARS = 20_000
 """Parts of a timeline that are sent at most; those next to each other are merged."""
 
+ROW_ARRAYS = frozenset(("numbers", "starts", "prompt_lengths", "rewards", "groups"))
+"""The arrays of samples that have one value for each row."""
+
 REQUEST_SECONDS = 10.0
 """How long a client may take to send its request."""
 
@@ -260,18 +263,12 @@ class ViewServer(Closing):
         end = min(stop, begin + max(1, min(query.integer("count", MAX_TOKENS), MAX_TOKENS)))
         per_token, per_row = {}, {}
         for name in arrays:
-            if name.endswith("/offsets") or name.startswith("jagged/"):
+            if name == "offsets" or name.startswith("jagged/") or (values := arrays[name]).ndim != 1:
                 continue
-            values = arrays[name]
-            if (
-                values.ndim == 1
-                and name != "offsets"
-                and len(values) == len(arrays["tokens"])
-                and (name.startswith("token/") or "/" not in name)
-            ):
-                per_token[name.removeprefix("token/")] = _plain(values[begin:end])
-            elif values.ndim == 1 and len(values) == len(table.finish):
+            if name in ROW_ARRAYS or name.startswith("row/"):
                 per_row[name.removeprefix("row/")] = _plain(values[row : row + 1])[0]
+            else:
+                per_token[name.removeprefix("token/")] = _plain(values[begin:end])
         tokens = per_token.pop("tokens", [])
         texts = run.texts(step)
         text = texts[row] if row < len(texts) else {}

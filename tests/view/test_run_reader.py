@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import socket
+import subprocess
 
 import numpy as np
 import pytest
@@ -97,6 +99,13 @@ class TestFolder:
     def test_a_run_without_steps_for_long_is_a_problem(self, tmp_path):
         assert "no step" in RunReader(write_run(tmp_path / "silent", ended=False)).silent(60)
         assert RunReader(write_run(tmp_path / "ended")).silent(60) is None
+
+    def test_state_of_a_run_whose_process_is_gone(self, tmp_path):
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        for name, pid, state in (("a", os.getpid(), "running"), ("b", gone.pid, "killed")):
+            process = {"host": socket.gethostname(), "pid": pid, "argv": []}
+            assert RunReader(write_run(tmp_path / name, ended=False, process=process)).summary()["state"] == state
 
 
 class TestSamples:
