@@ -138,9 +138,13 @@ def test_wait_for_the_result_of_another_group(pool):
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="slow_") as slow,
         RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="eager_") as eager,
-        GroupWatch("eager_") as watch,
+        GroupWatch() as watch,
     ):
-        later = eager.times_rank.remote(slow.sleep.remote(4.0))
-        wait_until(lambda: watch.look()[0].waits.get(0, Wait()).what == "for the result of sleep()")
+
+        def eagers():
+            return next(look for look in watch.look() if look.status.name == eager.name).waits
+
+        later = eager.times_rank.remote(slow.sleep.remote(2.0))
+        wait_until(lambda: eagers().get(0, Wait()).what == f"for the result of sleep() of {slow.name}")
         later.result(timeout=30)
-        assert watch.look()[0].waits == {}
+        assert eagers() == {}

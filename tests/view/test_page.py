@@ -48,7 +48,7 @@ def url(tmp_path_factory):
     write_lines(
         run / "events.jsonl",
         [
-            *(update(version, version) for version in range(1, 400)),
+            *(update(version, version, pause_seconds=0.1) for version in range(1, 400)),
             {"step": 380, "time": STARTED + 380, "kind": "alarm", "text": "entropy collapsed", "advice": "see entropy"},
             {"step": 390, "time": STARTED + 390, "kind": "death", "text": "rank 3 died", "group": "rollout", "rank": 3},
         ],
@@ -81,7 +81,8 @@ def url(tmp_path_factory):
         parts.append({"group": None, "rank": None, "method": "train", "start": at + 0.5, "end": at + 0.95})
         for rank in range(4):
             end = at + 0.2 + 0.06 * rank
-            parts.append({"group": "group rollout", "rank": rank, "method": "generate", "start": at, "end": end})
+            parts.append({"group": "group rollout", "rank": rank, "method": "generate", "start": at + 0.1, "end": end})
+            parts[-1]["waits"] = {"queue": 0.08, "open": 0.02, "return": 0.01}
         for rank in range(2):
             parts.append({"group": "group actor", "rank": rank, "method": "train", "start": at + 0.5, "end": at + 0.9})
     write_lines(run / "timeline.jsonl", parts)
