@@ -117,7 +117,7 @@ class ViewServer(Closing):
 
     Raises:
         RunFolderError: a folder is no run folder.
-        OSError: the port is in use.
+        OSError: the port is in use, or is none.
     """
 
     def __init__(self, folders: Sequence[str | Path], port: int = 0, address: str | None = None) -> None:
@@ -131,16 +131,22 @@ class ViewServer(Closing):
         class Handler(_Handler):
             view = server
 
-        self._server = _Server(("127.0.0.1", port), Handler)
+        self._serving = False
+        try:
+            self._server = _Server(("127.0.0.1", port), Handler)
+        except (OSError, OverflowError) as error:
+            raise OSError(f"port {port} of 127.0.0.1 cannot be used: {error}. Choose another one, or 0") from error
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/{self.token}/"
 
     def serve(self) -> None:
         """Answer requests until `close` is called in another thread."""
+        self._serving = True
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
         """Stop answering, and close the connections to clusters."""
-        self._server.shutdown()
+        if self._serving:  # otherwise, shutdown() would wait for ever
+            self._server.shutdown()
         self._server.server_close()
         for live in self._live.values():
             live.close()

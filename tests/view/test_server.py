@@ -85,6 +85,15 @@ def test_command_refuses_what_is_no_run(tmp_path, capsys):
         assert exit.value.code == 1 and "is not a run folder" in capsys.readouterr().err
 
 
+def test_port_in_use_is_said(tmp_path):
+    run = write_run(tmp_path / "run")
+    with ViewServer([run]) as server:  # and closes one that has never served
+        port = urllib.parse.urlsplit(server.url).port
+        for wrong in (port, 99999999):
+            with pytest.raises(OSError, match=f"port {wrong} of 127.0.0.1 cannot be used"):
+                ViewServer([run], port=wrong)
+
+
 class TestAnswers:
     def test_runs(self, served):
         first, second = api(served, "runs")["runs"]
