@@ -8,6 +8,7 @@ import pytest
 from browser import Browser
 from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 from test_server import HOSTILE
+from waits import within
 
 from single_controller.view.server import ViewServer
 
@@ -242,3 +243,27 @@ def test_hostile_text_does_nothing(browser, tmp_path):
             )
         assert "<script>window.hacked" in browser.js("document.title")
     assert [one for one in browser.log if one["method"] == "Page.javascriptDialogOpening"] == []
+
+
+@pytest.mark.full("large runs on the page")
+@pytest.mark.alone
+def test_large_runs_open_within_two_seconds(browser, tmp_path):
+    """10,000 samples of 1,000 tokens in one step, and 100,000 steps; then the table is scrolled through."""
+    wide, long = write_run(tmp_path / "wide", steps=10), tmp_path / "long"
+    write_run(long, steps=100_000, metrics=[f"metric/{n}" for n in range(20)])
+    write_samples(wide, 1, [1000] * 10_000, texts=[{"completion": "word " * 800}] * 10_000)
+    for run, tab, ready in (
+        (wide, "samples", "document.querySelector('.grid-row')?.dataset.row"),
+        (long, "curves", "document.querySelectorAll('.chart[data-points=\"800\"]').length > 5"),
+    ):
+        with ViewServer([run]) as server:  # which has read nothing yet
+            threading.Thread(target=server.serve, daemon=True).start()
+            browser.open("about:blank")
+            with within(2):
+                browser.open(f"{server.url}#{tab}")
+                browser.wait(ready)
+            if tab == "samples":
+                with within(2):
+                    for share in range(1, 11):
+                        browser.js(f"document.querySelector('.scroll').scrollTop = {share} * 26_000")
+                        browser.wait("[...document.querySelectorAll('.grid-row')].every((one) => one.dataset.row)")

@@ -10,15 +10,19 @@ export async function overview(here) {
   const draw = () => place.replaceChildren(el("div", { class: "cards" }, page.runs.map(card)));
   show(problems, place);
   draw();
+  let looking = false;
   const look = async () => {
-    const found = await Promise.all(page.runs.filter((one) => !one.about.ended).map((one) => api("live", { run: one.run })));
+    if (looking) return;  // a cluster that does not respond takes long to say so
+    looking = true;
+    const found = await Promise.all(page.runs.filter((one) => !one.about.ended).map((one) => api("live", { run: one.run }).catch(() => ({ problems: [] }))));
+    looking = false;
     if (!here()) return;
     const lines = [...new Set(found.flatMap((one) => one.problems))];
     problems.replaceChildren(...(lines.length ? [el("h2", { class: "bad" }, "Problems now"), el("ul", { class: "list" }, lines.map((one) => el("li", {}, one))),
       el("p", {}, el("a", { href: address("ranks") }, "Ranks"), " shows where each rank is.")] : []));
   };
   look();
-  return { refresh: async () => { draw(); await look(); } };
+  return { refresh: async () => { draw(); look(); } };
 }
 
 function card(one) {
