@@ -103,6 +103,14 @@ def test_finished_run(browser, url):
     page = browser.text()
     assert "grpo-7b-lr2" in page and "entropy collapsed" in page and "ended: finished" in page and "df2d8c2" in page
 
+    browser.js("document.querySelectorAll('details')[1].open = true")
+    browser.js("document.querySelector('.card').dataset.old = 1")
+    browser.wait("document.querySelector('.card').dataset.old === undefined")  # it was drawn again
+    assert browser.js("[...document.querySelectorAll('details')].map((one) => one.open).join()").startswith(
+        "false,true,f"
+    )
+    assert '"lr": 0.000001' in browser.text()
+
     browser.js("location.hash = '#curves'")
     browser.wait("document.querySelectorAll('.chart[data-points]').length == 6")
     points = browser.js(

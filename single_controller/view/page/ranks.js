@@ -7,7 +7,11 @@ const LOOK_SECONDS = 0.7;
 export async function overview(here) {
   const problems = el("div", { id: "problems" });
   const place = el("div");
-  const draw = () => place.replaceChildren(el("div", { class: "cards" }, page.runs.map(card)));
+  const draw = () => {
+    const open = [...place.querySelectorAll("details")].map((one) => one.open);
+    place.replaceChildren(el("div", { class: "cards" }, page.runs.map(card)));
+    place.querySelectorAll("details").forEach((one, i) => { one.open = open[i] ?? false; });
+  };
   show(problems, place);
   draw();
   let looking = false;
@@ -54,7 +58,11 @@ export async function ranks(here) {
   const opened = new Set();
   show(el("div", { class: "bar" }, runChooser(), el("span", { class: "quiet" }, "What each rank does now. Click a rank for its stack.")), place);
   let timer = null;
-  const render = (seen) => place.replaceChildren(...draw(seen, opened, () => render(seen)));
+  const render = (seen) => {
+    const scrolled = new Map([...place.querySelectorAll("pre")].map((one) => [one.dataset.of, [one.scrollLeft, one.scrollTop]]));
+    place.replaceChildren(...draw(seen, opened, () => render(seen)));
+    place.querySelectorAll("pre").forEach((one) => { [one.scrollLeft, one.scrollTop] = scrolled.get(one.dataset.of) ?? [0, 0]; });
+  };
   const look = async () => {
     try {
       const seen = await api("live", { run: run().run });
@@ -96,7 +104,7 @@ function draw(seen, opened, redraw) {
         el("td", { class: "quiet" }, rank.death ? `${clock(rank.death.at)}: ${rank.death.reason}` : ""));
       line.onkeydown = (event) => { if (event.key === "Enter") line.onclick(); };
       body.append(line);
-      if (isOpen && rank.stack) body.append(el("tr", {}, el("td"), el("td", { colSpan: 5 }, el("pre", { class: "stack", data: { rank: rank.rank } }, rank.stack))));
+      if (isOpen && rank.stack) body.append(el("tr", {}, el("td"), el("td", { colSpan: 5 }, el("pre", { class: "stack", data: { rank: rank.rank, of: key } }, rank.stack))));
     }
     parts.push(el("table", {}, el("thead", {}, el("tr", {}, ["rank", "host, pid", "runs", "waits", "at", "last death"].map((head) => el("th", {}, head)))), body));
   }
