@@ -122,7 +122,7 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     several = ranks["world_size"] > 1
     if several and args.shuffle_minibatches and args.num_steps_per_rollout > 1:
         raise ReplayError("the run shuffles each rank's rows (shuffle_minibatches), which one rank cannot repeat")
-    checkpoint, begin = _begin(args, step, folder)
+    checkpoint, begin = _begin([run["config"].get(name) for name in ("load", "save")], step, folder)
     args["load"] = None if checkpoint is None else str(checkpoint.parent)
     args["ckpt_step"] = None if checkpoint is None else begin - 1
     made = ClassWithInitArgs(_class(args))
@@ -165,13 +165,18 @@ def _class(args: Any) -> type[Any]:
     return worker_class(args.train_backend)
 
 
-def _begin(args: Any, step: int, folder: Path) -> tuple[Path | None, int]:
+def _begin(saved: Sequence[str | None], step: int, folder: Path) -> tuple[Path | None, int]:
     """Return the checkpoint to begin with, None for the initial weights, and the first step to train.
+
+    Args:
+        saved: folders with checkpoints.
+        step: to be replayed.
+        folder: the run's.
 
     Raises:
         ReplayError: not all rows of the steps from there on are recorded.
     """
-    found = {number: path for where in (args.load, args.save) for number, path in complete_checkpoints(where).items()}
+    found = {number: path for where in saved for number, path in complete_checkpoints(where).items()}
     whole = {number for number in sample_steps(folder) if number <= step and _complete(folder, number)}
     begin = step
     while begin in whole and begin - 1 not in found and begin > 0:
@@ -182,7 +187,7 @@ def _begin(args: Any, step: int, folder: Path) -> tuple[Path | None, int]:
     known = ", ".join(str(number) for number in sorted(found) if number < step) or "none"
     raise ReplayError(
         f"step {begin} {what}, and there is no later checkpoint before step {step} (checkpoints: {known} in "
-        f"load={args.load!r} and save={args.save!r}). Record with record_rows=null, and save more often or keep more "
+        f"load={saved[0]!r} and save={saved[1]!r}). Record with record_rows=null, and save more often or keep more "
         "steps (record_steps)"
     )
 
