@@ -14,7 +14,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_demo_learns(way, tmp_path):
-    if way == "vllm" and not (ROOT / ".venv-vllm" / ".ready").exists():
+    if "vllm" in way and not (ROOT / ".venv-vllm" / ".ready").exists():
         pytest.skip("needs .venv-vllm: run make test-vllm")
     rewards = run(tmp_path, *WAYS[way], "num_rollout=30")
     assert sorted(rewards) == list(range(30))

@@ -33,6 +33,7 @@ class RunningCall(NamedTuple):
 
     method: str  # its label: the method, or ``<role>.<method>``
     seconds: float  # how long it has been running, the wait for its arguments included
+    waits: str = ""  # the deferred argument for which it waits, in words; empty if it waits for none
 
 
 class Death(NamedTuple):

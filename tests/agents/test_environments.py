@@ -4,12 +4,13 @@ the sandbox; a renderer that cannot extend a conversation."""
 import asyncio
 import json
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from agent_helpers import Characters
+from agent_helpers import Characters, ScriptEngine, merging_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_helpers import BigramEngine
@@ -18,8 +19,10 @@ from workers import AgentEngine, CodeLimits, SamplingParams, SessionLimits, Step
 from workers.rollout.agents import sandbox as sandbox_file
 from workers.rollout.agents import tools as tools_file
 from workers.rollout.agents.environment import Action, Environment
+from workers.rollout.agents.rendering import load_renderer, render_prompt
 from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
+from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
 
 
@@ -111,6 +114,8 @@ def test_functions_that_are_no_tools(function, what):
         ({"query": "a", "page": 1}, "no parameter 'page'; it has 'query'"),
         ("{", "no valid JSON"),
         ("[1]", "no JSON object"),
+        ('{"query": ' + "[" * 2000, "nested too deeply"),
+        ('{"query": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, what):
@@ -126,6 +131,8 @@ def test_arguments_that_fit():
         return number / 2
 
     assert type(Tool(half).checked({"number": 3})["number"]) is float
+    with pytest.raises(ToolCallError, match="too large"):
+        Tool(half).checked({"number": 10**400})
 
 
 def add(a: int, b: int) -> int:
@@ -282,6 +289,35 @@ def test_wrong_calls_in_a_row_end_a_session():
     assert made.info["end_reason"] == "done" and made.info["reward"] == 1.0
 
 
+def repeat(text: str) -> str:
+    """Repeat."""
+    return text
+
+
+class Repeater(Adder):
+    functions = (add, repeat)
+
+
+@pytest.mark.parametrize("renderer", ["token", "qwen3", "default"])
+def test_no_text_of_the_policy_is_an_error_of_its_environment(renderer):
+    tokenizer = merging_tokenizer()
+    found = {
+        "token": lambda: TokenRenderer(Characters()),
+        "qwen3": lambda: load_renderer(tokenizer, "qwen3"),
+        "default": lambda: load_renderer(tokenizer, "default", tool_parser="qwen3"),
+    }[renderer]()
+    deep = f'<tool_call>\n{{"name": "repeat", "arguments": {{"text": {"[" * 2000}}}}}\n</tool_call>'
+    script = iter([deep, '<tool_call>\n{"name": "repeat", "arguments": {"text": "\\ud83d"}}\n</tool_call>', "7"])
+    engine = ScriptEngine(lambda *_: next(script), 10_000, tokenizer=Characters() if renderer == "token" else tokenizer)
+    agents = AgentEngine(engine, environment=Repeater, renderer=found)
+    prompt = render_prompt(found, [{"role": "user", "content": "3+4"}], [repeat])
+    (made,) = agents.generate([prompt], SamplingParams(5000), [0])
+    agents.close()
+    assert (made.info["end_reason"], made.info["reward"], made.info["turns"]) == ("done", 1.0, 3)
+    text = engine.tokenizer.decode(made.token_ids)
+    assert "could not be read: nested too deeply" in text and "?" in text
+
+
 class Forgets(TokenRenderer):
     """Cannot extend the second turn."""
 
@@ -304,6 +340,54 @@ def test_conversation_that_cannot_be_extended_is_a_branch(caplog):
     assert Characters().decode(trained[1]) == "7<end>"
     with pytest.raises(RolloutError, match="give the rows a column 'messages'"):
         session(script, Adder, Forgets(Characters()))
+
+
+class Resumable(Adder):
+    def state_dict(self):
+        return {"row": self.row}
+
+    def load_state_dict(self, state):
+        self.row = state["row"]
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_conversation_is_rendered_whole_after_its_session_has_moved(turns):
+    """The other worker, which has seen none of its messages, renders all of them anew; the state arrives in parts, as a
+    driver gets it."""
+
+    class CannotExtend(TokenRenderer):
+        def bridge_to_next_turn(self, *args, **options):
+            return None
+
+    script = [call("add", a=3, b=4), call("add", a=0, b=7), "7"]
+    first, other = TokenRenderer(Characters()), CannotExtend(Characters())
+    row = {"messages": [{"role": "user", "content": "3+4"}]}
+    prompt, held = render_prompt(first, row["messages"]), None
+
+    def engine(renderer, script):
+        return AgentEngine(Scripted, script, environment=Resumable, renderer=renderer)
+
+    def of(engine, **options):
+        return engine.submit(prompt, SamplingParams(200), "a", seed=0, extras=row, **options)
+
+    whole = [*row["messages"]]
+    for turn in range(turns):
+        whole += [{"role": "assistant", "content": script[turn]}, {"role": "tool", "content": "7"}]
+    agents, held = engine(first, [*script[:turns], "unread" * 20]), {}
+    future = of(agents)
+    while held.get("turns", 0) < turns or held["state"].acting:
+        known = {"a": (held["state"].number, len(held["state"].nodes))} if held else {}
+        for state in agents.progress(known).values():
+            moved = pickle.loads(pickle.dumps(state)).onto(held.get("state"))
+            held = {"state": moved, "turns": moved.turns}
+    agents.abort()
+    future.result(20)
+    agents.close()
+    agents = engine(other, [*script[:turns], script[1], "7"])
+    made = of(agents, partial=Completion([], [], "abort", session=held["state"])).result(20)
+    agents.close()
+    whole += [{"role": "assistant", "content": script[1]}, {"role": "tool", "content": "7"}]
+    assert made.rows[-1].prompt == render_prompt(first, whole, [add]) and made.info["rerenders"] == 1
 
 
 @given(turns=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))

@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from urllib.parse import quote
 
 import pytest
-from agent_helpers import Characters, log_prob
+from agent_helpers import Characters, ScriptEngine, log_prob
+
+from workers.rollout.agents.gateway.gateway import Gateway
+from workers.rollout.agents.rendering import TokenRenderer
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -151,6 +156,65 @@ def test_a_router_that_was_killed_continues_from_its_state():
             assert reply.json()["choices"][0]["message"]["content"].endswith(":zyx")
             tree = router.close(token)
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
+
+
+@contextmanager
+def gateways(kind=Gateway):
+    """A gateway of this process behind a router."""
+    engine = ScriptEngine(lambda *_: "fine")
+    gateway = kind(engine, TokenRenderer(Characters()))
+    gateway.start()
+    try:
+        with routing(gateway.endpoint) as router:
+            yield gateway, router
+    finally:
+        gateway.stop()
+        engine.close()
+
+
+BREAKS = "/health HTTP/1.1\r\nhost: x\r\n\r\nPUT /private/sessions"
+
+
+@pytest.mark.parametrize("path", ["/private/sessions", BREAKS], ids=["private", "line breaks"])
+def test_a_client_reaches_nothing_but_its_sessions_calls(path):
+    """With the router's key it could choose how to sample, write its own tokens, or answer others' calls."""
+    with gateways() as (gateway, router):
+        _, token = router.open("mine", seed=1)
+        assert post(router, token, [user("a")]).status_code == 200
+        head = {"row_id": "forged", "seed": 2, "sampling_params": {"temperature": 5.0}, "token_ids": False}
+        for method in ("PUT", "POST", "DELETE"):
+            url = f"{router.address}{quote(path)}"
+            reply = CLIENT.request(method, url, content=json.dumps(head), headers={"x-api-key": token})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "path")
+        assert CLIENT.get(f"{router.address}/v1/models", headers={"x-api-key": token}).json()["data"]
+        assert post(router, token, [user("b")]).json()["choices"][0]["message"]["content"] == "fine"
+        assert [(one.row_id, one.sampling_params.temperature) for one in gateway._sessions.values()] == [("mine", 1.0)]
+
+
+def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there():
+    class SlowToOpen(Gateway):
+        def _of_router(self, call):
+            time.sleep(0.3)
+            return super()._of_router(call)
+
+    with gateways(SlowToOpen) as (gateway, router), ThreadPoolExecutor() as pool:
+        _, token = router.open()
+        call = pool.submit(post, router, token, [user("a")])
+        time.sleep(0.15)
+        router.close(token)
+        assert call.result().status_code == 401
+        end = time.monotonic() + 10
+        while gateway.sessions and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not gateway.sessions and not gateway.engine.seen and router._workers[0].sessions == set()
+
+
+def test_sessions_can_be_closed_after_the_router_was_stopped():
+    with gateways() as (_, router):
+        _, token = router.open()
+        assert post(router, token, [user("a")]).status_code == 200
+        router.stop()
+        assert len(router.close(token).nodes) == 2
 
 
 def test_a_call_waits_while_no_worker_is_there():

@@ -31,6 +31,11 @@ class FSDPTrainWorker(PolicyTrainWorker):
         size = args.sequence_parallel_size
         if ranks % size:
             raise TrainArgsError(f"sequence_parallel_size={size} does not divide the group's {ranks} ranks")
+        if size > 1 and (args.moe_aux_loss_coeff or args.moe_z_loss_coeff):
+            raise TrainArgsError(
+                f"moe_aux_loss_coeff={args.moe_aux_loss_coeff} and moe_z_loss_coeff={args.moe_z_loss_coeff} must be 0 "
+                f"with sequence_parallel_size={size}, whose ranks do not see whole rows"
+            )
         if not args.debug_rollout_only and size > 1 and (config := known_config(args)) is not None:
             try:
                 check_sliceable(config, size)
@@ -71,6 +76,10 @@ class FSDPTrainWorker(PolicyTrainWorker):
             lora=LoraSettings.from_args(args),
             fp32_lm_head=args.fp32_lm_head,
             exact=args.exact,
+            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+            moe_z_loss_coeff=args.moe_z_loss_coeff,
+            moe_balance_rows=args.moe_router_load_balancing_type == "seq_aux_loss",
+            routing_replay=args.routing_replay is not None and self.role == "actor",
         )
         return FSDPTrainModel(hf_config, self.role, self.device, options, args.hf_checkpoint, empty=empty)
 

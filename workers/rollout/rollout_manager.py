@@ -10,7 +10,7 @@ import logging
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -324,7 +324,7 @@ class RolloutManager:
         _raise_refused(generated, sent.samples)
         completions, versions = _checked(generated, sent.expected_version)
         self.note_sessions(completions)
-        _check_sessions(completions)
+        check_sessions(completions)
         samples = [
             Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids, completion.info)
             for one, completion in zip(sent.samples, completions, strict=True)
@@ -336,9 +336,11 @@ class RolloutManager:
         if self.greedy_baselines and rewards is not None:
             rows = [one for one in samples if one.sample < sent.each]
             baselines = [rewards[len(rows) + one.prompt] for one in rows]
+            of = [one.prompt for one in rows]
+            completions = with_baselines(completions[: len(rows)], completions[len(rows) :], of)
         batch = collate(
             [one.prompt_ids for one in rows],
-            completions[: len(rows)],
+            completions,
             group_ids=[first_group + one.prompt for one in rows],
             weight_versions=versions[: len(rows)],
             rewards=None if rewards is None else rewards[: len(rows)],
@@ -364,8 +366,9 @@ def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) ->
             raise PromptError(one.refused.what, None if number is None else samples[begin + number].prompt)
 
 
-def _check_sessions(completions: Sequence[Completion]) -> None:
+def check_sessions(completions: Sequence[Completion]) -> None:
     """Raise if no session of a rollout has had a turn: a mistake in the environment, and nothing would be trained.
+    Nothing to say of no completions, of one alone, and of those that are no sessions.
 
     Raises:
         RolloutError: all of several sessions failed at the beginning.
@@ -378,6 +381,26 @@ def _check_sessions(completions: Sequence[Completion]) -> None:
             f"all {len(infos)} sessions of the rollout ended before their first turn, {count} of them with {told}; the "
             "workers' log has the traceback"
         )
+
+
+def with_baselines(
+    completions: Sequence[Completion], greedy: Sequence[Completion], which: Sequence[int]
+) -> list[Completion]:
+    """Return completions as they are trained: not at all if the session of their greedy baseline has failed, as if they
+    had failed themselves. The reward of such a session says nothing of the policy.
+
+    Args:
+        completions: the rows'.
+        greedy: the baselines.
+        which: index of each row's baseline.
+    """
+    failed = {number for number, one in enumerate(greedy) if one.finish_reason == "error"}
+    if failed:
+        logger.warning("the completions of %d prompts are not trained: their greedy baselines failed", len(failed))
+    return [
+        replace(one, finish_reason="error") if baseline in failed else one
+        for one, baseline in zip(completions, which, strict=True)
+    ]
 
 
 def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Completion], list[int]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from single_controller import GroupMetrics, WorkerGroup
 from workers.extras import require
 
 
@@ -61,6 +62,9 @@ class Logger(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step. A step smaller than before was repeated."""
+
+    def watch(self, group: WorkerGroup) -> None:  # noqa: B027  (most loggers take no groups)
+        """The run has this group. By default, nothing is sent of it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -242,6 +246,24 @@ class ConsoleLogger(Logger):
         """Nothing is left."""
 
 
+class RayLogger(Logger):
+    """Ray's metrics, which an existing Prometheus collects from its nodes: those of steps, and of the groups."""
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        self._metrics = GroupMetrics()
+
+    def watch(self, group: WorkerGroup) -> None:
+        self._metrics.add(group)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.log(step, metrics, self.about.name)
+
+    def close(self) -> None:
+        """Look at the groups for the last time."""
+        self._metrics.close()
+
+
 LOGGERS: dict[str, type[Logger]] = {
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
@@ -250,6 +272,7 @@ LOGGERS: dict[str, type[Logger]] = {
     "trackio": TrackioLogger,
     "json": JsonLogger,
     "console": ConsoleLogger,
+    "ray": RayLogger,
 }
 
 

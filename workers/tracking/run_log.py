@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -48,8 +49,8 @@ class RunLog(Closing):
     Args:
         folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
         run_dir: the run's folder; "auto" for a new one in ``runs/``. None writes no folder.
-        loggers: where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console. Files go
-            into the run's folder.
+        loggers: where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console, ray.
+            Files go into the run's folder.
         metric_names: names that the loggers get: "own", "verl" or "slime"; see `workers.tracking.metric_names`. The
             folder has those of this library.
         name: of the run; by default that of its folder.
@@ -297,6 +298,8 @@ class RunLog(Closing):
         # A rank takes 400 bytes of each call.
         group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))))
         self._watchers.append(group.watch(lambda error: self._died(group.name, error)))
+        for name, one in self._loggers.items():
+            self._tell(name, partial(one.watch, group))
 
     def _died(self, group: str, error: Any) -> None:
         host = getattr(error, "host", None)

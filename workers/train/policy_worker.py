@@ -44,7 +44,8 @@ from workers.data.rollout_data import (
     step_numbers,
     token_versions,
 )
-from workers.hf_files import known_vocab_size, tokens_of
+from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_routes, without_routes
+from workers.hf_files import known_config, known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
 from workers.train.kept_rows import KeptRows
@@ -70,7 +71,10 @@ class PolicyTrainWorker(ModelWorker):
     def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:
         """As in `TrainWorker`. Rows that a user's function postprocesses are checked on the ranks instead."""
         if args.rollout_data_postprocess_path is None:
-            check_rollout_data(rows, args.vocab_size or known_vocab_size(args))
+            replays = _replays_rollout(args, role)
+            config = known_config(args) if replays else None
+            read = rows if replays else without_routes(rows)
+            check_rollout_data(read, args.vocab_size or known_vocab_size(args), config and RoutingShape.of(config))
             check_entries({*rows.keys(), *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
@@ -120,7 +124,7 @@ class PolicyTrainWorker(ModelWorker):
         if "ref" not in self.backup.names:
             raise RolloutDataError("compute_ref_log_prob(): there are no reference weights; call init(with_ref=True)")
         with self.backup.swapped("ref"):
-            return self.model.log_probs(data, self.args.temperature)
+            return self.model.log_probs(without_routes(data), self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_values(self, rollout_data: Any) -> torch.Tensor | None:
@@ -136,10 +140,12 @@ class PolicyTrainWorker(ModelWorker):
             return {**metrics, **_mean([])}
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
-                self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
+                self._set(data, "ref_log_probs", self.model.log_probs(without_routes(data), args.temperature))
         computed = "old_log_probs" not in data and self._old_log_probs(data)
         if waits:  # the critic adapts its coefficient in these rollouts too
             return {**metrics, **self._adapt_kl_coef(data), **_mean([])}
+        if args.num_steps_per_rollout * args.ppo_epochs > 1:  # a single step chooses the same experts
+            self._record_routes(data)
         if "advantages" not in data and args.advantage_estimator == "optimal_token_baseline":
             self._sum_pi_squared(data, computed=computed and not (args.use_rollout_logprobs or args.keep_old_actor))
         metrics |= self._correct(data)
@@ -388,8 +394,19 @@ class PolicyTrainWorker(ModelWorker):
             or args.rollout_correction
             or args.advantage_estimator == "dpo"
         ):
-            self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
+            if args.routing_replay == "R2":
+                self._record_routes(data)
+            else:
+                self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
         return "old_log_probs" in data
+
+    def _record_routes(self, data: Data) -> None:
+        """With ``routing_replay="R2"``, add the experts of the current weights, and ``old_log_probs`` if the data has
+        none."""
+        if self.args.routing_replay == "R2" and ROUTED_EXPERTS not in data:
+            log_probs, data[ROUTED_EXPERTS] = self.model.log_probs_and_routes(data, self.args.temperature)
+            if "old_log_probs" not in data:
+                self._set(data, "old_log_probs", log_probs)
 
     def _by_version(self, data: Data) -> None:
         """Compute old log-probabilities with the weight version that generated each token."""
@@ -422,7 +439,10 @@ class PolicyTrainWorker(ModelWorker):
         error: Exception | None = None
         try:
             data = rows()
-            check_rollout_data(data, self.args.vocab_size or tokens_of(self.model.hf_config))
+            if not _replays_rollout(self.args, self.role):
+                data.pop(ROUTED_EXPERTS, None)
+            config = self.model.hf_config
+            check_rollout_data(data, self.args.vocab_size or tokens_of(config), RoutingShape.of(config))
         except Exception as raised:
             error = raised
         said = self._over_dp((None if error is None else f"{type(error).__name__}: {error}", sorted(data)))
@@ -483,14 +503,19 @@ class PolicyTrainWorker(ModelWorker):
             rewards["reward"] = data["rewards"].double()
         shares = self._advantage_rows(data).shares  # so that a rollout counts once, whatever its number of rows
         parts = {name: float((shares * of_rows).sum()) for name, of_rows in rewards.items()}
-        size = len(data["input_ids"])
-        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts))
+        size, missing, known = len(data["input_ids"]), 0, 0
+        shape = RoutingShape.of(self.model.hf_config)
+        if ROUTED_EXPERTS in data and shape is not None:
+            missing, known = missing_routes(data[ROUTED_EXPERTS], shape)
+        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts, missing, known))
         tokens, real, rollouts, size = (sum(part[k] for part in said) for k in range(4))
+        missing, known = (sum(part[k] for part in said) for k in (6, 7))
         return {
             "tokens": real,
             "completion_tokens": tokens,
             **({name: sum(part[5][name] for part in said) / rollouts for name in rewards} if size else {}),
             **({"rows_per_rollout": size / rollouts} if size and "rollout_ids" in data else {}),
+            **({"replay/missing": missing / max(known, 1)} if ROUTED_EXPERTS in data else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
         }
 
@@ -526,6 +551,12 @@ def _mean(reports: Sequence[StepReport], lr: float = 0.0) -> dict[str, float]:
         for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
             sums[name] = sums.get(name, 0.0) + value
     return {**{name: value / max(len(reports), 1) for name, value in sums.items()}, "lr": lr}
+
+
+def _replays_rollout(args: Any, role: str) -> bool:
+    """Whether this model computes tokens with the experts of the rollout: the actor does, also when it computes old
+    log-probabilities. A critic is another model, and the reference is meant as it is, with its own router."""
+    return role == "actor" and args.routing_replay == "R3"
 
 
 def missing_rollout_log_probs() -> RolloutDataError:
@@ -567,6 +598,11 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
             )
     if args.overlong_filtering and "truncated" not in names:
         raise RolloutDataError("overlong_filtering=True needs 'truncated' in the rollout data")
+    if _replays_rollout(args, role) and ROUTED_EXPERTS not in names:
+        raise RolloutDataError(
+            f"routing_replay='R3' needs {ROUTED_EXPERTS!r} in the rollout data; give the rollout's engine "
+            "return_routed_experts=True, or use 'R2'"
+        )
     if role == "critic":
         if rejects(args) and "rollout_log_probs" not in names:
             raise missing("rollout_log_probs", args.advantage_estimator)

@@ -332,6 +332,7 @@ class ToolEnvironment(Environment):
         return self._shortened(result if isinstance(result, str) else json.dumps(result, default=str)), True
 
     def _shortened(self, text: str) -> str:
+        text = text.encode("utf-8", "replace").decode()  # half of an emoji, which the policy has written, is no text
         most = self._result_chars
         if len(text) <= most:
             return text

@@ -53,9 +53,11 @@ FIXED = {
 FIXED_ON_CPU = {
     "enable_chunked_prefill": False,
     "long_prefill_token_threshold": 0,
+    "enable_expert_parallel": False,
 }
 """More of them on the CPU. After a step in which a prompt was computed in part, vLLM takes back what its sampler has
-drawn of the request's random numbers; generators on the CPU cannot do this ("CPU Generator does not use offset")."""
+drawn of the request's random numbers; generators on the CPU cannot do this ("CPU Generator does not use offset"). With
+expert parallelism, the processes of vLLM 0.32 die by SIGSEGV in the kernels for experts."""
 
 KV_CACHE_BYTES = 1 << 30
 """Default size of the key/value cache on the CPU. vLLM's own is most of the machine's memory."""

@@ -440,6 +440,8 @@ class Router:
         versions = [version for one in group.completions for version in trained_versions(one)]
         rewards = () if group.rewards is None else group.rewards[: group.rows]
         trained = [one for one, of in zip(rewards, group.completions, strict=False) if of.finish_reason != "error"]
+        if group.greedy and group.completions[-1].finish_reason == "error":
+            trained = []  # without its baseline, the group is not trained
         flat = self._dynamic_sampling and group.rewards is not None and is_flat(trained)
         self._buffer.put(
             number,

@@ -191,6 +191,31 @@ def check_supported(body: Body) -> None:
         raise GatewayError("invalid", f"tool_choice={choice!r:.80} is not supported; the policy decides: use 'auto'")
 
 
+def asked(
+    body: Body, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, limit: Any, limit_name: str
+) -> Ask:
+    """A request with messages; what follows them is the same in all dialects.
+
+    Args:
+        body: the request.
+        messages: as for `Ask`.
+        tools: the same; an empty list is None.
+        limit: largest number of new tokens, as the client says it.
+        limit_name: how the client calls it.
+
+    Raises:
+        GatewayError: the limit is no number of tokens.
+    """
+    return Ask(
+        messages,
+        tools or None,
+        count(limit, limit_name),
+        bool(body.get("stream")),
+        ids_wanted=bool(body.get("return_token_ids")),
+        body=body,
+    )
+
+
 def items(value: Any, what: str) -> list[dict[str, Any]]:
     """A list of objects.
 

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from workers.rollout.agents.gateway.dialect import GatewayError
-from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, NODES_HEADER, read_node
+from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, MODELS, NODES_HEADER, no_path, read_node
 from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -253,7 +253,7 @@ class GatewayRouter:
             session = self._sessions.pop(token, None)
         if session is None:
             raise KeyError("GatewayRouter.close(): no session has this token; was it closed, or did it expire?")
-        if session.worker is not None:
+        if session.worker is not None and not self._front.loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
         with self._lock:
             return session.tree
@@ -297,6 +297,10 @@ class GatewayRouter:
 
     async def play(self, call: Call) -> Reply:
         """See `Player.play`."""
+        # What goes to a worker has its key, so it must be nothing but a session's call. The path was decoded: it may
+        # have line breaks, and further requests behind them.
+        if call.dialect is None and call.path != MODELS:
+            raise no_path(call)
         session = self._sessions.get(call.token)
         with session.use if session is not None else nullcontext():
             return await self._forwarded(call)
@@ -320,6 +324,7 @@ class GatewayRouter:
             if session.moves != moves or session.worker is None:
                 continue  # the session went on elsewhere, without this
             if status == 410:  # the worker has forgotten the session
+                worker.sessions.discard(call.token)
                 session.worker = None
                 continue
             count = int(given.get(NODES_HEADER, 0))
@@ -370,6 +375,9 @@ class GatewayRouter:
                     raise GatewayError(
                         "unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}"
                     )
+                if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
+                    await self._leave(worker, token)
+                    raise GatewayError("token", "the session was closed")
                 session.worker = worker
                 self.moved += session.moves > 1
             return session.worker

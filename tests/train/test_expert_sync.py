@@ -1,0 +1,250 @@
+"""Weights of mixtures of experts on their way: trainer and engine have them in one tensor per layer or in three per
+expert, and every expert is proved. 64 experts in each of 4 layers."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import sync_workers
+import torch
+from model_types import config_of, model_of
+from safetensors.torch import load_file
+from sync_helpers import DIRECT, TRANSPORTS, equal, mostly_full, options, pool_of_two, receivers, two_senders
+from sync_workers import COLUMNS, EXPERTS, MODELS, ROWS
+from transformers import AutoModelForCausalLM
+
+from single_controller import WorkerError
+from workers.hf_export import export_hf
+from workers.hf_files import checkpoint_shapes
+from workers.weight_sync import WeightSyncError
+from workers.weight_sync.digest import digest, digests
+from workers.weight_sync.expert_names import ExpertNames, one_by_one
+from workers.weight_sync.weight_plan import Shard, make_plan, volume
+from workers.weight_sync.weight_sender import layout_of, merge_layouts
+
+pytestmark = pytest.mark.timeout(90)
+
+WHOLE = sum(tensor.nbytes for tensor in sync_workers.stacked().values())
+BUCKET = 24 << 10
+WAYS = [("stacked", "one_by_one"), ("one_by_one", "stacked"), ("stacked", "stacked"), ("stacked", "like_mixtral"),
+        ("like_mixtral", "stacked"), ("one_by_one", "one_by_one")]  # fmt: skip
+
+
+# --- names, in this process -------------------------------------------------------------------------------------------
+
+
+def shapes_of(weights):
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+def shards_of(weights, cut, reads):
+    """Each tensor in boxes, halved along each dim in ``cut``, which count how often they are read."""
+    made = []
+    for name, tensor in weights.items():
+        boxes = [()]
+        for dim, size in enumerate(tensor.shape):
+            ends = [(0, size // 3), (size // 3, size)] if str(dim) in cut else [(0, size)]
+            boxes = [(*box, end) for box in boxes for end in ends if end[0] < end[1]]
+        for box in boxes:
+
+            def read(tensor=tensor, box=box, name=name):
+                reads.append((name, box))
+                return sync_workers.cut(tensor, box)
+
+            begin, size = tuple(b for b, _ in box), tuple(e - b for b, e in box)
+            made.append(Shard(name, tuple(tensor.shape), begin, size, tensor.dtype, read))
+    return made
+
+
+@pytest.mark.parametrize(("held", "wanted"), WAYS)
+@pytest.mark.parametrize("cut", mostly_full("shards of experts in every division", ["0", "012", "", "1"], "0"))
+def test_shards_become_parts_of_the_engines_tensors(held, wanted, cut):
+    trainers, engines, reads = MODELS[held](), MODELS[wanted](), []
+    names = ExpertNames(shapes_of(engines))
+    shards = shards_of(trainers, cut, reads)
+    made = names.shards(shards)
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in engines.items()}
+    for shard in made:
+        assert shard.shape == tuple(engines[shard.name].shape)
+        part = sync_workers.cut(found[shard.name], shard.box)
+        assert part.isnan().all() and part.shape == shard.size
+        part.copy_(shard.read())
+    assert equal(found, engines)
+    assert len(reads) == len(shards), "each is read, and converted, once"
+    # Rank 0 plans with the layouts alone.
+    assert names.layout(layout_of(shards)) == layout_of(made)
+    held_by_ranks, _ = merge_layouts([layout_of(made)])
+    make_plan(held_by_ranks, [{}], BUCKET)  # raises if something is missing, or is there twice
+
+
+def test_what_does_not_fit_keeps_its_name():
+    wanted = shapes_of(sync_workers.one_by_one())
+    names = ExpertNames(wanted)
+    prefix = "model.layers.0.mlp.experts"
+    for name, shape in (
+        (f"{prefix}.gate_up_proj", (EXPERTS + 1, 2 * ROWS, COLUMNS)),  # an expert too many
+        (f"{prefix}.gate_up_proj", (EXPERTS, COLUMNS, 2 * ROWS)),  # transposed, as in Llama 4
+        (f"{prefix}.gate_up_proj", (EXPERTS, 2 * ROWS + 1, COLUMNS)),
+        (f"{prefix}.gate_up_proj_bias", (EXPERTS, 2 * ROWS)),
+        ("model.layers.9.mlp.experts.down_proj", (EXPERTS, COLUMNS, ROWS)),
+        (f"{prefix}.0.up_proj.weight", (ROWS, COLUMNS)),  # the engine has it
+    ):
+        assert names.places(name, shape) is None, (name, shape)
+    stacked = ExpertNames(shapes_of(sync_workers.stacked()))
+    assert stacked.places(f"{prefix}.{EXPERTS}.up_proj.weight", (ROWS, COLUMNS)) is None
+    assert stacked.places(f"{prefix}.0.up_proj.weight", (2 * ROWS, COLUMNS)) is None
+
+
+def test_checkpoint_names_and_digests_of_each_expert():
+    stacked, single, mixtral = (MODELS[name]() for name in ("stacked", "one_by_one", "like_mixtral"))
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    made = dict(one_by_one(name, stacked[name]))
+    assert equal(made, {key: single[key] for key in made}) and len(made) == 2 * EXPERTS
+    name = "model.layers.2.block_sparse_moe.experts.down_proj"
+    made = dict(one_by_one(name, stacked[name.replace("block_sparse_moe", "mlp")]))
+    assert equal(made, {key: mixtral[key] for key in made}) and len(made) == EXPERTS
+    tensor = stacked["model.layers.0.mlp.experts.down_proj"]
+    assert digests(tensor[:, :, 2:]) == tuple(digest(one) for one in tensor[:, :, 2:])
+    for plain in (tensor[0], tensor[:, :1], torch.randn(5, 1, 4), torch.randn(3), torch.tensor(1.0)):
+        assert digests(plain) == (digest(plain),)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "gpt_oss"])
+def test_exports_have_the_names_of_checkpoints(model_type, tmp_path):
+    """Those that transformers itself writes, which other engines read too; from stacked experts and from single ones,
+    as Megatron has them."""
+    model = model_of(config_of(model_type))
+    model.save_pretrained(tmp_path / "transformers")
+    expected = load_file(tmp_path / "transformers" / "model.safetensors")
+    for held in (dict(model.state_dict()), expected):
+        shards = [Shard.whole(*pair) for pair in held.items()]
+        exported = SimpleNamespace(
+            hf_shards=lambda own=shards: own, adapter_config=None, hf_config=model.config, role="actor"
+        )
+        export_hf(exported, tmp_path / "export")
+        found = load_file(tmp_path / "export" / "model.safetensors")
+        if model_type in ("granitemoe", "gpt_oss"):  # stacked in checkpoints too
+            assert found.keys() == held.keys()
+        else:
+            assert equal(found, expected) and len(found) > len(model.state_dict())
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert equal(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_servers_get_the_names_of_checkpoints(tmp_path):
+    model = model_of(config_of("mixtral"))
+    model.save_pretrained(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    made = checkpoint_shapes(model.config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    assert made == shapes
+
+
+def test_rounds_are_filled_by_bytes():
+    """With several experts each; an expert that is larger than a bucket is cut by its rows."""
+    shards = [Shard.whole(*pair) for pair in sync_workers.stacked().items()]
+    held, _ = merge_layouts([layout_of(shards)])
+    for bucket in (BUCKET, 100):
+        rounds = make_plan(held, [{}], bucket)
+        sizes = [sum(4 * volume(piece.box) for of in one.values() for piece in of) for one in rounds]
+        assert max(sizes) <= bucket and sum(sizes) == WHOLE
+        assert len(rounds) <= 2 * WHOLE / bucket
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster):
+    with pool_of_two() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def train(pool):
+    with two_senders(pool) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def rollout(pool):
+    with receivers(pool) as group:
+        yield group
+
+
+def holds(rollout, version, of):
+    expected = MODELS[of](version=version)
+    return rollout.current_weight_version() == [version] * 2 and all(
+        equal(found, expected) for found in rollout.weights()
+    )
+
+
+full = "weights of experts by the other transports"
+
+
+@pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "store"))
+def test_every_expert_arrives_and_is_proved(train, rollout, transport, tmp_path):
+    train.connect(rollout, transport, **options(transport, tmp_path) | {"bucket_bytes": BUCKET})
+    version = 0
+    for held, of in WAYS[:5]:
+        rollout.equip(of=of)
+        for division in ("rows", "stages"):
+            version += 1
+            reports = train.update(version, division, held)
+            assert holds(rollout, version, of), (held, of, division)
+            assert {report.proved for report in reports} == {"engine"}
+            assert sum(report.nbytes for report in reports) == WHOLE, "each byte is sent once"
+            assert reports[0].buckets <= 2 * WHOLE / BUCKET, "several experts in each"
+            print(
+                f"{transport}: {held} to {of}, {division}: {WHOLE} bytes in {reports[0].buckets} buckets, "
+                f"{reports[0].seconds:.2f} s"
+            )
+
+
+@pytest.mark.parametrize("transport", mostly_full(full, DIRECT, "store"))
+def test_differences_of_experts(train, rollout, transport):
+    """Each update changes one expert of each layer, and its row of the router."""
+    for held, of in WAYS[:3]:
+        rollout.equip(of=of)
+        train.connect(rollout, transport, bucket_bytes=BUCKET, delta=True)
+        assert sum(report.nbytes for report in train.update(1, "rows", held)) == WHOLE
+        for version in (2, 3):
+            reports = train.update(version, "rows", held)
+            assert holds(rollout, version, of)
+            assert reports[0].patched == 2 and {report.proved for report in reports} == {"engine"}
+            assert sum(report.nbytes for report in reports) < WHOLE / 8
+
+
+@pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "store"))
+@pytest.mark.parametrize(("held", "of"), WAYS[:3])
+def test_exchanged_experts_are_both_named(train, rollout, transport, held, of, tmp_path):
+    """On the way, and by the engine: 3 and 5 of layer 1."""
+    rollout.equip(of=of)
+    train.connect(rollout, transport, **options(transport, tmp_path) | {"bucket_bytes": 1 << 20})
+    train.update(1, "copies", held)
+    experts = "model.layers.1.mlp.experts"
+    if of == "stacked":
+        swap = (3, 5, f"{experts}.gate_up_proj")
+        both = [f"{experts}.gate_up_proj[{one}]" for one in (3, 5)]
+    else:
+        both = [f"{experts}.{one}.gate_proj.weight" for one in (3, 5)]
+        swap = (*both, None)
+    for sender in (0, 1):  # one of them has it
+        try:
+            train.update(2, "copies", held, swaps=(sender, *swap))
+        except WorkerError as error:
+            told = str(error)
+            assert isinstance(error, WeightSyncError)
+            assert "did not arrive as it was sent" in told
+            assert f"{both[0]} (has the bytes of {both[1]})" in told
+            assert rollout.current_weight_version() == [1, 1], "the engines never saw it"
+            break
+    else:
+        pytest.fail("no sender had the experts")
+    rollout.configure(rank=1, exchange=swap)
+    with pytest.raises(WeightSyncError, match=r"rollout rank 1: ToyEngine does not hold what was sent.* 2 ") as caught:
+        train.update(3, "copies", held)
+    for one, other in (both, both[::-1]):
+        assert re.search(re.escape(f"{one} (has the bytes of {other})"), str(caught.value))
+    rollout.configure(rank=1)
+    train.update(4, "copies", held)
+    assert holds(rollout, 4, of)
