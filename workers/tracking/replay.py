@@ -12,8 +12,8 @@ rank has the same numbers, bit for bit. With more ranks, sums are taken in anoth
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +37,6 @@ from workers.train.train_worker import worker_class
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Relative difference of metrics that a run of several ranks may have, in float32."""
@@ -125,7 +123,7 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     checkpoint, begin = _begin([run["config"].get(name) for name in ("load", "save")], step, folder)
     args["load"] = None if checkpoint is None else str(checkpoint.parent)
     args["ckpt_step"] = None if checkpoint is None else begin - 1
-    made = ClassWithInitArgs(_class(args))
+    made = ClassWithInitArgs(_class(ranks["worker_class"]))
     with LocalWorkerGroup(1, made) as group:
         group.init(args, "actor", ranks["with_ref"])
         for number in range(begin, step + 1):
@@ -155,14 +153,19 @@ def _args(run: Mapping[str, Any]) -> Any:
     return args
 
 
-def _class(args: Any) -> type[Any]:
-    from workers.device import has_cuda
-
-    if args.train_backend == "megatron" and not has_cuda():
-        from workers.megatron.cpu import CpuMegatronTrainWorker  # Megatron itself needs CUDA
-
-        return CpuMegatronTrainWorker
-    return worker_class(args.train_backend)
+def _class(path: str) -> type[Any]:
+    """Import the class of the run's train workers."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ReplayError(
+            f"the run's train workers are of the class {path}, which cannot be imported here: {error}. Run the replay "
+            "from the script's folder, and define the class in a module of its own"
+        ) from None
+    return worker_class("", found)
 
 
 def _begin(saved: Sequence[str | None], step: int, folder: Path) -> tuple[Path | None, int]:

@@ -177,6 +177,7 @@ class RunLog(Closing):
                     self._actor = one
                     workers = one.ready_workers("watch")
                     ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
+                    ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
                     self._version, self._checkpoint = one.weight_version, one.last_checkpoint
                 self._watch_group(one.worker_group)
             elif hasattr(one, "row_notes"):

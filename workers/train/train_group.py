@@ -415,6 +415,11 @@ class RayTrainGroup:
         return workers
 
     @property
+    def actor_cls(self) -> type[TrainWorker]:
+        """The class of the workers."""
+        return self._class
+
+    @property
     def with_ref(self) -> bool:
         """Whether `async_init` was asked to keep a reference's weights."""
         return bool(self._with_ref)

@@ -69,7 +69,12 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
                 rtol=1e-4, atol=1e-4,
             )  # fmt: skip
         assert np.isfinite(arrays["token/ref_log_probs"]).all()
-    assert read_run(run)["ranks"] == {"world_size": ranks, "dp_size": ranks, "with_ref": True}
+    assert read_run(run)["ranks"] == {
+        "world_size": ranks,
+        "dp_size": ranks,
+        "with_ref": True,
+        "worker_class": "workers.fsdp.fsdp_worker:FSDPTrainWorker",
+    }
     (saved,) = [line for _, line in read_lines(run / EVENTS) if line["kind"] == "checkpoint"]
     assert saved["folder"].endswith("rollout_0000001")
 
