@@ -73,10 +73,11 @@ def test_trees_travel_with_their_experts(tree):
         assert other.nodes == tree.nodes and rows(other) == rows(tree)
 
 
-def test_session_of_one_row_is_a_completion_with_experts(tree):
-    (leaf,) = [leaf for leaf in tree.leaves() if tree.token_ids(leaf) == [1, 2, 3, 4, 9]]
+def test_session_of_one_row_is_a_completion_with_experts():
+    tree = Trajectory()
+    grow(tree, None, [1, 2, 3], [4, 9])
     for prompt in ([1, 2, 3], [1]):
-        made = completion_of(tree, prompt, "stop", leaves=[leaf])
+        made = completion_of(tree, prompt, "stop")
         assert made.rows is None and len(made.routed_experts) == len(prompt) + len(made.token_ids)
         assert collate([prompt], [made])["routed_experts"].values().shape == (5, LAYERS, K)
 
