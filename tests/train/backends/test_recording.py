@@ -19,7 +19,10 @@ SETTINGS = {"lr": 3e-3, "kl_loss_coef": 0.05, "calculate_entropy": True, "balanc
 
 
 def record(group, folder, args, *, steps=4, save_after=1, values=False):
-    """Train, with a checkpoint after one of the steps, and the values of a critic if wanted. Returns by step: the data, and the log-probabilities before."""
+    """Train, with a checkpoint after one of the steps, and the values of a critic if wanted.
+
+    Returns by step: the data, and the log-probabilities before.
+    """
     begin(group, {**SETTINGS, **args, "save": str(folder / "checkpoints")}, with_ref=True)
     trained = []
     with RunLog.from_args(group.args, run_dir=folder / "run") as log:
