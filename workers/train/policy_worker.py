@@ -187,7 +187,7 @@ class PolicyTrainWorker(ModelWorker):
         lr = 0.0
         totals = None
         kept = self._kept = KeptRows(data) if RECORD_ROWS in data and self.role == "actor" else None
-        # Old log-probabilities of the trainer are better: those of the first pass are after earlier steps.
+        # The trainer's old log-probabilities are of before the first step, those of a later pass are not.
         watches = kept is not None and ("old_log_probs" not in data or args.use_rollout_logprobs)
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
