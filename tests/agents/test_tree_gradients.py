@@ -82,13 +82,13 @@ def of_rows(model, made, aggregation, packed, most):
     del data["rollout_log_probs"]
     parts = cut_by_tokens(data, most, at_least=9, packed=packed)
     assert parts[-1].is_filler or most < 100
-    backend = SimpleNamespace(module=model, role="actor", device=torch.device("cpu"), _sequence=None, _routers=None)
+    backend = SimpleNamespace(module=model, role="actor", device=torch.device("cpu"), _sequence=None)
     backend.options = SimpleNamespace(exact=False)
     backend._of_rows = lambda *arguments: FSDPTrainModel._of_rows(backend, *arguments)
     loss = policy_loss(lambda tokens: ppo_clip_loss(tokens, args))
     model.zero_grad()
     for part in parts:
-        loss(FSDPTrainModel._outputs(backend, part, 1.0, False), part)[0].backward()
+        loss(FSDPTrainModel._outputs_of(backend, part, 1.0, False), part)[0].backward()
     computed, real = sum(part.computed for part in parts), sum(part.real for part in parts)
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}, computed, real
 
