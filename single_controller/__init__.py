@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from single_controller.ray.group import NVMegatronRayWorkerGroup as NVMegatronRayWorkerGroup
     from single_controller.ray.group import RayWorkerGroup as RayWorkerGroup
     from single_controller.ray.group import attach as attach
+    from single_controller.ray.group_metrics import GroupMetrics as GroupMetrics
     from single_controller.ray.placement.manager import ResourcePoolManager as ResourcePoolManager
     from single_controller.ray.placement.pool import RayResourcePool as RayResourcePool
     from single_controller.ray.placement.pool import ResourcePool as ResourcePool

@@ -28,6 +28,8 @@ WAYS = {
     "megatron-colocated": ("train_backend=megatron", "tp=2", *COLOCATED),
     "vllm": ("engine=vllm",),
     "lora": ("lora_rank=8",),
+    "moe": ("moe=true",),
+    "moe-vllm": ("moe=true", "engine=vllm"),
     "async": ("async_rollout=true", "max_staleness=1", "update_weights_mode=interrupt"),
 }
 

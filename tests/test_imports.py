@@ -122,11 +122,19 @@ MAY_IMPORT = {
     "single_controller.local": {"dispatch", "single_controller.call"},
     "single_controller.wire": set(),
     "single_controller.ray": {"dispatch", "single_controller.call", "single_controller.verl", "single_controller.wire"},
+    "single_controller.view": {
+        "dispatch",
+        "single_controller.call",
+        "single_controller.ray",
+        "single_controller.wire",
+    },
     "workers": {
         "dispatch",
         "single_controller",
         "single_controller.call",
+        "single_controller.local",
         "single_controller.ray",
+        "single_controller.view",
         "single_controller.wire",
     },
 }

@@ -5,9 +5,10 @@ The policy sees ``3*7=``. In its first turn it should write ``C*;``: the calcula
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from workers import Action, SessionLimits, Step, ToolEnvironment
+from workers import Action, SessionLimits, Step, TokenRenderer, ToolEnvironment
 from workers.rollout.agents.environment import Observation
 from workers.rollout.agents.rendering import Parsed, ParsedCall, Rendered
 
@@ -25,8 +26,11 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(ALPHABET[token] for token in token_ids)
 
 
-class CalculatorFormat:
-    """A renderer: messages of the roles user and tool are their text, and ``C`` before an operator is a tool call."""
+class CalculatorFormat(TokenRenderer):
+    """Messages of the roles user and tool are their text, and ``C`` before an operator is a tool call."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(encode=encode, decode=decode), END)
 
     def render(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -40,19 +44,6 @@ class CalculatorFormat:
         if not text.startswith("C"):
             return Parsed(text)
         return Parsed("", None, [ParsedCall(text, "calculate", {"operator": text[1:]})])
-
-    def get_stop_token_ids(self) -> list[int]:
-        return [END]
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[Any],
-        *,
-        tools: list[Any] | None = None,
-    ) -> Rendered:
-        return Rendered([*previous_prompt_ids, *previous_completion_ids, *self.render(new_messages).token_ids])
 
 
 class Calculator(ToolEnvironment):

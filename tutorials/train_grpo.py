@@ -12,6 +12,7 @@
     python tutorials/train_grpo.py standby=1                           # goes on if you kill -9 a trainer
     python tutorials/train_grpo.py lora_rank=8                         # trains a LoRA adapter, and sends only that
     python tutorials/train_grpo.py rollout_data=FILE.jsonl             # trains on prompts and labels of a file
+    python tutorials/train_grpo.py moe=true                            # a mixture of four experts per layer
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The model is a Llama of two layers with random weights;
 hf_config.num_hidden_layers=4 changes it, and hf_checkpoint=FOLDER loads another model.
@@ -44,7 +45,11 @@ from workers import (
     read_args,
 )
 
-SHORT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
 MODEL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -53,8 +58,18 @@ MODEL = {
     "num_attention_heads": 2,  # vLLM has no kernels for heads below 32
     "max_position_embeddings": 64,
 }
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 # The output layer too: its random weights are so small that no adapter below it makes a token likely.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 DEFAULTS = {"seed": 0, "eps_clip": 0.2, "clip_grad": 1.0, "rollout_stop_token_ids": [], "calculate_entropy": True}
 
 
@@ -73,7 +88,7 @@ def arguments(given):
     from_data = "rollout_data" in given
     name = given.pop("task", "data" if from_data else "lucky")
     engine, out = given.pop("engine", "hf"), given.pop("out", None)
-    standby = given.pop("standby", 0)
+    standby, mixture = given.pop("standby", 0), given.pop("moe", False)
     if engine not in ENGINES:
         sys.exit(f"engine={engine}: expected one of {', '.join(ENGINES)}")
     if from_data != (name == "data") or name not in (*TASKS, "data"):
@@ -81,7 +96,7 @@ def arguments(given):
     task = None if from_data else TASKS[name]
     out = Path(out) if out else Path(__file__).parent / "out" / f"grpo_{name}.png"
     own = {"vocab_size": task.vocab_size, **task.config} if task else DATA_MODEL
-    model = {**MODEL, **own, **given.pop("hf_config", {})}
+    model = {**MODEL, **(MIXTURE if mixture else {}), **own, **given.pop("hf_config", {})}
     model = {} if "hf_checkpoint" in given else {"hf_config": model}
     usual = {**model, **DEFAULTS, **(task.args if task else DATA_ARGS)}
     if from_data:  # the end of a message; hf_checkpoint knows its own
@@ -93,8 +108,8 @@ def arguments(given):
     if given.get("lora_rank"):
         if engine != "hf":
             sys.exit(f"engine={engine}: only the engine hf applies a LoRA adapter; leave out lora_rank")
-        if "hf_checkpoint" not in given:
-            usual["lora_target_modules"] = LORA_TARGETS
+        if "hf_checkpoint" not in given:  # experts cannot have an adapter
+            usual["lora_target_modules"] = [name for name in LORA_TARGETS if not (mixture and name in EXPERTS)]
     return task, engine, out, standby, read_args({**usual, **given})
 
 
@@ -109,7 +124,8 @@ def main():
     else:
         prompts_of_eval = task.held_out()
         reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
-    with place(args, standby=standby) as placement, RunLog(args.tensorboard_dir) as log:
+    # The run's folder is opened after Ray has started, whose address it has.
+    with place(args, standby=standby) as placement, RunLog.from_args(args, run_dir=out.with_suffix("")) as log:
         ranks = placement.actor.world_size - standby
         options = {"standby": standby}
         if args.train_backend == "megatron" and not placement.actor.use_gpu:
@@ -157,6 +173,7 @@ def main():
             engine_extras=["expression"] if task and task.agent else [],
         )
         actor.set_rollout_manager(manager)
+        log.watch(*groups, manager)
 
         def prompts(rollout_id):
             if data:
@@ -211,6 +228,7 @@ def main():
                     manager.offload()
                     for group in groups:
                         group.onload()
+                batch = log.mark(rollout_id, batch)
                 learning = [group.async_train(rollout_id, batch) for group in groups]  # all at once
                 metrics = [ray.get(refs)[0] for refs in learning]
                 if args.offload_train:
@@ -218,7 +236,7 @@ def main():
             about_the_critic = {f"critic/{name}": value for of in metrics[1:] for name, value in of.items()}
             mean_reward = batch["rewards"].mean().item()
             scores |= (stream.metrics() if stream else {}) | (data.metrics() if data else {})
-            noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic})
+            noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic}, batch)
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
             saves = args.save or args.save_hf or args.critic_save_hf

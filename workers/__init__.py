@@ -78,11 +78,11 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from workers.rollout.rollout_worker import RolloutWorker as RolloutWorker
     from workers.rollout.stream.rollout_stream import RolloutStream as RolloutStream
     from workers.rollout.stream.sample_buffer import SampleBuffer as SampleBuffer
+    from workers.tracking.run_log import RunLog as RunLog
     from workers.train.args import TrainArgs as TrainArgs
     from workers.train.args import TrainArgsError as TrainArgsError
     from workers.train.args import read_args as read_args
     from workers.train.checkpoints import CheckpointError as CheckpointError
-    from workers.train.tracking import RunLog as RunLog
     from workers.train.train_group import RayTrainGroup as RayTrainGroup
     from workers.train.train_model import TrainModel as TrainModel
     from workers.train.train_placement import RolePlacement as RolePlacement

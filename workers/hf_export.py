@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from workers.distributed import all_or_none, gathered
+from workers.hf_files import checkpoint_shapes
 from workers.lora import BASE_DIGEST
 from workers.train.checkpoints import CheckpointError
 from workers.weight_files import FILE_BYTES, INDEX, WeightFiles
+from workers.weight_sync.expert_names import ExpertNames
 from workers.weight_sync.weight_plan import check_cover
 from workers.weight_sync.weight_sender import layout_of, merge_layouts
 
@@ -32,7 +34,8 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FI
     first.
 
     A critic is exported as a token classification model with one label. Of a model with an adapter, the adapter alone
-    is exported, as a folder that peft's ``PeftModel.from_pretrained`` loads; it has one file of weights.
+    is exported, as a folder that peft's ``PeftModel.from_pretrained`` loads; it has one file of weights. Experts have
+    the names of checkpoints, see `workers.weight_sync.expert_names`.
 
     Args:
         model: the model to export.
@@ -50,6 +53,10 @@ def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FI
     what = f"the Hugging Face model could not be written to {str(folder)!r}"
     shards = [shard for shard in model.hf_shards() if shard.name != BASE_DIGEST]
     with all_or_none(CheckpointError, what):
+        if adapter is None:
+            shards = ExpertNames(
+                checkpoint_shapes(model.hf_config, {shard.name: shard.shape for shard in shards})
+            ).shards(shards)
         layout = layout_of(shards)
     # The files have other names until all ranks have written: an interrupted export must not pass for a model.
     unfinished = folder / ".unfinished"

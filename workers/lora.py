@@ -79,11 +79,13 @@ class LoraSettings:
 
         Raises:
             ImportError: peft is not installed.
-            ValueError: the model has none of the target modules, or shares one with another layer.
+            ValueError: the model has none of the target modules, shares one with another layer, or has experts under
+                that name, which are not modules.
         """
         import torch
 
         peft = require("peft", extra="lora")
+        self._refuse_experts(model)
         base = _digest(model)
         names: Any = ALL_LINEAR if self.target_modules == (ALL_LINEAR,) else list(self.target_modules)
         config = peft.LoraConfig(
@@ -102,6 +104,23 @@ class LoraSettings:
                 "the embeddings, so neither can have an adapter"
             )
         model.register_buffer(BASE_DIGEST, torch.tensor([base], dtype=torch.int64))
+
+    def _refuse_experts(self, model: Any) -> None:
+        """Raise a `ValueError` for targets that are parts of experts: peft would leave them out without a word."""
+        from workers.weight_sync.expert_names import PARTS, stack_of
+
+        if not any(stack_of(name) for name, _ in model.named_parameters()):
+            return
+        modules = [name for name, _ in model.named_modules()]
+        for target in self.target_modules:
+            own, in_full = target.rpartition(".")[2], any(name.endswith(f".{target}") for name in modules)
+            if own == "experts" or (own in PARTS and not (in_full and "." in target)):
+                raise ValueError(
+                    f"lora_target_modules has {target!r}: transformers has the experts of a layer of this "
+                    f"{model.config.model_type!r} in one parameter, which cannot have an adapter. Name modules of "
+                    "attention, such as q_proj, or more of a name, such as shared_expert.down_proj; or train all "
+                    "weights with lora_rank=0"
+                )
 
 
 def adapter_config(model: Any, base: str | None) -> Any:

@@ -28,11 +28,16 @@ class RankProcess(NamedTuple):
     node: str = ""  # the transport's id of the host; empty without one
 
 
+RESULT_OF = "the result of "
+"""How `RunningCall.waits` begins if the rank waits for another call; behind it are the calls, such as "generate()"."""
+
+
 class RunningCall(NamedTuple):
     """A call that a rank runs."""
 
     method: str  # its label: the method, or ``<role>.<method>``
     seconds: float  # how long it has been running, the wait for its arguments included
+    waits: str = ""  # the deferred argument for which it waits, in words; empty if it waits for none
 
 
 class Death(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -17,7 +17,8 @@ from single_controller.ray.group_records import GroupRecord, Records, read
 from single_controller.ray.rank import frames
 from single_controller.ray.rank.actor import running_calls
 from single_controller.ray.results import one_line
-from single_controller.wire.link import ask_at
+from single_controller.wire.handshake import WireAddress
+from single_controller.wire.link import Answer, ask_at
 
 DUMP_SECONDS = 45.0
 """How long the hosts may take to show the frames of ranks that do not answer."""
@@ -26,12 +27,28 @@ DUMP_SECONDS = 45.0
 def status(name: str | None) -> str:
     """The status of a group, by name as for `stacks`, or of all groups, as text."""
     records = read()
-    tables = [str(status_of(record, records)) for record in _chosen(records, name)]
+    tables = [str(status_of(record, records)) for record in chosen(records, name)]
     return "\n\n".join(tables) or "no group is running in this cluster"
 
 
 def status_of(record: GroupRecord, records: Records, seconds: float = MAX_STACK_SECONDS) -> GroupStatus:
     """The status of a group of another process, whose ranks may take some seconds to answer."""
+    addresses = living_ranks(record, records)
+    return status_from(record, records, ask_at(addresses, "status", seconds))
+
+
+def living_ranks(record: GroupRecord, records: Records) -> dict[int, WireAddress]:
+    """rank -> where its process takes commands, of the living ranks of a group."""
+    found = {}
+    for number, rank in enumerate(record.ranks):
+        actor, address = records.actors.get(rank.actor), rank.location.wire
+        if actor is not None and actor.alive and address is not None:
+            found[number] = address
+    return found
+
+
+def status_from(record: GroupRecord, records: Records, answers: Mapping[int, Answer]) -> GroupStatus:
+    """The status of a group, from the answers of its ranks to the command "status"."""
     deaths, living = dict(record.deaths), []
     for number, rank in enumerate(record.ranks):
         actor = records.actors.get(rank.actor)
@@ -40,8 +57,6 @@ def status_of(record: GroupRecord, records: Records, seconds: float = MAX_STACK_
         elif number not in deaths or deaths[number].generation != record.generation:
             at, reason = (0.0, "Ray no longer knows it") if actor is None else (actor.ended, actor.reason)
             deaths[number] = Death(at, reason, record.generation)
-    addresses = {rank: record.ranks[rank].location.wire for rank in living}
-    answers = ask_at({rank: address for rank, address in addresses.items() if address is not None}, "status", seconds)
     note = f"driver: {record.driver}" + ("" if record.job in records.jobs else ", which has ended")
     return GroupStatus(
         record.name,
@@ -71,19 +86,24 @@ def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = Fa
         ValueError: the group has no such ranks.
     """
     records = read()
-    return "\n\n".join(_stacks_of(record, records.actors, ranks, native) for record in _chosen(records, name))
+    return "\n\n".join(_stacks_of(record, records.actors, ranks, native) for record in chosen(records, name))
 
 
-def _chosen(records: Records, name: str | None) -> list[GroupRecord]:
+def chosen(records: Records, name: str | None) -> list[GroupRecord]:
+    """The groups of a name, or of a beginning of names; all of them for None.
+
+    Raises:
+        LookupError: there is no such group.
+    """
     found = sorted(records.groups.values(), key=lambda record: record.name)
     if name is None:
         return found
     exactly = [record for record in found if name in record.names]
-    chosen = exactly or [record for record in found if any(known.startswith(name) for known in record.names)]
-    if not chosen:
+    named = exactly or [record for record in found if any(known.startswith(name) for known in record.names)]
+    if not named:
         known = ", ".join(dict.fromkeys(record.names[1] for record in found)) or "none"
         raise LookupError(f"no group is called {name!r} in this cluster. Its groups: {known}")
-    return chosen
+    return named
 
 
 def _stacks_of(record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collection[int] | None, native: bool) -> str:
@@ -105,8 +125,18 @@ def _stacks_of(record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collect
     return f"{record.name}\n{show_stacks(shown, len(shown))}"
 
 
-def _dumped(record: GroupRecord, ranks: list[int], native: bool) -> dict[int, str]:
+def _dumped(record: GroupRecord, ranks: Sequence[int], native: bool) -> dict[int, str]:
     """The frames of ranks that do not answer, read by a task on each of their hosts."""
+    tasks = dump_tasks(record, ranks, native)
+    found: dict[int, str] = {}
+    ray.wait(list(tasks), num_returns=len(tasks), timeout=DUMP_SECONDS) if tasks else None
+    for task, on_node in tasks.items():
+        found.update(dumped(task, on_node))
+    return found
+
+
+def dump_tasks(record: GroupRecord, ranks: Sequence[int], native: bool) -> dict[Any, list[int]]:
+    """Start a task on each host of these ranks that reads their frames. Returns task -> its ranks, for `dumped`."""
     by_node: dict[str, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(record.ranks[rank].location.node_id, []).append(rank)
@@ -117,16 +147,17 @@ def _dumped(record: GroupRecord, ranks: list[int], native: bool) -> dict[int, st
         processes = [(control.pid, control.frames) for control in controls if control is not None]
         dump = ray.remote(num_cpus=0, max_retries=0)(_dump).options(scheduling_strategy=where)
         tasks[dump.remote(processes, native)] = on_node
-    found: dict[int, str] = {}
-    ray.wait(list(tasks), num_returns=len(tasks), timeout=DUMP_SECONDS) if tasks else None
-    for task, on_node in tasks.items():
-        try:
-            found.update(zip(on_node, ray.get(task, timeout=0), strict=True))
-        except GetTimeoutError:
-            found.update(dict.fromkeys(on_node, f"  unknown: its host did not respond within {DUMP_SECONDS:g} s"))
-        except RayError as error:
-            found.update(dict.fromkeys(on_node, f"  unknown: its host cannot be asked: {one_line(error)}"))
-    return found
+    return tasks
+
+
+def dumped(task: Any, ranks: Sequence[int]) -> dict[int, str]:
+    """rank -> the frames that a task has read, or why it has not. Does not wait."""
+    try:
+        return dict(zip(ranks, ray.get(task, timeout=0), strict=True))
+    except GetTimeoutError:
+        return dict.fromkeys(ranks, f"  unknown: its host did not respond within {DUMP_SECONDS:g} s")
+    except RayError as error:
+        return dict.fromkeys(ranks, f"  unknown: its host cannot be asked: {one_line(error)}")
 
 
 def _dump(processes: list[tuple[int, int]], native: bool) -> list[str]:

@@ -7,12 +7,14 @@ import threading
 import time
 from contextlib import contextmanager
 
+import depth
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
 
 from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.rendering import TokenRenderer, load_renderer
+from workers.rollout.agents.rows import rows
 from workers.rollout.agents.trajectory import Node
 from workers.rollout.engines.rollout_engine import SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
@@ -127,6 +129,7 @@ def play_responses(address, token, stream):
 def test_three_dialects_give_the_same_tree_streamed_or_not():
     trees = []
     with serving(ScriptEngine(calculator)) as gateway:
+        assert gateway.engine.keep_prefixes  # for the next call of a session
         for play in (play_chat, play_messages, play_responses):
             for stream in (False, True):
                 _, token = gateway.open(seed=7)
@@ -210,6 +213,38 @@ def test_token_ids_in_and_out():
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, None, 5]
 
 
+def test_a_prompt_of_tokens_continues_the_longest_path():
+    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
+        _, token = gateway.open(seed=1)
+
+        def ask(prompt):
+            url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
+            return CLIENT.post(url, json={"token_ids": prompt}, headers=headers).json()["choices"][0]["token_ids"]
+
+        first = [*Characters().encode("y"), *Characters().encode("o")]
+        ask([5, 6, first[0]])  # a longer beginning of the last prompt than [5, 6], but of a shorter path
+        ask([5, 6, *ask([5, 6]), 8])
+        tree = gateway.close(token)
+    assert [node.parent for node in tree.nodes] == [None, 0, None, 2, 3, 4]
+
+
+def test_a_conversation_does_not_go_through_what_was_sent_as_tokens():
+    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
+        _, token = gateway.open(seed=1)
+        tree, messages = gateway._sessions[token].tree, [user("x")]
+        said = chat(gateway, token, messages).json()["choices"][0]["message"]
+        for prompt in (tree.token_ids(0), [*tree.token_ids(1), 99]):
+            url, headers = f"{gateway.address}/inference/v1/generate", {"x-api-key": token}
+            assert CLIENT.post(url, json={"token_ids": prompt}, headers=headers).status_code == 200
+        chat(gateway, token, messages)  # again
+        chat(gateway, token, [*messages, said, user("y")])
+        prompts = [
+            TokenRenderer(Characters()).render(of, add_generation_prompt=True).token_ids
+            for of in (messages, [*messages, said, user("y")])
+        ]
+        assert gateway.engine.seen[-2:] == prompts
+
+
 def test_nemo_gym_fields_go_out_and_come_back():
     with serving(ScriptEngine(lambda *_: "a b")) as gateway:
         _, token = gateway.open(seed=1, token_ids=True)
@@ -257,6 +292,18 @@ def test_sampling_is_the_trainers_decision(caplog):
     assert len([one for one in caplog.records if "no effect" in one.message]) == 1
 
 
+def test_a_reply_that_was_cut_off_goes_on_as_one_row():
+    with serving(ScriptEngine(lambda *_: "abcdef")) as gateway:
+        _, token = gateway.open()
+        first = chat(gateway, token, [user("x")], max_tokens=3).json()["choices"][0]
+        assert first["finish_reason"] == "length" and first["message"]["content"] == "abc"
+        assert chat(gateway, token, [user("x"), first["message"], user("go on")]).status_code == 200
+        closed = gateway.close_session(token)
+    assert closed.counters == {"calls": 2, "truncated": 1}
+    (row,) = rows(closed.tree)
+    assert sum(row.completion.loss_mask) == len("abc") + len("abcdef") + 1
+
+
 def test_the_context_limits_a_completion_and_then_a_prompt():
     engine = ScriptEngine(lambda *_: "a" * 50)
     engine.max_positions = 20
@@ -272,6 +319,14 @@ def test_the_context_limits_a_completion_and_then_a_prompt():
         with anthropic.Anthropic(base_url=f"{gateway.address}/v1", api_key=token) as client:
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                 client.messages.create(model="m", max_tokens=5, messages=long)
+        assert len(gateway.close(token).nodes) == 2  # what is refused leaves nothing behind
+
+
+DEEP = {"function": {"name": "f", "arguments": "[" * 2000 + "]" * 2000}}
+
+
+def said(**more):
+    return {"role": "assistant", "content": "x", "generation_token_ids": [1], **more}
 
 
 @pytest.mark.parametrize(
@@ -296,14 +351,21 @@ def test_the_context_limits_a_completion_and_then_a_prompt():
         ("chat/completions", {"messages": [user("x")], "n": 2}, "n=2"),
         ("chat/completions", {"messages": [user("x")], "max_tokens": "many"}, "max_tokens"),
         ("chat/completions", {"messages": [user("x")], "max_tokens": True}, "max_tokens"),
+        ("chat/completions", {"messages": [user("x")], "max_completion_tokens": 0}, "max_tokens"),
+        ("chat/completions", {"messages": [user("x")], "stream": True, "stream_options": "x"}, "stream_options"),
+        ("chat/completions", {"messages": [user("x"), said(prompt_token_ids=["a"]), user("y")]}, "token ids"),
+        ("chat/completions", {"messages": [user("x"), said(prompt_token_ids=[2**40]), user("y")]}, "token ids"),
+        ("chat/completions", {"messages": [user("x"), said(tool_calls=[DEEP]), user("y")]}, "too deeply"),
         ("chat/completions", {"messages": [user("x")], "tools": [1]}, "tools"),
         ("chat/completions", {"messages": [user("x")], "tools": [{"function": {"name": 3}}]}, "tool's name"),
         ("chat/completions", {"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": [user("x")], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("messages", {"messages": [user([{"type": "image", "source": {}}])], "max_tokens": 5}, "only text"),
         ("messages", {"messages": [user("x")], "max_tokens": 0}, "max_tokens"),
         ("messages", {"messages": [user("x")], "stop_sequences": ["a"]}, "stop_sequences"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ("responses", {"input": "x", "text": {"format": "json"}}, "text="),
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
         ("../inference/v1/generate", {"token_ids": ["a"]}, "token_ids"),
@@ -321,6 +383,72 @@ def test_bad_input_gets_the_dialects_error(shared_gateway, path, body, says):
     error = reply.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"]
     assert ("code" in error) == (path != "messages")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TYPED = {"type": "text", "text": "t"}
+WHOLE = {
+    "/v1/chat/completions": {
+        "model": "m", "max_tokens": 5, "temperature": 1.0, "n": 1, "stop": [], "logprobs": True, "tool_choice": "auto",
+        "stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "tools": [TOOL],
+        "messages": [
+            {"role": "system", "content": [TYPED]}, user("x"),
+            said(tool_calls=[{"id": "c", "function": {"name": "f", "arguments": "{}"}}], prompt_token_ids=[1]),
+            {"role": "tool", "content": "r", "tool_call_id": "c"},
+        ],
+    },
+    "/v1/messages": {
+        "model": "m", "max_tokens": 5, "system": [TYPED], "tools": [{"name": "f", "input_schema": {}}], "stream": False,
+        "tool_choice": {"type": "auto"},
+        "messages": [
+            user("x"),
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "t"}, TYPED, {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+            ]},
+            user([{"type": "tool_result", "tool_use_id": "c", "content": [TYPED]}, TYPED]),
+        ],
+    },
+    "/v1/responses": {
+        "model": "m", "max_output_tokens": 5, "instructions": "s", "tools": [{"type": "function", "name": "f"}],
+        "text": {"format": {"type": "text"}}, "stream": True, "metadata": {},
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+        ],
+    },
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 5, "stop_token_ids": [1]}},
+}  # fmt: skip
+VALUES = (None, True, 0, -1, 1.5, "", "x", [], [1], ["x"], [[]], {}, {"a": 1}, [{}], "\ud800", 10**30)
+
+
+def changed(value):
+    """Copies of something in which one part is another value."""
+    for part in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for other in (*VALUES, *changed(value[part])):
+            yield {**value, part: other} if isinstance(value, dict) else [*value[:part], other, *value[part + 1 :]]
+
+
+def test_no_request_is_an_error_of_the_server():
+    """Whatever stands in a field: an answer, or an error that says what is wrong with the request."""
+
+    async def play(gateway):
+        transport, codes = httpx.ASGITransport(app=gateway._front), set()
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for path, whole in WHOLE.items():
+                for number, body in enumerate(changed(whole)):
+                    if depth.full or not number % 7:
+                        _, token = gateway.open()
+                        reply = await client.post(path, content=json.dumps(body), headers={"x-api-key": token})
+                        gateway.close(token)
+                        assert "server_error" not in reply.text, (path, body, reply.text)
+                        codes.add(reply.status_code)
+        return codes
+
+    engine = ScriptEngine(lambda *_: "fine")
+    assert asyncio.run(play(Gateway(engine, TokenRenderer(Characters())))) == {200, 400}
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -437,17 +565,24 @@ def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
         assert [node.sampled for node in gateway.close(token).nodes] == [False, False, True]
 
 
+@contextmanager
+def answering(gateway, engine, token):
+    """Inside, a call is being answered; afterwards, it has ended: yields a list that its reply is in then."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
+    thread.start()
+    while not engine.load().running:
+        time.sleep(0.01)
+    yield found
+    thread.join(20)
+
+
 def test_a_session_that_is_closed_ends_its_calls():
     engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.002)
     with serving(engine) as gateway:
         _, token = gateway.open()
-        found = []
-        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
-        thread.start()
-        while not engine.load().running:
-            time.sleep(0.01)
-        tree = gateway.close(token)
-        thread.join(10)
+        with answering(gateway, engine, token) as found:
+            tree = gateway.close(token)
         assert found[0].status_code == 401 and "closed" in found[0].text
         assert [node.sampled for node in tree.nodes] == [False] and engine.load().running == 0
 
@@ -456,16 +591,11 @@ def test_an_abort_for_an_update_continues_and_a_turn_has_tokens_of_two_versions(
     engine = ScriptEngine(lambda *_: "abcdefghij" * 20, tokens=1, delay=0.005)
     with serving(engine) as gateway:
         _, token = gateway.open()
-        found = []
-        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
-        thread.start()
-        while not engine.load().running:
-            time.sleep(0.01)
-        engine.pause("abort")
-        engine.begin_update()
-        engine.finish_update(1)
-        engine.resume()
-        thread.join(20)
+        with answering(gateway, engine, token) as found:
+            engine.pause("abort")
+            engine.begin_update()
+            engine.finish_update(1)
+            engine.resume()
         assert found[0].json()["choices"][0]["message"]["content"] == "abcdefghij" * 20
         versions = gateway.close(token).nodes[1].weight_versions
     assert set(versions) == {0, 1} and list(versions) == sorted(versions) and len(versions) == 201
@@ -488,6 +618,21 @@ def test_an_engine_that_takes_no_requests_is_waited_for():
         engine.asleep = True
         late = chat(gateway, token, [user("y")])
         assert late.status_code == 503 and "asleep" in late.text
+
+
+def test_an_engine_that_falls_asleep_during_a_long_completion_is_waited_for():
+    engine = ScriptEngine(lambda *_: "x" * 40, tokens=1, delay=0.01)
+    with serving(engine, limits=GatewayLimits(wait_seconds=0.25)) as gateway:
+        _, token = gateway.open()
+
+        def sleep():
+            engine._hold("sleep")  # ScriptEngine has no sleep of its own
+            engine.abort()
+            time.sleep(0.1)
+            engine._release("sleep")
+
+        threading.Timer(0.3, sleep).start()
+        assert chat(gateway, token, [user("x")]).json()["usage"]["completion_tokens"] == 41
 
 
 def test_a_stream_is_kept_open_while_the_engine_works_and_ends_with_its_error():

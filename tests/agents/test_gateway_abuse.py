@@ -131,19 +131,38 @@ def test_garbage():
         others_go_on()
 
 
+def test_headers_without_end_and_a_key_of_strange_letters():
+    """Also with httptools installed, which `HTTPFront` does not use."""
+    with attacked() as (gateway, others_go_on, _):
+        with raw(gateway, request("x", **{"x-gateway-key": "\xe9"})) as connection:
+            assert connection.recv(1000).split()[1] == b"401"
+        with raw(gateway, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") as connection:
+            assert connection.recv(1000).split()[1] == b"200"
+            with suppress(OSError):  # it closes the connection
+                connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 2**20)
+                while connection.recv(1000):
+                    pass
+        others_go_on()
+
+
 def test_clients_that_send_slowly_or_never():
     with attacked() as (gateway, others_go_on, (token,)):
         begun = time.monotonic()
         silent = raw(gateway)
         half_a_head = raw(gateway, request(token)[:40])
         half_a_body = raw(gateway, request(token, b'{"messages"', **{"content-length": "1000"}))
+        half_of_two = raw(gateway, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += half_of_two.recv(1000)
+        half_of_two.sendall(b"GET /hea")
         others_go_on()
         assert half_a_body.recv(1000).split()[1] == b"408"
-        for connection in (silent, half_a_head):
+        for connection in (silent, half_a_head, half_of_two):
             with suppress(ConnectionResetError):
                 assert connection.recv(1000) == b""  # closed
         assert time.monotonic() - begun < 10
-        for connection in (silent, half_a_head, half_a_body):
+        for connection in (silent, half_a_head, half_a_body, half_of_two):
             connection.close()
 
 

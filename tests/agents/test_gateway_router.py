@@ -6,13 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from urllib.parse import quote
 
 import pytest
-from agent_helpers import Characters, log_prob
+from agent_helpers import Characters, ScriptEngine, log_prob
+
+from workers.rollout.agents.gateway.gateway import Gateway
+from workers.rollout.agents.rendering import TokenRenderer
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -151,6 +157,128 @@ def test_a_router_that_was_killed_continues_from_its_state():
             assert reply.json()["choices"][0]["message"]["content"].endswith(":zyx")
             tree = router.close(token)
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
+
+
+@contextmanager
+def gateways(kind=Gateway):
+    """A gateway of this process behind a router."""
+    engine = ScriptEngine(lambda *_: "fine")
+    gateway = kind(engine, TokenRenderer(Characters()))
+    gateway.start()
+    try:
+        with routing(gateway.endpoint) as router:
+            yield gateway, router
+    finally:
+        gateway.stop()
+        engine.close()
+
+
+BREAKS = "/health HTTP/1.1\r\nhost: x\r\n\r\nPUT /private/sessions"
+
+
+@pytest.mark.parametrize("path", ["/private/sessions", BREAKS], ids=["private", "line breaks"])
+def test_a_client_reaches_nothing_but_its_sessions_calls(path):
+    """With the router's key it could choose how to sample, write its own tokens, or answer others' calls."""
+    with gateways() as (gateway, router):
+        _, token = router.open("mine", seed=1)
+        assert post(router, token, [user("a")]).status_code == 200
+        head = {"row_id": "forged", "seed": 2, "sampling_params": {"temperature": 5.0}, "token_ids": False}
+        for method in ("PUT", "POST", "DELETE"):
+            url = f"{router.address}{quote(path)}"
+            reply = CLIENT.request(method, url, content=json.dumps(head), headers={"x-api-key": token})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "path")
+        assert CLIENT.get(f"{router.address}/v1/models", headers={"x-api-key": token}).json()["data"]
+        assert post(router, token, [user("b")]).json()["choices"][0]["message"]["content"] == "fine"
+        assert [(one.row_id, one.sampling_params.temperature) for one in gateway._sessions.values()] == [("mine", 1.0)]
+
+
+def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there():
+    class SlowToOpen(Gateway):
+        def _of_router(self, call):
+            time.sleep(0.3)
+            return super()._of_router(call)
+
+    with gateways(SlowToOpen) as (gateway, router), ThreadPoolExecutor() as pool:
+        _, token = router.open()
+        call = pool.submit(post, router, token, [user("a")])
+        time.sleep(0.15)
+        router.close(token)
+        assert call.result().status_code == 401
+        end = time.monotonic() + 10
+        while gateway.sessions and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not gateway.sessions and not gateway.engine.seen and router._workers[0].sessions == set()
+
+
+def test_sessions_can_be_closed_after_the_router_was_stopped():
+    with gateways() as (_, router):
+        _, token = router.open()
+        assert post(router, token, [user("a")]).status_code == 200
+        router.stop()
+        assert len(router.close(token).nodes) == 2
+
+
+class Mortal:
+    """A worker that opens sessions, answers "fine", and ends its connections when it reads "poison"."""
+
+    def __init__(self):
+        self.read, self.connections, self.started = 0, 0, threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
+        self.thread.start()
+        self.started.wait(10)
+
+    async def serve(self):
+        server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        self.endpoint = (f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key")
+        self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        self.started.set()
+        await self.ended.wait()
+        server.close()
+
+    async def answer(self, reader, writer):
+        self.connections += 1
+        with suppress(EOFError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                body = await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
+                self.read += b"poison" in body
+                if b"poison" in body:
+                    break
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nfine")
+        writer.close()
+
+
+def test_a_call_that_its_workers_die_of_is_not_given_to_all():
+    workers = [Mortal() for _ in range(gateway_router.MAX_LOSSES + 1)]
+    try:
+        with routing(*(one.endpoint for one in workers)) as router:
+            (_, bad), (_, good) = router.open(), router.open()
+            for _ in range(2):  # its client tries again
+                died = post(router, bad, [user("poison")])
+                assert (died.status_code, died.json()["error"]["code"]) == (500, "failed") and "3 workers" in died.text
+            assert sorted(one.read for one in workers) == [0, 1, 1, 1]
+            assert post(router, good, [user("x")]).text == "fine"
+    finally:
+        for one in workers:
+            one.loop.call_soon_threadsafe(one.ended.set)
+            one.thread.join(10)
+
+
+def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
+    one = Mortal()
+
+    async def play():
+        worker, seen = gateway_router._Worker(*one.endpoint), []
+        for reuse in (60.0, 60.0, 0.0):
+            monkeypatch.setattr(gateway_router, "REUSE_SECONDS", reuse)
+            assert (await worker.send("GET", "/health", {}, b""))[2] == b"fine"
+            seen.append(one.connections)
+        worker.leave()
+        return seen
+
+    assert asyncio.run(play()) == [1, 1, 2]
+    one.loop.call_soon_threadsafe(one.ended.set)
+    one.thread.join(10)
 
 
 def test_a_call_waits_while_no_worker_is_there():

@@ -72,6 +72,19 @@ def shown(row):
 
 
 CALL = ("S u", "S u >", "call .")
+
+
+def replies(first, last, changed=None):
+    """Turns with the replies a1, a2, ... and the results t1, t2, ... behind them, from a number to another one.
+    ``changed``: number -> (a part of this turn's prompt, what the prompt has instead of it)."""
+    messages, prompt, turns = "S u", "S u >", []
+    for number in range(first, last + 1):
+        turns.append((messages, prompt.replace(*(changed or {}).get(number, ("", ""))), f"a{number} ."))
+        messages += f" a{number} t{number}"
+        prompt += f" a{number} . t{number} >"
+    return turns
+
+
 SAME = {
     "slime 1.1, 2.1, miles single record": ([("S u", "S u >", "a .")], ["S u > [a] [.]"]),
     "slime 1.2, 2.2, miles two turns": (
@@ -112,17 +125,12 @@ SAME = {
         ["S u > [call] [.]", "S u > call ! t > [done] [.]"],
     ),
     "slime 2.7 other tokens in an earlier reply": (
-        [
-            ("S u", "S u >", "a1 ."),
-            ("S u a1 t1", "S u > a1 . t1 >", "a2 ."),
-            ("S u a1 t1 a2 t2", "S u > a1 ! t1 > a2 . t2 >", "a3 ."),
-        ],
+        replies(1, 3, {3: ("a1 .", "a1 !")}),
         ["S u > [a1] [.] t1 > [a2] [.]", "S u > a1 ! t1 > a2 . t2 > [a3] [.]"],
     ),
     "slime 2.11, miles a reply that was not sampled here": (
         [
-            ("S u", "S u >", "a1 ."),
-            ("S u a1 t1", "S u > a1 . t1 >", "a2 ."),
+            *replies(1, 2),
             ("S u a1 t1 a2 foreign t2", "S u > a1 . t1 > a2 . > foreign . t2 >", "a3 ."),
         ],
         ["S u > [a1] [.] t1 > [a2] [.] > foreign . t2 > [a3] [.]"],
@@ -146,8 +154,7 @@ SAME = {
     ),
     "slime 3.7 three branches behind two turns": (
         [
-            ("S u", "S u >", "a1 ."),
-            ("S u a1 t1", "S u > a1 . t1 >", "a2 ."),
+            *replies(1, 2),
             *((f"S u a1 t1 a2 {of}", f"S u > a1 . t1 > a2 . {of} >", f"end-{of} .") for of in "pqr"),
         ],
         [
@@ -157,14 +164,7 @@ SAME = {
         ],
     ),
     "slime 3.8 a long session": (
-        [
-            ("S u", "S u >", "a0 ."),
-            ("S u a0 t0", "S u > a0 . t0 >", "a1 ."),
-            ("S u a0 t0 a1 t1", "S u > a0 . t0 > a1 . t1 >", "a2 ."),
-            ("S u a0 t0 a1 t1 a2 t2", "S u > a0 . t0 > a1 . t1 > a2 . t2 ! >", "a3 ."),
-            ("S u a0 t0 a1 t1 a2 t2 a3 t3", "S u > a0 . t0 > a1 . t1 > a2 . t2 > a3 . t3 >", "a4 ."),
-            ("S u a0 t0 a1 t1 a2 t2 a3 t3 a4 t4", "S u ! > a0 . t0 > a1 . t1 > a2 . t2 > a3 . t3 > a4 . t4 >", "a5 ."),
-        ],
+        replies(0, 5, {3: ("t2", "t2 !"), 5: ("u", "u !")}),
         [
             "S u > [a0] [.] t0 > [a1] [.] t1 > [a2] [.] t2 ! > [a3] [.]",
             "S u > a0 . t0 > a1 . t1 > a2 . t2 > a3 . t3 > [a4] [.]",

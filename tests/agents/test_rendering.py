@@ -19,6 +19,7 @@ from workers.rollout.agents.rendering import (
     load_renderer,
     record,
 )
+from workers.rollout.agents.rows import rows
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import Completion
 
@@ -33,11 +34,11 @@ def sampled(token_ids, reason="stop"):
     return Completion(list(token_ids), [-0.5] * len(token_ids), reason, [3] * len(token_ids))
 
 
-def turn(tree, renderer, messages, token_ids, tools=None, counters=None):
+def turn(tree, renderer, messages, token_ids, tools=None, counters=None, reason="stop"):
     """Play one turn: the prompt that the engine got, the new node, and the assistant's message."""
     node = extend(tree, renderer, messages, tools, counters)
     prompt = tree.token_ids(node)
-    after, message = record(tree, renderer, node, sampled(token_ids), tools)
+    after, message = record(tree, renderer, node, sampled(token_ids, reason), tools)
     assert tree.token_ids(after) == prompt + list(token_ids)
     return prompt, after, message
 
@@ -136,12 +137,35 @@ def test_other_tools_begin_anew():
     assert len(tree.path(after)) == 4 and "add" in Characters().decode(prompt)
 
 
-def test_a_completion_without_its_end_is_not_continued():
-    renderer, tree, counters = TokenRenderer(Characters()), Trajectory(), {}
-    node = extend(tree, renderer, [user("a")])
-    _, answer = record(tree, renderer, node, sampled([20], "length"))
+@pytest.mark.parametrize("said", ["yes", "<think>\nhm", '<tool_call>\n{"name": "ad'])
+@pytest.mark.parametrize("name", ["tokens", "qwen3"])
+def test_a_reply_that_was_cut_off_continues_with_an_end_that_is_given(name, said):
+    tokenizer = Characters() if name == "tokens" else merging_tokenizer()
+    renderer = TokenRenderer(tokenizer) if name == "tokens" else load_renderer(tokenizer, "qwen3")
+    tree, counters = Trajectory(), {}
+    words = tokenizer.encode(said)
+    prompt, node, answer = turn(tree, renderer, [user("a")], words, counters=counters, reason="length")
+    answer = json.loads(json.dumps(answer))
+    result = {"role": "tool", "content": "3", "tool_call_id": "call_0"}
+    after = extend(tree, renderer, [user("a"), answer, result], counters=counters)
+    assert tree.path(after)[:2] == [0, node] and not tree.nodes[after].sampled and counters == {}
+    behind = tree.nodes[after].token_ids.tolist()
+    end = renderer.get_stop_token_ids()[0]
+    assert tree.token_ids(after) == [*prompt, *words, *behind] and end in behind[:2]
+    tree.sample(after, sampled([end]))
+    (row,) = rows(tree)
+    trained = zip(row.completion.token_ids, row.completion.loss_mask, strict=True)
+    assert [token for token, mask in trained if mask] == [*words, end]
+
+
+def test_a_reply_that_was_cut_off_is_a_branch_where_the_renderer_has_no_end_for_it():
+    renderer, tree, counters = load_renderer(merging_tokenizer(), "default"), Trajectory(), {}
+    # Not the spelling that the tokenizer would choose.
+    words = [token for character in "the the" for token in merging_tokenizer().encode(character)]
+    prompt, node, answer = turn(tree, renderer, [user("a")], words, counters=counters, reason="length")
     after = extend(tree, renderer, [user("a"), answer, user("b")], counters=counters)
-    assert not any(tree.nodes[one].sampled for one in tree.path(after))
+    assert node not in tree.path(after) and tree.nodes[after].parent == tree.nodes[node].parent and counters == {}
+    assert tree.token_ids(after)[: len(prompt)] == prompt
 
 
 def test_a_client_may_leave_the_reasoning_out():
@@ -157,6 +181,17 @@ def test_a_client_may_leave_the_reasoning_out():
     assert len(tree.children(None)) == 1
     other = {**answer, "reasoning_content": "something else"}
     assert len(tree.path(extend(tree, renderer, [user("a"), other, result]))) != 3
+
+
+def test_the_same_words_after_other_thoughts_are_two_turns():
+    """As of an agent that runs the same command twice, whose client drops the reasoning."""
+    renderer, tree, counters = load_renderer(merging_tokenizer(), "qwen3"), Trajectory(), {}
+    encode, messages = merging_tokenizer().encode, [user("a")]
+    for thought in "xyz":
+        said = encode(f"<think>\n{thought}\n</think>\n\nls<|im_end|>")
+        _, _, answer = turn(tree, renderer, messages, said, counters=counters)
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "tool", "content": "none"}]
+    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 3, 4] and counters == {}
 
 
 def test_nothing_to_answer():
@@ -221,7 +256,7 @@ def test_random_conversations():
             spoken[node] = words
             whole = tree.token_ids(node)
             assert whole == prompt + words
-            if completion.finish_reason == "stop":
+            if completion.finish_reason == "stop" or (words and not seed % 3):  # a TokenRenderer ends any reply
                 # As a client has it: through JSON.
                 history = json.loads(json.dumps([*messages, message]))
                 histories.append((history, whole))
@@ -249,6 +284,34 @@ def test_the_token_renderer_reads_tool_calls():
     said = {"role": "assistant", "content": "so ", "tool_calls": message["tool_calls"]}
     rendered = renderer.render([said]).token_ids
     assert Characters().decode(rendered) == f"<|assistant|>{text[: text.index('</tool_call>')]}</tool_call><end>"
+
+
+def test_remembered_tokens_are_the_tokenizers():
+    """Short texts are encoded once; what is rendered is what the package renders without that, also after pickling."""
+    from renderers import create_renderer
+    from renderers.configs import Qwen3RendererConfig
+
+    tokenizer, texts = merging_tokenizer(), []
+    plain = create_renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    ours = load_renderer(tokenizer, "qwen3", thinking_retention="all")
+
+    class Seen(type(tokenizer)):
+        def _encode_plus(self, text, *args, **options):
+            texts.append(text)
+            return super()._encode_plus(text, *args, **options)
+
+    seen = Seen(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
+    seen = load_renderer(seen, "qwen3", thinking_retention="all")
+    said = [*tokenizer.encode("the answer"), tokenizer.eos_token_id]
+    for number in range(3):
+        messages = [user(f"the {number}" * 40), {"role": "tool", "content": "the"}]
+        expected = plain.render(messages, tools=TOOLS, add_generation_prompt=True).token_ids
+        behind = plain.bridge_to_next_turn(expected, said, messages).token_ids
+        for one in (ours, pickle.loads(pickle.dumps(ours)), seen):
+            assert one.render(messages, tools=TOOLS, add_generation_prompt=True).token_ids == expected
+            assert one.bridge_to_next_turn(expected, said, messages).token_ids == behind
+    short = [text for text in texts if len(text) < 20]
+    assert "assistant\n" in short and len(short) == len(set(short)) + short.count("a") - 1 <= 12
 
 
 def test_the_package_renders_a_qwen_conversation():

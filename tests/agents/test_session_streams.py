@@ -1,11 +1,19 @@
 """Sessions with the manager, streams, updates and evaluation; they survive the death of a worker, and of the driver."""
 
 import contextlib
+import json
 import os
 import pickle
+import random
 import signal
+import statistics
+import subprocess
+import sys
 import time
+from collections import Counter
+from pathlib import Path
 
+import killed_driver
 import pytest
 from devices import ON_DEVICE
 from rollout_helpers import BigramEngine, Toy
@@ -87,50 +95,6 @@ def test_updates_of_a_stream(mode):
     assert (mixed == 0) == (mode == "wait")
 
 
-def undisturbed(batches):
-    with local() as group:
-        group.load(1, 1)
-        manager = managed(group)
-        manager.weight_version = 1
-        given = [prompts(number) for number in range(batches)]
-        return [
-            check(manager.generate(ids, rollout_id=number, extras=extras))[0]
-            for number, (ids, extras) in enumerate(given)
-        ]
-
-
-def test_sessions_of_a_saved_state_go_on():
-    """The driver is gone; another one continues from its checkpoint, in the middle of sessions. With the same weights,
-    tokens are those of a run in which nothing happened, and only what was sampled since is sampled again."""
-    expected = undisturbed(2)
-    with local(Slow, 0.002) as group:
-        group.load(1, 1)
-        manager = managed(group)
-        manager.weight_version = 1
-        with RolloutStream(manager, prompts, SampleBuffer(B, max_staleness=1, num_batches=2)) as stream:
-            stream.buffer.set_version(1)
-            end = time.monotonic() + 20
-            while True:
-                state = stream.state_dict()
-                groups = state["groups"].values()
-                sessions = [one.session for _, _, data, _ in groups if data for one in data.completions if one.session]
-                if sum(len(session.rewards) for session in sessions) >= B * SAMPLES:
-                    break
-                assert time.monotonic() < end
-                time.sleep(0.002)
-    state = pickle.loads(pickle.dumps(state))
-    sampled = sum(session.tokens for session in sessions)
-    assert sampled >= B * SAMPLES * HOW.max_new_tokens
-    with local(Slow, 0.0) as group:
-        group.load(1, 1)
-        again = managed(group)
-        again.weight_version = 1
-        with RolloutStream(again, prompts, SampleBuffer(B, max_staleness=1, num_batches=2)) as stream:
-            stream.load_state_dict(state)
-            data = [stream.take(30) for _ in range(2)]
-    assert [check(one)[0] for one in data] == expected
-
-
 @pytest.mark.parametrize(
     ("environment", "rounds", "batch", "samples"),
     [
@@ -190,6 +154,83 @@ def test_sessions_survive_the_death_of_their_worker(ray_cluster, monkeypatch, en
         f"{environment.__name__}: {rounds} kills with {batch * samples} sessions; all go on after "
         f"{max(gone_on):.1f} s at most; {lost} began again"
     )
+
+
+@pytest.mark.parametrize(
+    ("kills", "ray", "updates"),
+    [
+        (1, False, False),
+        pytest.param(20, True, False, marks=pytest.mark.full("20 kills of drivers with sessions, on Ray")),
+        pytest.param(20, True, True, marks=pytest.mark.full("20 kills of drivers with sessions, on Ray")),
+    ],
+    ids=["once", "on Ray", "on Ray with updates"],
+)
+@pytest.mark.timeout(1500)
+def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch, kills, ray, updates):
+    """kill -9 of the driver of an asynchronous run while sessions are in the middle, and a start from its checkpoint:
+    each group is trained once, with the tokens of a run in which nothing dies, and no environment makes a step again
+    that it had made in the checkpoint."""
+    config = {"batch": 3, "samples": 2, "turns": 6, "batches": 4 if kills == 1 else 8 * kills}
+    config |= {"ray": ray, "updates": updates, "seconds": 0.3 if ray else 0.05}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    others = request.getfixturevalue("other_drivers") if ray else {}  # it adds to the environment
+    environment = {**os.environ, **others}
+    draw, in_flight, script = random.Random(kills), [], Path(killed_driver.__file__)
+    for kill in range(kills):
+        with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment) as driver:
+            wait(lambda kill=kill: len(lines(tmp_path / "starts.jsonl")) > kill or driver.poll() is not None, 120)
+            begun = time.time()
+            time.sleep(draw.uniform(0.0, 1.0))
+            wait(lambda begun=begun: sessions_in(tmp_path, begun) >= 2 or driver.poll() is not None, 60)
+            assert driver.poll() is None, "the run has ended by itself"
+            os.kill(driver.pid, signal.SIGKILL)
+        in_flight.append(sessions_in(tmp_path, begun))
+    if ray:
+        subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, check=True, timeout=600)
+    else:
+        monkeypatch.setenv("START", str(kills))
+        with LocalWorkerGroup(2, killed_driver.made(), threads=True) as group:
+            killed_driver.run(tmp_path, group, config)
+    starts, trained = lines(tmp_path / "starts.jsonl"), lines(tmp_path / "trained.jsonl")
+    last = {line["batch"]: line for line in trained}
+    numbers = [group for batch in range(config["batches"]) for group in last[batch]["groups"]]
+    assert numbers == [group for group in range(3 * config["batches"]) for _ in range(2)]
+    assert len(starts) == kills + 1 and min(in_flight) >= 2
+    steps = Counter(tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines())
+    for (start, group, step), count in steps.items():
+        saved = starts[start]["steps"].get(str(group))
+        sessions = [0] * config["samples"] if saved is None else saved
+        assert count <= sum(made is not None and made <= step for made in sessions), (start, group, step)
+    total = config["batches"] * config["batch"] * config["samples"] * config["turns"]
+    again = sum(steps.values()) - total
+    assert again >= 0 and {(group, step) for _, group, step in steps} == {
+        (group, step) for group in range(3 * config["batches"]) for step in range(config["turns"])
+    }
+    print(
+        f"{kills} kills of a driver with {statistics.median(in_flight):g} sessions in the middle in its checkpoint; "
+        f"{again} of {total} turns were played again; {len(trained) - len(last)} batches were trained again"
+    )
+    if not updates:
+        with LocalWorkerGroup(1, made(Diary, 0.0), threads=True) as group:
+            manager = killed_driver.manager_of(group, config)
+            for batch in range(config["batches"]):
+                ids, extras = killed_driver.prompts_of(config)(batch)
+                data = manager.generate(ids, rollout_id=batch, extras=extras)
+                assert check_rows(data)[0] == last[batch]["turns"]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def sessions_in(folder, since):
+    """How many sessions are in the middle in a checkpoint that was written later than a time."""
+    file = folder / "checkpoint"
+    if not file.exists() or file.stat().st_mtime < since:
+        return 0
+    steps = killed_driver.saved_steps(pickle.loads(file.read_bytes())["stream"])
+    return sum(bool(made) for of_group in steps.values() for made in of_group or ())
 
 
 def turns_of(stream):

@@ -487,6 +487,30 @@ def test_pause_that_waits_lets_sessions_end(make):
     check(second.result(SECONDS))
 
 
+def test_pause_keeps_what_a_waiting_session_has_from_elsewhere_and_ends_with_the_engine(make):
+    whole = play(make(), length=40)
+    engine = make(delay=0.002)
+    future = submit(engine, length=40)
+    wait_until(lambda: engine.engine.steps >= 50)
+    engine.abort()
+    partial = future.result(SECONDS)
+    submit(engine, "long", length=400)
+    paused = threading.Thread(target=engine.pause, args=("wait",))
+    paused.start()
+    wait_until(lambda: engine._draining)
+    waiting = submit(engine, length=40, partial=partial)
+    engine.abort(["a"])
+    again = waiting.result(SECONDS)
+    assert (again.finish_reason, again.token_ids) == ("abort", partial.token_ids)
+    assert play(make(), length=40, partial=again).token_ids == whole.token_ids
+    late = submit(engine, "late")
+    engine.close()
+    paused.join(SECONDS)
+    assert not paused.is_alive()
+    with pytest.raises(RolloutError, match="closed"):
+        late.result(SECONDS)
+
+
 def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine = AgentEngine(BigramEngine, environment=sleepy())
     future = submit(engine)

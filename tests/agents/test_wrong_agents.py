@@ -15,7 +15,9 @@ from workers import (
     Completion,
     Environment,
     RolloutManager,
+    RolloutStream,
     RolloutWorker,
+    SampleBuffer,
     SamplingParams,
     SessionLimits,
     Step,
@@ -186,6 +188,22 @@ def test_rollout_of_sessions_that_all_fail_at_once_is_an_error(group):
         manager(group).generate([[1], [2]], extras={"what": [KeyError("reset"), KeyError("reset")]})
     data = manager(group).generate([[1], [2]], extras={"what": [KeyError("reset"), None]})
     assert data["completion_lengths"].tolist() == [0, 0, 4, 4]
+
+
+def test_batch_of_a_stream_whose_sessions_all_fail_at_once_is_an_error(group):
+    def prompts(rollout_id):
+        return [[1], [2]], {"what": [KeyError("reset"), KeyError("reset") if rollout_id else None]}
+
+    made = manager(group)
+    with RolloutStream(made, prompts, SampleBuffer(2)) as stream:
+        with stream.updating():
+            made.weight_version = None
+        assert stream.take(30)["completion_lengths"].tolist() == [0, 0, 4, 4]
+        with stream.updating():
+            pass
+        for _ in range(2):  # it has ended
+            with pytest.raises(RolloutError, match=r"all 4 sessions .* before their first turn, 4 of them with KeyErr"):
+                stream.take(30)
 
 
 def test_failed_sessions_are_not_trained(group):

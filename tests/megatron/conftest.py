@@ -5,9 +5,11 @@ Each test initializes megatron in them with the sizes that it needs.
 """
 
 import pytest
+import torch
 from devices import ON_DEVICE
 from folder_scope import shared
 from megatron_workers import Lab
+from transformers import AutoModelForCausalLM
 
 from single_controller import NVMegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 
@@ -58,3 +60,32 @@ def eight_processes(ray_cluster):
 def eight(eight_processes):
     """Use this only where four ranks are not enough: it costs twice as much."""
     return whole(eight_processes)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The folders that `saved` has already written."""
+    return {}, tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def saved(folders):
+    """(Hugging Face model with random weights, norms and biases included; the folder that it is saved in)."""
+    made, home = folders
+
+    def of(config, kind=AutoModelForCausalLM, seed=0, sharp=False):
+        key = config.to_json_string(), kind.__name__, seed, sharp
+        if key not in made:
+            torch.manual_seed(seed)
+            model = kind.from_config(config).float().eval()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.1)
+                    elif sharp:  # without it, attention is nearly uniform, and positions hardly matter
+                        parameter.mul_(8)
+            made[key] = home / str(len(made))
+            model.save_pretrained(made[key])
+        return kind.from_pretrained(made[key]).float().eval(), str(made[key])
+
+    return of

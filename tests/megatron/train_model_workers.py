@@ -50,6 +50,21 @@ def log_probs(worker, data, temperature=1.0):
     return gathered(worker, data, worker.model.log_probs(own_rows(data), temperature))
 
 
+def log_probs_and_routes(worker, data, temperature=1.0):
+    """(dp rank, log-probabilities or None, the experts of each of its rows that this rank knows)"""
+    found, routes = worker.model.log_probs_and_routes(own_rows(data), temperature)
+    return parallel_state.get_data_parallel_rank(), found, list(routes.unbind())
+
+
+def disturb_routers(worker, noise):
+    """Add the same noise to the routers of all ranks that have them."""
+    for name, weight in worker.model.weights():
+        if name.endswith("router.weight"):
+            layer = int(name.partition("layers.")[2].partition(".")[0])
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(layer)) * noise)
+    worker.model.weights_changed()
+
+
 def values(worker, data):
     return gathered(worker, data, worker.model.values(own_rows(data)))
 

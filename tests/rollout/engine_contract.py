@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_helpers import chosen_log_probs, kept_sets, left_to_choose, plain_distributions, plain_model
 
+from workers.rollout.agents.agent_engine import AgentEngine
+from workers.rollout.agents.environment import Environment, Step
+from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import (
     Completion,
     EngineLoad,
@@ -81,6 +84,19 @@ BAD: dict[str, Callable[[RolloutEngine], object]] = {
     "prompt and seed of generate": lambda engine: engine.generate([[1], [2]], SamplingParams(4), [0, 0.5]),
 }
 """Requests that no engine takes."""
+
+
+class Talk(Environment):
+    """Answers each turn with some tokens, of another number each time."""
+
+    turns = 4
+
+    async def reset(self, row):
+        self.said = 0
+
+    async def step(self, action):
+        self.said += 1
+        return Step([3 + self.said, *action.token_ids[: self.said]], done=self.said == self.turns)
 
 
 @dataclass
@@ -262,6 +278,37 @@ class EngineContract:
             assert completion.token_ids == whole.token_ids[:end]
             assert completion.finish_reason == ("length" if end is None else "stop")
         assert {one.finish_reason for one in stopped} >= {"stop"}
+
+    def test_turns_of_sessions_match_the_reference(self, subject, first, monkeypatch):
+        """`AgentEngine` in front of the engine: in each turn, the log-probabilities are those of one forward pass over
+        the whole session, also after an update, whatever the engine keeps between turns."""
+        if not isinstance(subject.engine, RequestEngine):
+            pytest.skip("it plays sessions itself")
+        monkeypatch.setattr(subject.engine, "close", lambda: None)  # it is shared
+        agents = AgentEngine(subject.engine, environment=Talk, verify=True)
+        assert subject.engine.keep_prefixes and subject.engine.echo_prompts
+        prompts = [prompt * 8 for prompt in PROMPTS[:4]]
+        differences = []
+        try:
+            for version, model in ((1, first), (2, subject.model(4))):
+                subject.update(model, version)
+                for prompt, made in zip(
+                    prompts, agents.generate(prompts, SamplingParams(6, 0.8), SEEDS[:4]), strict=True
+                ):
+                    assert made.info["turns"] == Talk.turns and made.loss_mask.count(1) == 6 * Talk.turns
+                    of_all = subject.distributions(model, prompt, made.token_ids, 0.8)
+                    expected = chosen_log_probs(of_all, made.token_ids)
+                    off = (torch.tensor(made.log_probs, dtype=torch.float64) - expected.double()).abs()
+                    turns = [mask == 1 for mask in made.loss_mask]
+                    begin = [at for at, sampled in enumerate(turns) if sampled and not (at and turns[at - 1])]
+                    differences += [float(off[at : at + 6].mean()) for at in begin]
+                    assert {version} == {v for v, m in zip(made.weight_versions, made.loss_mask, strict=True) if m}
+        finally:
+            agents.close()
+            subject.engine.echo_prompts = subject.engine.keep_prefixes = False
+            subject.update(first, 1)
+        print(f"{type(subject.engine).__name__}: rollout_log_prob_diff of {len(differences)} turns: {max(differences)}")
+        assert len(differences) == 2 * 4 * Talk.turns and max(differences) <= 1e-5
 
     def test_no_prompts_give_no_completions(self, subject, first):
         assert subject.engine.generate([], SamplingParams(), []) == []

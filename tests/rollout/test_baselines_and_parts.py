@@ -1,10 +1,12 @@
 """Rewards beyond one number per completion: those of greedy completions, as baselines, and several by name."""
 
 import pickle
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
-from rollout_helpers import LLAMA, EchoEngine
+from rollout_helpers import LLAMA, BigramEngine, EchoEngine, Toy
 from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
@@ -67,6 +69,37 @@ def test_baselines_are_the_rewards_of_greedy_completions(group):
     assert scores["eval/completion_length"] > 0
     with pytest.raises(ValueError, match="greedy_baselines=True needs a reward function"):
         RolloutManager(group, greedy_baselines=True)
+
+
+class FailingBaselines(BigramEngine):
+    """The greedy completion of the second prompt fails, as a session whose environment is down."""
+
+    def submit(self, prompt, sampling_params, *arguments, **options):
+        outer, inner = Future(), super().submit(prompt, sampling_params, *arguments, **options)
+        inner.add_done_callback(lambda done: outer.set_result(failed(prompt, sampling_params, done.result())))
+        return outer
+
+    def generate(self, prompts, sampling_params, seeds):
+        made = super().generate(prompts, sampling_params, seeds)
+        return [failed(prompt, sampling_params, one) for prompt, one in zip(prompts, made, strict=True)]
+
+
+def failed(prompt, how, completion):
+    down = list(prompt) == PROMPTS[1] and how.temperature == 0
+    return replace(completion, finish_reason="error") if down else completion
+
+
+def test_a_prompt_whose_baseline_failed_is_not_trained():
+    with LocalWorkerGroup(2, RayClassWithInitArgs(Toy, FailingBaselines), threads=True) as group:
+        manager = RolloutManager(group, HOW, reward, samples_per_prompt=2, seed=1, greedy_baselines=True)
+        with RolloutStream(manager, lambda rollout_id: PROMPTS, SampleBuffer(groups_per_batch=3)) as stream:
+            with stream.updating():
+                group.load(1, 1)
+                manager.weight_version = 1
+            data = [stream.take(30), manager.generate(PROMPTS)]
+        for rows in data:
+            assert rows["loss_mask"].any(1).tolist() == [True, True, False, False, True, True]
+            assert group_numbers(rows["group_ids"]).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_stream_has_the_same_baselines(group):

@@ -1,5 +1,7 @@
 """What a process of vLLM has of each tensor, on layers with the attributes of vLLM's. Runs without vLLM."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -91,10 +93,12 @@ def model_of(full, rank, ranks, kv_heads):
 
 
 def read(model, parts, name):
-    part, tensor = parts[name], model.state_dict()[parts[name].parameter]
-    if part.box:
-        tensor = tensor[part.begin : part.begin + part.box[0][1] - part.box[0][0]]
-    return part.box, tensor
+    found, state = [], model.state_dict()
+    for part in parts[name]:
+        begin = zip(part.begin, part.box, strict=True)
+        index = tuple(slice(first, first + end - start) for first, (start, end) in begin)
+        found.append((part.box, state[part.parameter][index]))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -108,7 +112,7 @@ def test_parts_of_all_processes_are_the_checkpoint(ranks, kv_heads):
         found = [read(*one, name) for one in zip(models, parts, strict=True)]
         assert torch.equal(joined(name, shapes[name], found), tensor), name
     copies = max(1, ranks // kv_heads)
-    boxes = [one["model.attn.k_proj.weight"].box for one in parts]
+    boxes = [one["model.attn.k_proj.weight"][0].box for one in parts]
     assert len(set(boxes)) == ranks // copies
 
 
@@ -116,7 +120,7 @@ def test_processes_that_differ_are_named():
     one, other = torch.zeros(2, 3), torch.zeros(2, 3)
     other[1, 1] = -0.0
     with pytest.raises(RolloutError, match="processes 0 and 2 hold different bytes of 'norm'"):
-        joined("norm", (4, 3), [(((0, 2), (0, 3)), one), (((2, 4), (0, 3)), one), (((0, 2), (0, 3)), other)])
+        joined("norm", (4, 3), [[(((0, 2), (0, 3)), one)], [(((2, 4), (0, 3)), one)], [(((0, 2), (0, 3)), other)]])
 
 
 def broken(change):
@@ -144,3 +148,88 @@ def broken(change):
 def test_model_that_is_not_understood_is_not_read(change):
     assert broken(lambda model, inner: None) is not None
     assert broken(change) is None
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+EXPERTS, WIDTH = 8, 12
+
+
+class Mixture(torch.nn.Module):
+    """A process's layer of experts with vLLM's attributes."""
+
+    def __init__(self, gate_up, down, rank, ranks, by_expert, padding=0):
+        super().__init__()
+        here = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks) if by_expert else slice(None)
+        tp, place = (1, 0) if by_expert else (ranks, rank)
+        halves = [half.chunk(tp, 1)[place] for half in gate_up[here].chunk(2, 1)]
+        halves = [torch.nn.functional.pad(half, (0, 0, 0, padding)) for half in halves]
+        own = torch.nn.functional.pad(down[here].chunk(tp, 2)[place], (0, padding))
+        self.w13_weight = torch.nn.Parameter(torch.cat(halves, 1), requires_grad=False)
+        self.w2_weight = torch.nn.Parameter(own.contiguous(), requires_grad=False)
+        self.expert_map = None
+        if by_expert:
+            numbers = torch.arange(EXPERTS) - here.start
+            self.expert_map = torch.where((numbers >= 0) & (numbers < EXPERTS // ranks), numbers, -1)
+        self.is_fused_checkpoint_transposed = False
+        self.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(value="TRITON"))
+        self.moe_config = SimpleNamespace(
+            moe_parallel_config=SimpleNamespace(tp_size=tp, tp_rank=place),
+            intermediate_size_per_partition_unpadded=WIDTH // tp,
+            hidden_dim=HIDDEN,
+            hidden_dim_unpadded=HIDDEN,
+            num_experts=EXPERTS,
+            has_bias=False,
+        )
+
+
+def mixture_of(full, rank, ranks, by_expert, padding=0, block="mlp"):
+    model = torch.nn.Module()
+    weights = [full[f"model.mlp.experts.{part}"] for part in ("gate_up_proj", "down_proj")]
+    experts = torch.nn.ModuleDict({"routed_experts": Mixture(*weights, rank, ranks, by_expert, padding)})
+    router = Layer(full["model.mlp.gate.weight"])
+    model.model = torch.nn.ModuleDict({block: torch.nn.ModuleDict({"experts": experts, "gate": router})})
+    return model
+
+
+def mixture():
+    return {
+        "model.mlp.gate.weight": torch.randn(EXPERTS, HIDDEN),
+        "model.mlp.experts.gate_up_proj": torch.randn(EXPERTS, 2 * WIDTH, HIDDEN),
+        "model.mlp.experts.down_proj": torch.randn(EXPERTS, HIDDEN, WIDTH),
+    }
+
+
+@pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_experts_of_all_processes_are_the_checkpoints(ranks, by_expert, padding, block):
+    full = mixture()
+    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    models = [mixture_of(full, rank, ranks, by_expert, padding, block) for rank in range(ranks)]
+    parts = [find_parts(model, shapes) for model in models]
+    for name, tensor in full.items():
+        found = [read(*one, name) for one in zip(models, parts, strict=True)]
+        assert torch.equal(joined(name, shapes[name], found), tensor), name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer.quant_method.unquantized_backend, "value", "FLASHINFER_CUTLASS"),
+        lambda layer: setattr(layer, "is_fused_checkpoint_transposed", True),
+        lambda layer: setattr(layer.moe_config, "has_bias", True),
+        lambda layer: setattr(layer.moe_config, "hidden_dim", HIDDEN + 2),
+        lambda layer: setattr(layer.moe_config, "num_experts", EXPERTS + 2),
+        lambda layer: setattr(layer, "expert_map", torch.tensor([0, -1, 1, -1, 2, -1, 3, -1])),
+    ],
+    ids=["kernel", "transposed", "bias", "hidden", "redundant", "scattered"],
+)
+def test_experts_that_are_not_understood_are_not_read(change):
+    full = mixture()
+    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    model = mixture_of(full, 0, 2, True)
+    assert find_parts(model, shapes) is not None
+    change(model.model["mlp"]["experts"]["routed_experts"])
+    assert find_parts(model, shapes) is None

@@ -55,7 +55,56 @@ def swinging(dtype=torch.float32, version=0):
     return drifted(dtype, 2 - version % 2)
 
 
-MODELS = {"model": model, "drifted": drifted, "swinging": swinging}
+LAYERS, EXPERTS, ROWS, COLUMNS = 4, 64, 6, 8
+
+
+def stacked(dtype=torch.float32, version=0):
+    """A mixture of experts with one tensor for all experts of a layer. Each version has changed one expert's tensors,
+    and the router, since the one before."""
+    make = torch.Generator().manual_seed(2)
+    weights = {}
+    for layer in range(LAYERS):
+        mlp = f"model.layers.{layer}.mlp"
+        weights[f"{mlp}.gate.weight"] = torch.randn(EXPERTS, COLUMNS, generator=make)
+        weights[f"{mlp}.experts.gate_up_proj"] = torch.randn(EXPERTS, 2 * ROWS, COLUMNS, generator=make)
+        weights[f"{mlp}.experts.down_proj"] = torch.randn(EXPERTS, COLUMNS, ROWS, generator=make)
+    for number in range(1, version + 1):
+        for tensor in weights.values():
+            tensor[number % EXPERTS] += number
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def one_by_one(dtype=torch.float32, version=0):
+    """The same with three tensors for each expert, as in Qwen's checkpoints."""
+    weights = {}
+    for name, tensor in stacked(dtype, version).items():
+        prefix, _, kind = name.rpartition(".")
+        if kind == "weight":
+            weights[name] = tensor
+        for expert in range(EXPERTS) if kind != "weight" else ():
+            if kind == "down_proj":
+                weights[f"{prefix}.{expert}.down_proj.weight"] = tensor[expert]
+            else:
+                weights[f"{prefix}.{expert}.gate_proj.weight"] = tensor[expert][:ROWS]
+                weights[f"{prefix}.{expert}.up_proj.weight"] = tensor[expert][ROWS:]
+    return weights
+
+
+def like_mixtral(dtype=torch.float32, version=0):
+    """The same with the names of Mixtral's checkpoints."""
+    of = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    weights = one_by_one(dtype, version)
+    return {".".join(of.get(part, part) for part in name.split(".")): tensor for name, tensor in weights.items()}
+
+
+MODELS = {
+    "model": model,
+    "drifted": drifted,
+    "swinging": swinging,
+    "stacked": stacked,
+    "one_by_one": one_by_one,
+    "like_mixtral": like_mixtral,
+}
 
 
 def half(shape, dim, index):
@@ -109,6 +158,8 @@ class ToyEngine(RolloutEngine):
             self.weights[name].copy_(tensor)
             if name == self.spoil:
                 flip(self.weights[name])
+        if self.exchange is not None:
+            exchange(self.weights, *self.exchange)
 
     def weight_shapes(self):
         return self.shapes
@@ -122,15 +173,23 @@ class ToyEngine(RolloutEngine):
     def read_weights(self, names):
         return [self.weights[name] for name in names]
 
-    die_at = fail_at = ignore = spoil = None
+    die_at = fail_at = ignore = spoil = exchange = None
     """A tensor at which the process exits or the engine fails; one that it does not load; one of which it changes a bit
-    when it loads it."""
+    when it loads it; what it exchanges, see `exchange`."""
     seconds = 0.0
 
 
 def token(weights):
     """A number that says which weights these are."""
     return sum(digest(weights[name]) for name in sorted(weights)) & 0xFFFFFFF
+
+
+def exchange(tensors, one, other, name=None):
+    """Exchange two tensors of a dict; with ``name``, two experts of that tensor."""
+    one, other = (tensors[one], tensors[other]) if name is None else (tensors[name][one], tensors[name][other])
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
 
 
 def flip(tensor, bit=5):
@@ -149,11 +208,12 @@ class Rollout(RolloutWorker):
         self.where = {name: tensor.data_ptr() for name, tensor in self.engine.weights.items()}
 
     @register(Dispatch.ONE_TO_ALL)
-    def equip(self, dtype=torch.float32, dim=None, tells=True, partial=False):
-        """Begin anew with another engine. With ``dim``, each rank needs half of each tensor along this dim. With
-        ``partial``, it keeps the tensors that have not changed."""
-        slices = {} if dim is None else {name: half(shape, dim, self.rank) for name, shape in SHAPES.items()}
-        self.engine = ToyEngine(SHAPES, dtype, slices, tells)
+    def equip(self, dtype=torch.float32, dim=None, tells=True, partial=False, of="model"):
+        """Begin anew with another engine, for a model in `MODELS`. With ``dim``, each rank needs half of each tensor
+        along this dim. With ``partial``, it keeps the tensors that have not changed."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in MODELS[of]().items()}
+        slices = {} if dim is None else {name: half(shape, dim, self.rank) for name, shape in shapes.items()}
+        self.engine = ToyEngine(shapes, dtype, slices, tells)
         self.engine.partial_updates = partial
         self.weight_version = 0
         self._note_places()
@@ -186,7 +246,7 @@ class Rollout(RolloutWorker):
         """``faults``: attributes of the engine."""
         if rank in (None, self.rank):
             self.meets = meets
-            for name in ("die_at", "fail_at", "ignore", "spoil", "seconds"):
+            for name in ("die_at", "fail_at", "ignore", "spoil", "seconds", "exchange"):
                 setattr(self.engine, name, faults.get(name, getattr(ToyEngine, name)))
 
     meets = True
@@ -244,7 +304,9 @@ class Stage(Worker):
         self.sender.connect(rollout)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update(self, version, held="stages", weights="model", fails=None, flips=None, gate=None, verify=None, **how):
+    def update(
+        self, version, held="stages", weights="model", fails=None, flips=None, swaps=None, gate=None, verify=None, **how
+    ):
         """Send a version.
 
         Args:
@@ -254,6 +316,8 @@ class Stage(Worker):
             fails: (rank, step) with a MemoryError on that rank: "pairs", while the other ranks wait in a collective of
                 theirs; "begin"; "read"; "flush"; or the number of a round. With ("dies", rank, step) it exits instead.
             flips: (rank, name, bit) to flip in what that rank sends.
+            swaps: (rank, one, other, name) to exchange in what that rank sends: experts of the tensor, or with None as
+                the name, two tensors.
             gate: a folder: before its last round, each rank waits there until `opened`.
             verify: see `WeightSender.send`.
             how: see `holds`.
@@ -274,6 +338,8 @@ class Stage(Worker):
                 wait_at(Path(gate), self.rank)
             if flips is not None and flips[0] == self.rank:
                 payloads = {index: flipped(payload, *flips[1:]) for index, payload in payloads.items()}
+            if swaps is not None and swaps[0] == self.rank:
+                payloads = {index: swapped(payload, *swaps[1:]) for index, payload in payloads.items()}
             kind.transfer(transport, update, number, payloads, headers)
 
         transport.begin = lambda update: (at("begin"), kind.begin(transport, update))
@@ -368,6 +434,22 @@ def flipped(payload, name, bit):
             flip(last, bit)
         tensors += [*others, last]
     return Payload(payload.pieces, tensors)
+
+
+def swapped(payload, one, other, name):
+    """The payload of whole tensors with two of them exchanged, or two experts of one of them, if it has both."""
+    pairs = [(spec, parts[-1].clone()) for spec, parts in pieces_of(payload)]
+    if name is None:
+        found = {spec.name: tensor for spec, tensor in pairs}
+    else:
+        of = [(spec.box[0], tensor) for spec, tensor in pairs if spec.name == name]
+        found = {
+            expert: next((tensor[expert - begin] for (begin, end), tensor in of if begin <= expert < end), None)
+            for expert in (one, other)
+        }
+    if found.get(one) is not None and found.get(other) is not None:
+        exchange(found, one, other)
+    return Payload(payload.pieces, [tensor for _, tensor in pairs])
 
 
 class Manager:

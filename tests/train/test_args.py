@@ -41,7 +41,7 @@ def test_defaults_and_given_values():
         ({"clip_gradd": 1}, "no key 'clip_gradd'; did you mean 'clip_grad'?"),
         ({"n_samples": 4}, "no key 'n_samples'; did you mean 'n_samples_per_prompt'?"),
         ({"learning_rate": 1e-3}, "no key 'learning_rate'; did you mean 'lr'?"),
-        ({"use_routing_replay": True}, "use_routing_replay=True is not implemented.*rollout_correction"),
+        ({"use_routing_replay": True, "keep_old_actor": True}, "R2.* does not go with keep_old_actor=True.*Use .R3"),
         ({"megatron_to_hf_mode": "bridge"}, "megatron_to_hf_mode='bridge': expected one of 'raw'"),
         ({"zzz": 1}, "no key 'zzz'; put your own keys under 'user'"),
         ({"lr": "fast"}, r"args.lr='fast': expected float"),

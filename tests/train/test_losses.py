@@ -89,6 +89,7 @@ def test_policy_loss_matches_a_loop(max_tokens):
         "policy_loss": mean(batch, surrogate),
         "clip_fraction": mean(batch, clipped),
         "ratio": mean(batch, lambda e: math.exp(e["log_probs"] - e["old_log_probs"])),
+        "ppo_kl": mean(batch, lambda e: e["old_log_probs"] - e["log_probs"]),
         "kl": mean(batch, k3),
         "entropy": mean(batch, lambda e: e["entropy"]),
         "rollout_log_prob_diff": mean(batch, lambda e: abs(e["log_probs"] - e["rollout_log_probs"])),
@@ -120,7 +121,7 @@ def test_without_old_log_probs_the_gradient_is_that_of_reinforce():
     batch["log_probs"] = batch["log_probs"].requires_grad_()
     total, sums = run(policy_loss(ppo()), batch, 20, outputs={"log_probs": "log_probs"})
     assert sums == pytest.approx(
-        {"policy_loss": mean(batch, lambda e: -e["advantages"]), "ratio": 1, "clip_fraction": 0}, rel=1e-5
+        {"policy_loss": mean(batch, lambda e: -e["advantages"]), "ratio": 1, "ppo_kl": 0, "clip_fraction": 0}, rel=1e-5
     )
     (gradient,) = torch.autograd.grad(total, batch["log_probs"])
     torch.testing.assert_close(gradient, -torch.nan_to_num(batch["advantages"]) * batch["loss_weights"])

@@ -40,6 +40,7 @@ def test_rows_of_each_loss():
     [
         ({"rewards": torch.tensor([1.0, 1.0, 0.0, 3.0])}, ("ref_log_probs",), "group 7 have the same reward"),
         ({"group_ids": torch.tensor([7, 7, 7, 3])}, ("ref_log_probs",), "1 rows have the group id 3; .* needs pairs"),
+        ({"group_ids": torch.tensor([3, 3, 3, 7])}, ("ref_log_probs",), "3 rows have the group id 3; .* needs pairs"),
         ({"loss_mask": torch.tensor([[0, 1, 1]] * 3 + [[0, 0, 0]])}, ("ref_log_probs",), "row of group 3 has no token"),
         ({}, (), "no 'ref_log_probs'.*init\\(with_ref=True\\)"),
         ({"advantages": torch.ones(4)}, ("ref_log_probs",), "computes; leave them out"),

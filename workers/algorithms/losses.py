@@ -161,10 +161,10 @@ def policy_loss(
             denominator. ``rollout_log_probs`` are then required. None masks nothing.
 
     Returns:
-        A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, and ``kl``, ``entropy``,
-        ``rollout_log_prob_diff`` and ``opsm_fraction`` (the share of masked tokens) if they are known. Each is a
-        weighted sum over tokens, so the sum over a step is a mean. It raises a ValueError if a required entry is
-        missing, or ``of_tokens`` returns another shape.
+        A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, ``ppo_kl`` (the mean of log p_old -
+        log p), and ``kl``, ``entropy``, ``rollout_log_prob_diff`` and ``opsm_fraction`` (the share of masked tokens) if
+        they are known. Each is a weighted sum over tokens, so the sum over a step is a mean. It raises a ValueError if
+        a required entry is missing, or ``of_tokens`` returns another shape.
 
     Raises:
         ValueError: a number is negative, or the estimator is unknown.
@@ -198,6 +198,7 @@ def policy_loss(
         factors = weights * entry("correction_weights") if "correction_weights" in micro_batch.others else weights
         total = (factors * surrogate).sum()
         sums = {"policy_loss": total, **{name: (weights * value).sum() for name, value in metrics.items()}}
+        sums["ppo_kl"] = (weights * bounded(old - log_probs.detach())).sum()
         if kl_coef or "ref_log_probs" in micro_batch.others:
             of_tokens_kl = kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)
             sums["kl"] = (weights * of_tokens_kl).sum()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dispatch import jagged
 from workers.data.rollout_data import REWARD_PART, group_numbers, unique_groups
-from workers.rollout.engines.rollout_engine import Completion, Row
+from workers.data.routed_experts import ROUTED_EXPERTS
+from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, Row
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,7 @@ def collate(
         ``prompt_lengths``, ``completion_lengths`` (int64), ``truncated`` (bool: no stop token), ``rewards``,
         ``rewards/NAME`` and ``reward_baselines`` (float32), each (rows,). If some completion has a `SamplingMask`:
         ``sampling_mask`` (jagged int32) and ``sampling_mask_lengths`` (int32), see `workers.data.rollout_data`. If some
+        has `RoutedExperts`: ``routed_experts`` (jagged int16), see `workers.data.routed_experts`. If some
         completion is several rows: ``rollout_ids`` (int64), (rows,), which differ from those of all other calls. If
         some has `Completion.token_rewards`: ``token_rewards`` (float32), where a row without them has its reward at the
         last token that counts.
@@ -118,6 +120,8 @@ def collate(
     }
     if any(one.sampling_mask is not None for one in completions):
         data |= _sampling_mask(completions, begin, width)
+    if any(one.routed_experts is not None for one in completions):
+        data[ROUTED_EXPERTS] = _routed_experts(prompts, completions)
     if any(one.token_rewards is not None for one in completions):
         earned = data["token_rewards"] = torch.zeros(rows, width)
         for row, one in enumerate(completions):
@@ -221,6 +225,29 @@ def _sampling_mask(completions: Sequence[Completion], begin: int, width: int) ->
     return {"sampling_mask": jagged.build(values, torch.tensor(offsets), 0), "sampling_mask_lengths": lengths}
 
 
+def _routed_experts(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> torch.Tensor:
+    import torch
+
+    known = [one.routed_experts for one in completions if one.routed_experts is not None]
+    sizes = {(of.layers, of.k) for of in known}
+    if len(sizes) > 1:
+        raise ValueError(f"collate(): completions have routed_experts of {sorted(sizes)} layers and experts per token")
+    ((layers, k),) = sizes
+    ids, offsets = array("h"), [0]
+    for row, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
+        count = len(prompt) + len(one.token_ids)
+        of = one.routed_experts or RoutedExperts.unknown(count, layers, k)
+        if len(of) != count:
+            raise ValueError(
+                f"collate(): the completion of row {row} has routed_experts of {len(of)} tokens; expected those of its "
+                f"prompt and its token_ids, {count}"
+            )
+        ids.extend(of.ids)
+        offsets.append(offsets[-1] + count)
+    values = torch.frombuffer(ids, dtype=torch.int16).clone() if ids else torch.zeros(0, dtype=torch.int16)
+    return jagged.build(values.view(-1, layers, k), torch.tensor(offsets), 0)
+
+
 def not_per_token(completion: Completion) -> str | None:
     """What is wrong with the lengths of a completion's fields; None if nothing is."""
     tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
@@ -293,10 +320,10 @@ def with_fingerprints(
     """
     of_worker = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
     rows = completion.rows and [
-        replace(row, completion=with_fingerprints(row.completion, known, worker, row.completion.fingerprints))
-        for row in completion.rows
+        replace(row, completion=with_fingerprints(row.completion, known, worker, before)) for row in completion.rows
     ]
-    return replace(completion, fingerprints={**(before or {}), **of_worker} or None, rows=rows)
+    found = {**(before or {}), **(completion.fingerprints or {}), **of_worker}
+    return replace(completion, fingerprints=found or None, rows=rows)
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:

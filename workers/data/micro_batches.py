@@ -6,13 +6,15 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
+from dispatch import jagged
 from workers.data.balance import TOKENS, SequenceCost
 from workers.data.packing import PackedRows, common_prefixes, fill, pack_rows
 from workers.data.rollout_data import CANDIDATES, SAMPLING_MASK, jagged_rows
+from workers.data.routed_experts import NATIVE, ROUTED_EXPERTS, padded_routes, route_keys
 from workers.device import to_device
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class MicroBatch:
         starts: (b,) int64, column of each row's first token in the batch.
         packed: the rows as one sequence; None if they are not packed.
         cost: of computing it; padding counts, and common prefixes of packed rows count once.
+        routed_experts: (n, layers, k) int16, the experts of the n tokens that go through the model: those of the packed
+            rows, or all b * s; -1 where the router chooses, as at padding. None if the batch has none.
     """
 
     rows: torch.Tensor
@@ -46,6 +50,7 @@ class MicroBatch:
     starts: torch.Tensor
     packed: PackedRows | None = None
     cost: float = 0.0
+    routed_experts: torch.Tensor | None = None
 
     @property
     def attention_mask(self) -> torch.Tensor:
@@ -92,6 +97,7 @@ class MicroBatch:
                 for name, value in self.others.items()
             },
             packed=None if self.packed is None else self.packed.to(device),
+            routed_experts=None if self.routed_experts is None else to_device(self.routed_experts, device),
         )
 
 
@@ -108,7 +114,7 @@ def cut_by_tokens(
 
     Packed, these are the tokens that the model computes: there is no padding, and a common prefix of a micro-batch's
     rows counts once. Rows with common prefixes are kept together, see `workers.data.packing`. Two rows share a token
-    only if its ``candidate_ids`` are the same too and it has no sampling mask.
+    only if its ``candidate_ids`` and ``routed_experts`` are the same too and it has no sampling mask.
 
     Not packed, padding on the right counts. Rows are sorted by length, longest first, and each micro-batch takes as
     many as fit: the number of rows times the longest length is at most ``max_tokens``.
@@ -211,6 +217,37 @@ def restore(
     return whole
 
 
+def restore_routes(
+    recorded: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return the column ``routed_experts`` of a batch from the experts that computed its micro-batches: the reverse of
+    `MicroBatch.routed_experts`.
+
+    Args:
+        recorded: one (n, layers, k) int16 tensor on the CPU per micro-batch, for the n tokens that went through the
+            model. More than n are ignored.
+        micro_batches: the result of `cut_by_tokens`, in the same order. At least one, which may be a filler.
+        lengths: number of tokens of each row of the batch.
+    """
+    rows = [recorded[0][:0]] * len(lengths)
+    for of_tokens, part in zip(recorded, micro_batches, strict=True):
+        if part.is_filler:
+            continue
+        of_places = of_tokens[: part.computed]
+        if (packed := part.packed) is not None:
+            tokens = packed.places.cpu()
+            # `places` has no token for the first of a row; it is what predicts the second.
+            before = torch.cat([packed.predictors.cpu(), tokens.new_tensor([part.computed])])
+            second = tokens[:, 1:2] if tokens.shape[1] > 1 else tokens[:, :1]
+            tokens = torch.cat([before[second], tokens[:, 1:]], dim=1)
+            nothing = of_places.new_full((1, *of_places.shape[1:]), NATIVE)
+            of_places = torch.cat([of_places, nothing])[tokens.flatten()]
+        for row, own in zip(part.rows.tolist(), of_places.unflatten(0, part.input_ids.shape), strict=True):
+            rows[row] = own[: lengths[row]]
+    offsets = torch.tensor([0, *accumulate(lengths)])
+    return jagged.build(torch.cat([recorded[0][:0], *rows]), offsets, 0)
+
+
 def sum_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str], torch.Tensor]:
     """Sum what the loss function reported for each micro-batch, on the device.
 
@@ -280,14 +317,20 @@ def _packed(
     if (sets := tensors.get(SAMPLING_MASK[1])) is not None:
         drawn = sets.cpu() > 0
         most = [int(drawn[row, span].int().cumsum(0).eq(0).sum()) for row, span in enumerate(spans)]
-    order, shared = common_prefixes([ids[row, span] for row, span in enumerate(spans)], most)
+    keys = [ids[row, span] for row, span in enumerate(spans)]
+    if (routes := tensors.get(ROUTED_EXPERTS)) is not None:
+        of_rows = route_keys(jagged_rows(routes, range(len(keys))).values().cpu()).split(lengths.tolist())
+        keys = [torch.cat([key, of_row[:, None]], dim=-1) for key, of_row in zip(keys, of_rows, strict=True)]
+    order, shared = common_prefixes(keys, most)
     made = []
     for unit in fill(order, lengths.tolist(), shared, max_tokens):
         part = _take(tensors, torch.tensor([order[at] for at in unit]), lengths, starts, shape)
         # What two rows share is the least that any two neighbours between them do.
         common = [0, *(min(shared[before + 1 : at + 1]) for before, at in pairwise(unit))]
         packed = pack_rows(part.input_ids.cpu(), part.lengths.tolist(), common)
-        made.append(dataclasses.replace(part, packed=packed, cost=sum(map(cost, part.lengths.tolist(), common))))
+        experts = None if part.routed_experts is None else part.routed_experts[packed.owners]
+        costs = sum(map(cost, part.lengths.tolist(), common))
+        made.append(dataclasses.replace(part, packed=packed, cost=costs, routed_experts=experts))
     return made
 
 
@@ -313,8 +356,10 @@ def _take(
         return value[at[:, None], columns.to(value.device)].masked_fill(hidden, 0)
 
     taken = {name: take(name, value) for name, value in tensors.items()}
-    input_ids = taken.pop("input_ids")
-    return MicroBatch(rows, input_ids, lengths.to(input_ids.device), taken, starts)
+    input_ids, experts = taken.pop("input_ids"), taken.pop(ROUTED_EXPERTS, None)
+    if experts is not None:
+        experts = padded_routes(experts, lengths.tolist(), input_ids.shape[1]).flatten(0, 1)
+    return MicroBatch(rows, input_ids, lengths.to(input_ids.device), taken, starts, routed_experts=experts)
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size, packed: bool) -> MicroBatch:
@@ -325,12 +370,14 @@ def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size, packed: bool
             (1, _FILLER_TOKENS, *value.shape[2:]) if value.shape[:2] == shape else (1, *value.shape[1:])
         )
 
-    zeros = {name: zeros_of(value) for name, value in tensors.items()}
-    input_ids = zeros.pop("input_ids")
+    zeros = {name: zeros_of(value) for name, value in tensors.items() if name != ROUTED_EXPERTS}
+    input_ids, experts = zeros.pop("input_ids"), tensors.get(ROUTED_EXPERTS)
+    if experts is not None:
+        experts = experts.values().new_full((_FILLER_TOKENS, *experts.values().shape[1:]), NATIVE)
     none = torch.zeros(0, dtype=torch.int64)
     lengths = torch.tensor([_FILLER_TOKENS], device=input_ids.device)
     rows = pack_rows(torch.zeros(1, _FILLER_TOKENS, dtype=torch.int64), [_FILLER_TOKENS], [0]) if packed else None
-    return MicroBatch(none, input_ids, lengths, zeros, none, rows)
+    return MicroBatch(none, input_ids, lengths, zeros, none, rows, routed_experts=experts)
 
 
 def _is_per_token(name: str, value: torch.Tensor, shape: torch.Size) -> bool:

@@ -20,6 +20,7 @@ so entries there are ignored.
 | ``rollout_log_probs`` | (B, T) float | of the tokens, when they were sampled |
 | ``sampling_mask`` | (B, jagged) int32 | the tokens that each token was drawn from, one position after the other |
 | ``sampling_mask_lengths`` | (B, T) int32 | how many of them each position has; 0 for the whole vocabulary |
+| ``routed_experts`` | (B, jagged, layers, k) int16 | of each real token, see `workers.data.routed_experts` |
 | ``old_log_probs`` | (B, T) float | of the old policy, for the ratio; computed by default, see `TrainArgs` |
 | ``ref_log_probs`` | (B, T) float | of the reference; computed by default |
 | ``candidate_ids`` | (B, T, k) int64 | other tokens whose log-probabilities a policy loss reads, see `PolicyTokens` |
@@ -30,6 +31,7 @@ so entries there are ignored.
 | ``weight_fingerprints`` | (B, T) int64 | of these weights, as their engine held them; -1 where it is not known |
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
 | ``max_weight_versions`` | (B,) int64 | the highest of them |
+| ``record_rows`` | (B,) int64 | the row's number, for rows that `RunLog` records; -1 for others |
 | ``position_ids`` | (B, T) integer | not used: positions count a row's real tokens from 0, and others are an error |
 
 All log-probabilities are of the same distribution: with a ``sampling_mask``, normalized over the tokens that ``top_p``
@@ -53,6 +55,7 @@ from typing import TYPE_CHECKING, Any
 from dispatch import jagged
 from dispatch.batch import share_rows
 from single_controller import SingleControllerError
+from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, wrong_routes
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +75,7 @@ PER_ROW = PER_ROLLOUT | {
     "rollout_ids",
     "min_weight_versions",
     "max_weight_versions",
+    "record_rows",
 }
 EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
@@ -90,6 +94,8 @@ LARGEST_SET = 512
 """Up to how many tokens a set has that is read from the top log-probabilities of vLLM or a server."""
 SAMPLING_MASK = ("sampling_mask", "sampling_mask_lengths")
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
+
+RECORD_ROWS = "record_rows"
 
 _GROUPS = 2**24
 """How many numbers one result of `unique_groups` is for."""
@@ -169,7 +175,8 @@ def of_rollouts(data: Mapping[str, Any], name: str) -> torch.Tensor:
 
 def inputs_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that log-probabilities of the tokens are computed from."""
-    return {name: data[name] for name in ("input_ids", "attention_mask", *SAMPLING_MASK) if name in data.keys()}  # noqa: SIM118
+    names = ("input_ids", "attention_mask", *SAMPLING_MASK, ROUTED_EXPERTS)
+    return {name: data[name] for name in names if name in data.keys()}  # noqa: SIM118
 
 
 def rows_of(data: Any, which: Any) -> Any:
@@ -201,12 +208,15 @@ def jagged_rows(value: Any, numbers: Sequence[int]) -> Any:
     return jagged.build(torch.cat([values[:0], *parts]), torch.tensor(ends, device=values.device), 0)
 
 
-def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
+def check_rollout_data(
+    data: Mapping[str, Any], vocab_size: int | None = None, routing: RoutingShape | None = None
+) -> None:
     """Check rollout data against the schema.
 
     Args:
         data: a TensorDict, or any mapping of tensors; see the module's docstring.
         vocab_size: token ids must be below it; None skips the check.
+        routing: what the model chooses experts from; None skips the check of the experts themselves.
 
     Raises:
         RolloutDataError: an entry is missing or has the wrong shape or dtype, or a mask is invalid; the message names
@@ -217,7 +227,7 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
     if not hasattr(data, "keys"):
         raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(data).__name__}")
     for name in data.keys():  # noqa: SIM118
-        if getattr(data[name], "is_nested", False) and name != "sampling_mask":
+        if getattr(data[name], "is_nested", False) and name not in ("sampling_mask", ROUTED_EXPERTS):
             raise RolloutDataError(
                 f"rollout data: {name} is a jagged tensor, but train groups take padded ones: for each jagged entry, "
                 f"pass torch.nested.to_padded_tensor(data[{name!r}], 0), and an attention_mask that is 1 at real tokens"
@@ -260,6 +270,8 @@ def check_rollout_data(data: Mapping[str, Any], vocab_size: int | None = None) -
     counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
     _check_masks(real, counts)
     _check_sampling_mask(data, real, vocab_size)
+    if ROUTED_EXPERTS in data.keys() and (wrong := wrong_routes(data[ROUTED_EXPERTS], real, routing)) is not None:  # noqa: SIM118
+        raise RolloutDataError(f"rollout data: {ROUTED_EXPERTS} {wrong}")
     if "candidate_ids" in data.keys():  # noqa: SIM118
         candidates = data["candidate_ids"]
         if candidates.is_floating_point() or not (

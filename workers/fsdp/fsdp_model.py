@@ -7,11 +7,11 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,25 @@ from workers.algorithms.token_log_probs import (
     next_token_log_probs,
     token_log_probs,
 )
-from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, sum_reports
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, restore_routes, sum_reports
 from workers.data.packing import PackedRows, pack_rows
 from workers.data.rollout_data import inputs_of
+from workers.data.routed_experts import NATIVE, RoutingMeter, RoutingShape
 from workers.device import to_device
 from workers.distributed import all_or_none, new_rows
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
+from workers.fsdp.load_balancing import LoadBalancing
 from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
 from workers.fsdp.sequence_parallel import check_sliceable, gather_slices
 from workers.hf_files import ModelFilesError, compute_output_in_float32
+from workers.hf_routing import Routers, RoutingError
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
 from workers.weight_sync.weight_plan import Shard
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,10 @@ class FSDPOptions:
         lora: the adapter to train instead of all weights; None for none.
         fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`.
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
+        moe_aux_loss_coeff, moe_z_loss_coeff: coefficients of the auxiliary losses of a mixture of experts, see
+            `workers.fsdp.load_balancing`.
+        moe_balance_rows: whether the first of these losses balances the experts in each row, or in each micro-batch.
+        routing_replay: whether data may have ``routed_experts``, or experts are to be recorded.
 
     Raises:
         ValueError: ``param_dtype`` is float16, or ``reduce_dtype`` is float64 and torch older than 2.13.
@@ -89,6 +98,10 @@ class FSDPOptions:
     lora: LoraSettings | None = None
     fp32_lm_head: bool = False
     exact: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_balance_rows: bool = True
+    routing_replay: bool = False
 
     def __post_init__(self) -> None:
         if self.param_dtype is torch.float16:
@@ -159,6 +172,15 @@ class FSDPTrainModel(TrainModel):
             self.adapter_config = adapter_config(self.module, folder)
         if options.fp32_lm_head and role != "critic":
             compute_output_in_float32(self.module)
+        self._routers = self._hook_routers()
+        self._balancing: LoadBalancing | None = None
+        if options.moe_aux_loss_coeff or options.moe_z_loss_coeff:
+            self._balancing = LoadBalancing(
+                _present(self._routers),
+                options.moe_aux_loss_coeff,
+                options.moe_z_loss_coeff,
+                by_row=options.moe_balance_rows,
+            )
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
@@ -181,6 +203,24 @@ class FSDPTrainModel(TrainModel):
         if ranks > 1 and not empty:
             self._is_packed()
 
+    def _hook_routers(self) -> Routers | None:
+        """Return the model's routers; None if it has none, or none that can be recorded.
+
+        Raises:
+            RoutingError: on all ranks, if ``routing_replay`` or an auxiliary loss needs them.
+        """
+        options = self.options
+        needed = options.routing_replay or options.moe_aux_loss_coeff or options.moe_z_loss_coeff
+        if RoutingShape.of(self.hf_config) is None and not needed:
+            return None
+        try:
+            return Routers(self.module)
+        except RoutingError as error:
+            if needed:
+                raise
+            logger.info("there are no metrics of the experts' load: %s", error)
+            return None
+
     # --- running ----------------------------------------------------------------------------------------
 
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor:
@@ -188,6 +228,26 @@ class FSDPTrainModel(TrainModel):
 
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._every_token(data, lambda part: _present(self._outputs(part, 1.0, False).values))
+
+    def log_probs_and_routes(
+        self, data: Mapping[str, torch.Tensor], temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        routers, recorded = self._routers, list[torch.Tensor]()
+        if routers is None:
+            raise RuntimeError("log_probs_and_routes() needs FSDPOptions(routing_replay=True)")
+
+        def run(part: MicroBatch) -> torch.Tensor:
+            routers.record()
+            outputs = self._outputs(part, temperature, False)
+            experts = routers.recorded()
+            if self._sequence is not None:  # gloo has no int16
+                experts = gather_slices(experts.int(), self._sequence).short()
+            recorded.append(experts.cpu())
+            return _present(outputs.log_probs)
+
+        log_probs = self._every_token(data, run)
+        lengths = data["attention_mask"].bool().sum(1).tolist()
+        return log_probs, restore_routes(recorded, self._cut(inputs_of(data), sliced=False), lengths)
 
     @torch.no_grad()
     def _every_token(self, data: Mapping[str, torch.Tensor], run: Any) -> torch.Tensor:
@@ -221,15 +281,22 @@ class FSDPTrainModel(TrainModel):
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
         )
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        balancing = self._balancing
+        if balancing is not None:
+            balancing.begin_step(counts["real"], self.device)
+        meter = None if self._routers is None else RoutingMeter(self._routers.shape, self.device)
         with self._running():
             for k, part in enumerate(parts, 1):
                 here = part.to(self.device)
                 if self._in_float64:
                     self.module.set_requires_gradient_sync(k == len(parts))
-                total, reported = loss(self._outputs(here, temperature, entropy), here)
+                with nullcontext() if balancing is None else balancing.watching():
+                    outputs = self._outputs(here, temperature, entropy, meter)
+                total, reported = loss(outputs, here)
+                whole = total if balancing is None else total + balancing.loss(here)
                 # FSDP averages gradients over the ranks, but the loss of a step is the sum over the dp ranks. Ranks of
                 # one sequence compute the same loss, and each has the gradient by its own outputs.
-                (total if self._in_float64 else total * dist.get_world_size()).backward()
+                (whole if self._in_float64 else whole * dist.get_world_size()).backward()
                 if self.options.cpu_offload and len(parts) > 1:
                     self._take_gradients(sums)
                 # Numbers stay on the device until the step's end: reading one waits for all work before it.
@@ -245,6 +312,12 @@ class FSDPTrainModel(TrainModel):
         self._optimizer.zero_grad(set_to_none=True)
         numbers = self._summed(reports)
         numbers["computed_ratio"] = numbers.pop("computed") / max(numbers.pop("real"), 1.0)
+        if balancing is not None:
+            numbers |= balancing.end_step()
+        if meter is not None and self._routers is not None:
+            counted = meter.sums()
+            dist.all_reduce(counted)
+            numbers |= RoutingMeter.metrics(counted, self._routers.shape)
         return StepReport(numbers, norm, sum(part.cost for part in parts))
 
     def _drop_gradients(self) -> None:
@@ -275,7 +348,22 @@ class FSDPTrainModel(TrainModel):
         if added:
             torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
 
-    def _outputs(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
+    def _outputs(
+        self, part: MicroBatch, temperature: float, entropy: bool, meter: RoutingMeter | None = None
+    ) -> TokenOutputs:
+        if self._routers is None:
+            return self._outputs_of(part, temperature, entropy)
+        if meter is not None:
+            real = part.attention_mask.flatten() if part.packed is None else None
+            meter.real = torch.zeros(part.computed, dtype=torch.bool, device=self.device) if part.is_filler else real
+        # They stay for the backward pass, which may compute the layers again. That does not count again.
+        self._routers.replayed, self._routers.meter = part.routed_experts, meter
+        try:
+            return self._outputs_of(part, temperature, entropy)
+        finally:
+            self._routers.meter = None
+
+    def _outputs_of(self, part: MicroBatch, temperature: float, entropy: bool) -> TokenOutputs:
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         ids, mask = part.others.get("candidate_ids"), part.sampling_mask
         rows = part.packed
@@ -333,8 +421,11 @@ class FSDPTrainModel(TrainModel):
             with suppress(AttributeError):  # torch before 2.13, or before the first pass
                 self.module.reset_iter_state()
             raise
+        finally:
+            if self._routers is not None:
+                self._routers.replayed = None
 
-    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+    def _cut(self, data: Mapping[str, torch.Tensor], *, sliced: bool = True) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""
         ranks = self.options.sequence_parallel_size
         most = self.options.max_tokens_per_micro_batch * ranks
@@ -343,13 +434,23 @@ class FSDPTrainModel(TrainModel):
         count = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         parts += fillers(data, max(int(count), 1) - len(parts), packed=packed)
-        return parts if self._sequence is None else [self._slice_of(part, self._sequence) for part in parts]
+        if self._sequence is None:
+            return parts
+        return [self._slice_of(part, self._sequence if sliced else None) for part in parts]
 
-    def _slice_of(self, part: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
-        """Return a micro-batch with this rank's slice of its rows as one sequence, with padding if they are padded."""
+    def _slice_of(self, part: MicroBatch, group: dist.ProcessGroup | None) -> MicroBatch:
+        """Return a micro-batch with this rank's slice of its rows as one sequence, with padding if they are padded; or
+        with all of them, if there is no group."""
         rows, width = part.input_ids.shape
         whole = part.packed or pack_rows(part.input_ids.cpu(), [width] * rows, [0] * rows)
-        return dataclasses.replace(part, packed=whole.slice_of(group.rank(), group.size()))
+        if group is None:
+            return dataclasses.replace(part, packed=whole)
+        experts = part.routed_experts
+        if experts is not None:
+            each = -(-len(experts) // group.size())
+            more = experts.new_full((each * group.size() - len(experts), *experts.shape[1:]), NATIVE)
+            experts = torch.cat([experts, more])[group.rank() * each : (group.rank() + 1) * each]
+        return dataclasses.replace(part, packed=whole.slice_of(group.rank(), group.size()), routed_experts=experts)
 
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
@@ -528,7 +629,7 @@ def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:
     return real & (real.cumsum(1) == 1)
 
 
-def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+def _present(tensor: _T | None) -> _T:
     if tensor is None:
         raise TypeError("the model has another role: log_probs() needs an actor, values() needs a critic")
     return tensor

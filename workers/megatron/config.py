@@ -9,8 +9,10 @@ import dataclasses
 import difflib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from workers.data.routed_experts import RoutingShape
 from workers.device import dtype_of, has_cuda
 from workers.extras import require
 
@@ -22,8 +24,14 @@ if TYPE_CHECKING:
 RANK_KEYS = ("pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_rank")
 """Keys that name a rank's coordinates. They are accepted and ignored: megatron's parallel state has them."""
 
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 """The ``model_type`` of Hugging Face configs that Megatron models can be made from."""
+
+LOAD_BALANCING = ("seq_aux_loss", "aux_loss")
+"""The ``moe_router_load_balancing_type`` that `workers.megatron.moe` has."""
+
+DISPATCHERS = ("alltoall", "allgather")
+"""The ``moe_token_dispatcher_type`` that were run."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The ``rope_type`` of these configs. The frequencies of others depend on the length of the sequence."""
@@ -97,6 +105,7 @@ def transformer_config(
         **structure,
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "activation_func": activation(hf_config.hidden_act),
+        **_experts_fields(hf_config, overrides, sizes),
         "hidden_dropout": 0.0,
         "attention_dropout": float(getattr(hf_config, "attention_dropout", 0.0) or 0.0),
         "init_method_std": hf_config.initializer_range,
@@ -121,7 +130,8 @@ def refuse_unsupported(config: ModelParallelConfig) -> None:
         ValueError: with the reason and what to change.
     """
     if importlib.util.find_spec("transformer_engine") is None:
-        if config.sequence_parallel:
+        # Mixtures of experts have norms of their own, see workers.megatron.moe.
+        if config.sequence_parallel and not getattr(config, "num_moe_experts", None):
             raise ValueError(
                 "sequence_parallel=True needs Transformer Engine, which is not installed: megatron-core's local layer "
                 "spec rejects it; set sequence_parallel=False"
@@ -130,6 +140,11 @@ def refuse_unsupported(config: ModelParallelConfig) -> None:
             raise ValueError(
                 f"context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
                 "installed: megatron-core's local attention sees only this rank's shard of the sequence; use 1"
+            )
+        if getattr(config, "moe_grouped_gemm", False):
+            raise ValueError(
+                "moe_grouped_gemm=True needs Transformer Engine, which is not installed: leave it out, and the experts "
+                "of a rank run one after the other"
             )
     if getattr(config, "window_size", None) and getattr(config, "masked_softmax_fusion", False):
         raise ValueError(
@@ -161,12 +176,46 @@ def head_dim(hf_config: Any) -> int:
 
 def has_qkv_bias(hf_config: Any) -> bool:
     """Whether queries, keys and values have a bias: always in Qwen2, configurable in Llama."""
+    if hf_config.model_type == "qwen2_moe":
+        return bool(hf_config.qkv_bias)
     return hf_config.model_type == "qwen2" or bool(getattr(hf_config, "attention_bias", False))
 
 
 def has_qk_norm(hf_config: Any) -> bool:
     """Whether each head's queries and keys are normalized: always in Qwen3."""
-    return bool(hf_config.model_type == "qwen3")
+    return hf_config.model_type in ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a Hugging Face config.
+
+    Attributes:
+        shape: how many there are, in which layers, and how many compute a token.
+        width: size of an expert's hidden layer.
+        normalized: whether the scores of a token's experts are divided by their sum.
+        shared_width: size of the hidden layer of the expert that every token goes to; None without one.
+        block: what the Hugging Face checkpoint calls the feed-forward part of a layer with experts.
+        names: what it calls an expert's gate, up and down projections.
+    """
+
+    shape: RoutingShape
+    width: int
+    normalized: bool
+    shared_width: int | None = None
+    block: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+def experts_of(hf_config: Any) -> Experts | None:
+    """The mixture of experts of a config in `SUPPORTED_MODELS`; None without one."""
+    kind = hf_config.model_type
+    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe") or (shape := RoutingShape.of(hf_config)) is None:
+        return None
+    if kind == "mixtral":
+        return Experts(shape, hf_config.intermediate_size, True, None, "block_sparse_moe", ("w1", "w3", "w2"))
+    shared = hf_config.shared_expert_intermediate_size if kind == "qwen2_moe" else None
+    return Experts(shape, hf_config.moe_intermediate_size, bool(hf_config.norm_topk_prob), shared)
 
 
 def window_layers(hf_config: Any) -> tuple[int | None, list[int]]:
@@ -177,9 +226,9 @@ def window_layers(hf_config: Any) -> tuple[int | None, list[int]]:
         if it has the window, 0 if it sees all tokens before.
     """
     layers = int(hf_config.num_hidden_layers)
-    if hf_config.model_type == "mistral":
+    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         with_window = [1] * layers
-    elif hf_config.model_type in ("qwen2", "qwen3"):
+    elif hf_config.model_type in ("qwen2", "qwen3", "qwen2_moe"):
         with_window = [int(kind == "sliding_attention") for kind in hf_config.layer_types]
     else:
         with_window = [0] * layers
@@ -288,6 +337,8 @@ def _parallel_sizes() -> dict[str, Any]:
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -323,8 +374,65 @@ def _structure(hf_config: Any) -> dict[str, Any]:
         # Features that none of these models has.
         "attention_output_gate": False,
         "multi_latent_attention": False,
-        "num_moe_experts": None,
         "softmax_type": "vanilla",
+        **_experts_structure(experts_of(hf_config)),
+    }
+
+
+def _experts_structure(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return {"num_moe_experts": None}
+    return {
+        "num_moe_experts": experts.shape.experts,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_layer_freq": [int(layer in experts.shape.sparse) for layer in range(experts.shape.layers)],
+        "moe_router_topk": experts.shape.k,
+        # The softmax of the chosen logits is that of all logits, divided by its sum over the chosen.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_shared_expert_intermediate_size": experts.shared_width,
+        "moe_shared_expert_gate": experts.shared_width is not None,
+        # Features that none of these models has.
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": None,
+        "moe_expert_capacity_factor": None,
+        "moe_latent_size": None,
+        # Routes are replayed by workers.megatron.moe, without megatron's registry.
+        "moe_enable_routing_replay": False,
+    }
+
+
+def _experts_fields(hf_config: Any, overrides: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the fields that do not determine the model, and what megatron needs of the parallel sizes."""
+    if experts_of(hf_config) is None:
+        return {}
+    balancing, dispatcher = (
+        overrides.get("moe_router_load_balancing_type", LOAD_BALANCING[0]),
+        overrides.get("moe_token_dispatcher_type", DISPATCHERS[0]),
+    )
+    for name, value, choices in (
+        ("moe_router_load_balancing_type", balancing, LOAD_BALANCING),
+        ("moe_token_dispatcher_type", dispatcher, DISPATCHERS),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not supported; use one of {', '.join(map(repr, choices))}")
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if not isinstance(overrides.get(name) or 0.0, (int, float)) or (overrides.get(name) or 0.0) < 0:
+            raise ValueError(f"{name}={overrides[name]!r} must be a number of at least 0")
+    # Without sequence parallelism each tensor-parallel rank would send the same tokens to the experts, and their
+    # gradient would count each token once per rank.
+    parallel = sizes.get("tensor_model_parallel_size", 1) > 1
+    if overrides.get("sequence_parallel", parallel) != parallel:
+        raise ValueError(
+            f"sequence_parallel={overrides['sequence_parallel']!r}: a mixture of experts needs sequence parallelism if "
+            "and only if tensor_model_parallel_size is above 1; remove the override"
+        )
+    return {
+        "moe_token_dispatcher_type": DISPATCHERS[0],
+        "moe_router_load_balancing_type": LOAD_BALANCING[0],
+        "sequence_parallel": parallel,
     }
 
 
@@ -357,9 +465,29 @@ def _refuse_model(hf_config: Any) -> None:
             "attention_bias and mlp_bias differ, but megatron-core adds biases to all linear layers or to none; set "
             "both to the same value"
         )
-    kinds = set(getattr(hf_config, "layer_types", None) or ()) if kind != "mistral" else set()
+    if (experts := experts_of(hf_config)) is not None:
+        _refuse_experts(experts)
+        if getattr(hf_config, "router_jitter_noise", 0.0):
+            raise ValueError(
+                f"router_jitter_noise={hf_config.router_jitter_noise} is not supported on Megatron, where "
+                "recomputation would draw other noise; set it to 0"
+            )
+    kinds = set(getattr(hf_config, "layer_types", None) or ()) if kind not in ("mistral", "mixtral") else set()
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types has {min(unknown)!r}; Megatron has 'full_attention' and 'sliding_attention'")
+
+
+def _refuse_experts(experts: Experts) -> None:
+    k, count = experts.shape.k, experts.shape.experts
+    if k > count:
+        raise ValueError(f"num_experts_per_tok={k} must be at most the number of experts, {count}")
+    if k == 1 and experts.normalized:
+        raise ValueError(
+            "num_experts_per_tok=1 with normalized scores is not supported: each token's only score would be 1, and "
+            "the router would get no gradient"
+        )
+    if not experts.shape.sparse:
+        raise ValueError("mlp_only_layers and decoder_sparse_step leave no layer with experts; use a dense model_type")
 
 
 def _check_divisible(hf_config: Any, sizes: Mapping[str, Any]) -> None:
@@ -373,6 +501,18 @@ def _check_divisible(hf_config: Any, sizes: Mapping[str, Any]) -> None:
     for name, count in counts.items():
         if count % tp:
             raise ValueError(f"{name}={count} is not divisible by tensor_model_parallel_size={tp}")
+    experts = experts_of(hf_config)
+    ep, etp = sizes.get("expert_model_parallel_size") or 1, sizes.get("expert_tensor_parallel_size") or tp
+    if experts is None and ep > 1:
+        raise ValueError(f"expert_model_parallel_size={ep}, but model_type {hf_config.model_type!r} has no experts")
+    if experts is not None:
+        for what, count, name, size in (
+            ("number of experts", experts.shape.experts, "expert_model_parallel_size", ep),
+            ("width of an expert", experts.width, "expert_tensor_parallel_size", etp),
+            ("width of the shared expert", experts.shared_width or 0, "tensor_model_parallel_size", tp),
+        ):
+            if count % size:
+                raise ValueError(f"the {what}, {count}, is not divisible by {name}={size}")
     if hf_config.num_hidden_layers % stages:
         raise ValueError(
             f"num_hidden_layers={hf_config.num_hidden_layers} is not divisible by {stages} pipeline stages "

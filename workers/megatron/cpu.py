@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
 
@@ -87,6 +87,9 @@ def _install() -> bool:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "manual_seed": lambda seed: torch.manual_seed(seed),
+        "Stream": _NoStream,
+        "current_stream": lambda device=None: _NoStream(),
+        "stream": lambda stream: nullcontext(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
@@ -94,7 +97,9 @@ def _install() -> bool:
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     random.CudaRNGStatesTracker = _cpu_tracker(random)
     random.initialize_rng_tracker(force_reset=True)
+    _rewrite_recomputation(random.CheckpointFunction)
     _use_gloo_for_nccl()
+    _dispatch_tokens_on_cpu()
     return True
 
 
@@ -168,6 +173,64 @@ def _cpu_tracker(random: Any) -> type[Any]:
                 torch.set_rng_state(outside)
 
     return CpuRNGStatesTracker
+
+
+def _rewrite_recomputation(function: Any) -> None:
+    """Let activations be computed again in the mode: torch runs backward passes outside the mode that called them."""
+    backward = function.backward
+
+    def in_mode(*args: Any) -> Any:
+        with _mode_class()():
+            return backward(*args)
+
+    function.backward = staticmethod(in_mode)
+
+
+class _NoStream:
+    """A stream or an event of the CPU, where everything is done when a call returns. The dispatcher of tokens by
+    all-to-all copies sizes on a stream of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _NoStream:
+        return self
+
+
+def _dispatch_tokens_on_cpu() -> None:
+    """Let the all-to-all dispatcher run on the CPU. It makes numpy arrays of the sizes of its splits on a device only,
+    and gloo gathers and reduces equal splits only."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    gather_equal, reduce_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(own: Any, group: Any = None, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None:
+            return gather_equal(own, group, None, use_global_buffer)
+        padded = own.new_zeros(max(output_split_sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce(whole: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None:
+            return reduce_equal(whole, group, None, use_global_buffer)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce
 
 
 def _use_gloo_for_nccl() -> None:

@@ -37,9 +37,15 @@ def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    if config.num_moe_experts:
+        from workers.megatron.moe import layers_of_stage
+
+        layers: Any = layers_of_stage(config, stage)
+    else:
+        layers = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     model: GPTModel = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization),
+        layers,
         vocab_size=padded_vocab_size(hf_config),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -51,6 +57,10 @@ def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage:
     )
     if (scaled := scaled_rope(hf_config)) is not None:
         model.rotary_pos_emb.inv_freq = scaled[0]  # its factor is in config.softmax_scale
+    if config.num_moe_experts and config.use_cpu_initialization:
+        from workers.megatron.moe import draw_experts
+
+        draw_experts(model, config)
     if model.pre_process:
         _freeze_padding_token(model.embedding.word_embeddings, hf_config)
     if critic and model.post_process:
@@ -68,12 +78,18 @@ class ValueHead(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self._gathers = bool(config.sequence_parallel)
         drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(0))
         self.weight = nn.Parameter((drawn * config.init_method_std).to(config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: Any = None) -> Any:
         """(tokens, rows, hidden) -> (tokens, rows, 1) float32, and None for the bias that megatron adds later."""
+        if self._gathers:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # Every tensor-parallel rank computes the same loss of all tokens, so each keeps its slice of the gradient.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
 
 
@@ -109,6 +125,9 @@ def _freeze_padding_token(embedding: Any, hf_config: Any) -> None:
     def mask_gradient(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad:
             is_pad = (inputs[0] == pad)[..., None]
+            if module.reduce_scatter_embeddings:  # with sequence parallelism: (tokens of this rank, rows, hidden)
+                group = module.tp_group
+                is_pad = is_pad.transpose(0, 1).chunk(group.size())[group.rank()]
             output.register_hook(lambda gradient: gradient.masked_fill(is_pad, 0.0))
 
     embedding.register_forward_hook(mask_gradient)

@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from workers.extras import require
-from workers.megatron.config import check_names, has_qk_norm, has_qkv_bias, head_dim, key_value_heads, tied
+from workers.megatron.config import (
+    check_names,
+    experts_of,
+    has_qk_norm,
+    has_qkv_bias,
+    head_dim,
+    key_value_heads,
+    tied,
+)
 from workers.megatron.gpt import ValueHead
 from workers.weight_sync.weight_plan import Shard
 
@@ -40,6 +48,7 @@ class Weight:
             ``names``.
         ratio: how many rows of each tensor a block has, up to a common factor; None if equally many.
         rows: of the whole tensor, if it is padded to a multiple of the tensor-parallel size.
+        expert: whether it is of an expert, which the expert-tensor-parallel ranks split.
     """
 
     parameter: nn.Parameter
@@ -48,6 +57,7 @@ class Weight:
     blocks: int = 1
     ratio: tuple[int, ...] | None = None
     rows: int | None = None
+    expert: bool = False
 
     def load(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's shares of whole tensors into the parameter. Padding is set to 0."""
@@ -61,7 +71,7 @@ class Weight:
     def shards(self) -> Iterator[Shard]:
         """This rank's shares as parts of the whole tensors, without padding. A shard whose ``size`` has a 0 is only
         padding."""
-        rank, tp = _tensor_parallel()
+        rank, tp = _tensor_parallel(self.expert)
         for number, (name, part) in enumerate(zip(self.names, self._parts(), strict=True)):
             size = [part.shape[:3].numel(), *part.shape[3:]]
             shape, begin = list(size), [0] * len(size)
@@ -75,7 +85,7 @@ class Weight:
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor), new tensors. All tensor-parallel ranks call it together."""
         for number, name in enumerate(self.names):
-            yield name, gather(self._share(number), self.dim)[: self.rows]
+            yield name, gather(self._share(number), self.dim, self.expert)[: self.rows]
 
     def _share(self, number: int, rows: int | None = None) -> torch.Tensor:
         """This rank's share of one of the tensors, or its first ``rows``. A view, or a copy if it is in several
@@ -88,28 +98,30 @@ class Weight:
         return self.parameter.detach().unflatten(0, (self.blocks, sum(ratio), -1)).split(ratio, dim=1)
 
 
-def gather(share: torch.Tensor, dim: int | None) -> torch.Tensor:
+def gather(share: torch.Tensor, dim: int | None, expert: bool = False) -> torch.Tensor:
     """Concatenate the tensor-parallel ranks' shares along a dim; None if each has the whole tensor. All of them call
     this, and each gets a new tensor."""
-    from megatron.core import parallel_state
-
-    _, tp = _tensor_parallel()
+    _, tp = _tensor_parallel(expert)
     if dim is None or tp == 1:
         return share.clone()
     share = share.contiguous()
     shares = [torch.empty_like(share) for _ in range(tp)]
-    torch.distributed.all_gather(shares, share, group=parallel_state.get_tensor_model_parallel_group())
+    torch.distributed.all_gather(shares, share, group=_tensor_parallel_group(expert))
     return torch.cat(shares, dim)
 
 
-def _tensor_parallel() -> tuple[int, int]:
-    """This rank's tensor-parallel rank, and their number."""
+def _tensor_parallel(expert: bool = False) -> tuple[int, int]:
+    """This rank's tensor-parallel rank, and their number; for experts, of expert tensor parallelism."""
+    group = _tensor_parallel_group(expert)
+    return group.rank(), group.size()
+
+
+def _tensor_parallel_group(expert: bool) -> Any:
     from megatron.core import parallel_state
 
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    if expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
@@ -128,6 +140,8 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
         if has_qk_norm(hf_config):
             yield Weight(attention.q_layernorm.weight, (f"{at}self_attn.q_norm.weight",), None)
             yield Weight(attention.k_layernorm.weight, (f"{at}self_attn.k_norm.weight",), None)
+        if hasattr(mlp, "router"):
+            yield from _experts(mlp, hf_config, at)
         for kind in ("weight", "bias"):
             q, k, v, o = (f"{at}self_attn.{name}_proj.{kind}" for name in "qkvo")
             gate, up, down = (f"{at}mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
@@ -135,9 +149,9 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
             table: tuple[tuple[Any, tuple[str, ...], int | None, dict[str, Any]], ...] = (
                 (attention.linear_qkv, (q, k, v), 0, qkv),
                 (attention.linear_proj, (o,), by_input, {}),
-                (mlp.linear_fc1, (gate, up), 0, {}),
-                (mlp.linear_fc2, (down,), by_input, {}),
             )
+            if not hasattr(mlp, "router"):
+                table += ((mlp.linear_fc1, (gate, up), 0, {}), (mlp.linear_fc2, (down,), by_input, {}))
             for linear, names, dim, blocks in table:
                 parameter = getattr(linear, kind)
                 if parameter is not None:
@@ -149,6 +163,26 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
             yield Weight(model.output_layer.bias, (SCORE_BIAS,), None)
         elif model.output_layer.weight is not None:
             yield Weight(model.output_layer.weight, (EMBEDDING if tied(hf_config) else HEAD,), rows=vocab)
+
+
+def _experts(layer: Any, hf_config: Any, at: str) -> Iterator[Weight]:
+    """The weights of a mixture of experts. A rank has some of the experts, and of each a share."""
+    from workers.megatron.moe import expert_linears
+
+    experts = experts_of(hf_config)
+    if experts is None:
+        raise ValueError(f"{at} has experts, but the Hugging Face config of {hf_config.model_type!r} has none")
+    at += f"{experts.block}."
+    yield Weight(layer.router.weight, (f"{at}gate.weight",), None)
+    for number, (fc1, fc2) in zip(layer.local_expert_indices, expert_linears(layer), strict=True):
+        gate, up, down = (f"{at}experts.{number}.{name}.weight" for name in experts.names)
+        yield Weight(fc1, (gate, up), 0, expert=True)
+        yield Weight(fc2, (down,), 1, expert=True)
+    if layer.shared_experts is not None:
+        shared, at = layer.shared_experts, f"{at}shared_expert"
+        yield Weight(shared.linear_fc1.weight, (f"{at}.gate_proj.weight", f"{at}.up_proj.weight"))
+        yield Weight(shared.linear_fc2.weight, (f"{at}.down_proj.weight",), 1)
+        yield Weight(shared.gate_weight, (f"{at}_gate.weight",), None)
 
 
 def distinct_weights(models: Sequence[Any], hf_config: Any) -> Iterator[Weight]:
@@ -183,11 +217,35 @@ def hf_shapes(hf_config: Any, critic: bool = False) -> dict[str, tuple[int, ...]
         layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     vocab = (int(hf_config.vocab_size), hidden)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocab, "model.norm.weight": (hidden,), HEAD: vocab}
+    of_experts, layers_with = _expert_shapes(hf_config)
     for number in range(hf_config.num_hidden_layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        own = layer
+        if number in layers_with:
+            own = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | of_experts
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
     if critic:
         shapes |= {SCORE: (1, hidden), SCORE_BIAS: (1,)}
     return shapes
+
+
+def _expert_shapes(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], set[int]]:
+    """The tensors of a layer's mixture of experts, and the numbers of the layers that have one."""
+    experts = experts_of(hf_config)
+    if experts is None:
+        return {}, set()
+    hidden, at = int(hf_config.hidden_size), experts.block
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (experts.shape.experts, hidden)}
+    widths = {f"{at}.experts.{number}": experts.width for number in range(experts.shape.experts)}
+    names = dict.fromkeys(widths, experts.names)
+    if experts.shared_width is not None:
+        widths[f"{at}.shared_expert"] = experts.shared_width
+        names[f"{at}.shared_expert"] = ("gate_proj", "up_proj", "down_proj")
+        shapes[f"{at}.shared_expert_gate.weight"] = (1, hidden)
+    for expert, width in widths.items():
+        gate, up, down = names[expert]
+        shapes |= {f"{expert}.{gate}.weight": (width, hidden), f"{expert}.{up}.weight": (width, hidden)}
+        shapes[f"{expert}.{down}.weight"] = (hidden, width)
+    return shapes, set(experts.shape.sparse)
 
 
 # --- reading and writing --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ dp."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from workers.algorithms.token_log_probs import next_candidate_log_probs, next_token_log_probs
-from workers.data.micro_batches import MicroBatch, cut_by_tokens, restore, sum_reports
+from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, restore, restore_routes, sum_reports
 from workers.data.rollout_data import inputs_of
+from workers.data.routed_experts import NATIVE, RoutingShape
 from workers.device import current_device, to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
-from workers.megatron.hf_weights import distinct_weights, load_hf, read_hf
+from workers.megatron.hf_weights import distinct_weights, gather, load_hf, read_hf
 from workers.megatron.megatron_checkpoint import Checkpoints
 from workers.megatron.megatron_optimizer import (
     AdamOptions,
@@ -34,7 +36,7 @@ from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """A Llama, Mistral, Qwen2 or Qwen3 on megatron-core, whose model parallelism must be initialised in the process.
+    """A decoder of `SUPPORTED_MODELS` on megatron-core, whose model parallelism must be initialised in the process.
 
     Each dp rank gets rows of its own; the tp and pp ranks of one dp rank get the same rows.
 
@@ -91,6 +93,11 @@ class MegatronTrainModel(TrainModel):
                 if model.post_process:
                     compute_output_in_float32(model.output_layer)
         self._interleaved = len(self.models) > 1
+        self._routing: Any = None
+        if (shape := RoutingShape.of(hf_config)) is not None:
+            from workers.megatron.moe import ExpertRouting
+
+            self._routing = ExpertRouting(self.models, self.config, shape)
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
         # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
@@ -120,6 +127,32 @@ class MegatronTrainModel(TrainModel):
     def log_probs(self, data: Mapping[str, torch.Tensor], temperature: float) -> torch.Tensor | None:
         self._require_role("actor", "log_probs")
         return self._evaluate(data, lambda batch, output: self._outputs(batch, output, temperature, False).log_probs)
+
+    def log_probs_and_routes(
+        self, data: Mapping[str, torch.Tensor], temperature: float
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As in `TrainModel`; the column has `NATIVE` in the layers of other pipeline stages.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        if self._routing is None:
+            raise ValueError(f"log_probs_and_routes(): a {self.hf_config.model_type!r} has no experts")
+        self._routing.recorded = {}
+        try:
+            log_probs = self.log_probs(data, temperature)
+            recorded = self._routing.recorded
+        finally:
+            self._routing.recorded = None
+        micro_batches = self._cut(inputs_of(data))
+        found = []
+        for number, batch in enumerate(micro_batches):
+            routes = recorded[number]
+            if self.config.sequence_parallel:
+                routes = gather(routes.int(), 0).short()  # gloo has no int16
+            rows, tokens = batch.input_ids.shape
+            found.append(routes[:tokens, :rows].transpose(0, 1).flatten(0, 1).cpu())
+        return log_probs, restore_routes(found, micro_batches, data["attention_mask"].bool().sum(1).tolist())
 
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         self._require_role("critic", "values")
@@ -161,9 +194,15 @@ class MegatronTrainModel(TrainModel):
             # The schedule divides the loss it is given in place, so it gets a copy; 0 tokens means "do not divide".
             return total.clone(), torch.zeros([], dtype=torch.int, device=output.device), report
 
+        if self._routing is not None:
+            (tokens,) = self._over_dp([sum(batch.real for batch in micro_batches)], dist.ReduceOp.SUM)
+            self._routing.begin_step(tokens, self.device)
         reports = self._run_pipeline(micro_batches, finish, forward_only=False)
+        found = {} if self._routing is None else self._routing.end_step()
         grad_norm = finite_step(self._optimizer)
-        return StepReport(self._sum_over_ranks(reports), grad_norm, sum(batch.cost for batch in micro_batches))
+        return StepReport(
+            {**self._sum_over_ranks(reports), **found}, grad_norm, sum(batch.cost for batch in micro_batches)
+        )
 
     @torch.no_grad()
     def _evaluate(
@@ -190,7 +229,38 @@ class MegatronTrainModel(TrainModel):
                 f"input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is {vocab_size}"
             )
         multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
-        return cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
+        parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
+        if self._shares_experts:
+            (most,) = self._over_dp([len(parts)], dist.ReduceOp.MAX)
+            parts += fillers(data, most - len(parts))
+        return parts
+
+    @property
+    def _shares_experts(self) -> bool:
+        """Whether ranks with different rows run each micro-batch together, because they have each other's experts."""
+        return self.config.expert_model_parallel_size > 1
+
+    def _shapes(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
+        """The shapes that micro-batches are padded to: by default their own."""
+        shapes = [(rows, tokens) for rows, tokens in (batch.input_ids.shape for batch in micro_batches)]
+        if self._interleaved:
+            shapes = [(max(rows for rows, _ in shapes), max(tokens for _, tokens in shapes))] * len(shapes)
+        if self.config.sequence_parallel:
+            tp = self.config.tensor_model_parallel_size
+            shapes = [(rows, -(-tokens // tp) * tp) for rows, tokens in shapes]
+        if self._shares_experts and self.config.moe_token_dispatcher_type == "allgather":  # it needs equal shapes
+            most = self._over_dp([size for shape in shapes for size in shape], dist.ReduceOp.MAX)
+            shapes = list(zip(most[::2], most[1::2], strict=True))
+        return shapes
+
+    def _over_dp(self, numbers: list[int], operation: Any) -> list[int]:
+        """Reduce integers over the dp ranks."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reduced = torch.tensor(numbers, device=self.device)
+        dist.all_reduce(reduced, operation, group=group)
+        return [int(number) for number in reduced.tolist()]
 
     def _run_pipeline(
         self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool
@@ -208,47 +278,61 @@ class MegatronTrainModel(TrainModel):
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        shapes = [batch.input_ids.shape for batch in micro_batches]
-        most_rows, most_tokens = max(rows for rows, _ in shapes), max(tokens for _, tokens in shapes)
+        shapes = self._shapes(micro_batches)
+        numbered = list(zip(range(len(shapes)), micro_batches, shapes, strict=True))
 
-        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = next(iterator)
-            ids = to_device(batch.input_ids, self.device)
-            if self._interleaved:
-                rows, tokens = ids.shape
-                ids = torch.nn.functional.pad(ids, (0, most_tokens - tokens, 0, most_rows - rows))
-            rows, tokens = ids.shape
+        def forward(
+            iterator: Iterator[tuple[int, MicroBatch, tuple[int, int]]], chunk: Any
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            number, batch, (rows, tokens) = next(iterator)
+            ids = _padded(to_device(batch.input_ids, self.device), rows, tokens)
             positions = torch.arange(tokens, device=ids.device).expand(rows, tokens)
             # Padding is on the right, so the causal mask hides it from real tokens.
             hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=ids.device).triu(1)
-            return chunk(ids, positions, hidden, **self._uncast), partial(finish, batch)
+            with self._routed(number, batch, rows, tokens):
+                return chunk(ids, positions, hidden, **self._uncast), partial(finish, batch)
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(micro_batches) for _ in self._chunks],
+            data_iterator=[iter(numbered) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(micro_batches),
-            seq_length=most_tokens,
-            micro_batch_size=most_rows,
+            seq_length=max(tokens for _, tokens in shapes),
+            micro_batch_size=max(rows for rows, _ in shapes),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results
+
+    def _routed(self, number: int, batch: MicroBatch, rows: int, tokens: int) -> AbstractContextManager[None]:
+        """Tell the routers about a micro-batch, padded to this shape."""
+        if self._routing is None:
+            return nullcontext()
+        from workers.megatron.moe import RoutedTokens
+
+        real = torch.zeros_like(batch.attention_mask) if batch.is_filler else batch.attention_mask
+        real, routes = _padded(real, rows, tokens), batch.routed_experts
+        if routes is not None:
+            routes = routes.unflatten(0, batch.input_ids.shape).permute(2, 3, 0, 1)
+            routes = to_device(_padded(routes, rows, tokens, NATIVE).permute(3, 2, 0, 1).contiguous(), self.device)
+        given: AbstractContextManager[None] = self._routing.forward(
+            RoutedTokens(number, to_device(real.t().contiguous(), self.device), routes)
+        )
+        return given
 
     def _outputs(self, batch: MicroBatch, output: torch.Tensor, temperature: float, entropy: bool) -> TokenOutputs:
         """The model's output, moved to the token it is about: the output after token t - 1 goes to position t.
 
         Args:
             batch: on the output's device.
-            output: (b, s, ...), with rows and tokens of padding after the batch's own if the pipeline is interleaved.
+            output: (b, s, ...), perhaps with rows and tokens of padding after the batch's own.
             temperature: divides the logits.
             entropy: whether to compute entropies.
         """
         from megatron.core import parallel_state
 
         rows, tokens = batch.input_ids.shape
-        if self._interleaved:
-            output = output[:rows, :tokens]
+        output = output[:rows, :tokens]
         if self.role == "critic":
             return TokenOutputs(values=torch.nn.functional.pad(output[:, :-1, 0].float(), (1, 0)))
         group = parallel_state.get_tensor_model_parallel_group()
@@ -414,6 +498,12 @@ class MegatronTrainModel(TrainModel):
                 this one is not, or the reverse.
         """
         self._checkpoints.load(Path(folder), optimizer=optimizer)
+
+
+def _padded(value: torch.Tensor, rows: int, tokens: int, padding: int = 0) -> torch.Tensor:
+    """Append padding to (..., b, s)."""
+    more = (0, tokens - value.shape[-1], 0, rows - value.shape[-2])
+    return torch.nn.functional.pad(value, more, value=padding)
 
 
 def _is_last_stage() -> bool:

@@ -162,16 +162,18 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     would then increment once per parameter, and fails on the counts when it loads the moments. So each parameter gets
     a count of its own, and the counts are set aside while the moments load.
     """
-    rest = dict(state)
-    by_parameter = rest.pop("param_state", None)
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    # Experts have an optimizer of their own, with states by number.
+    rests = [dict(state)] if len(chained) == 1 else [dict(state[number]) for number in range(len(chained))]  # type: ignore[index]
+    by_parameter = [rest.pop("param_state", None) for rest in rests]
     with own_settings(*inner_optimizers(optimizer)):
-        optimizer.load_state_dict(rest)
+        optimizer.load_state_dict(rests[0] if len(chained) == 1 else dict(enumerate(rests)))
     steps = []
     for entry in (entry for inner in inner_optimizers(optimizer) for entry in inner.state.values()):
         if isinstance(entry.get("step"), torch.Tensor):
             steps.append((entry, entry.pop("step").clone()))
-    if by_parameter is not None:
-        (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])
-        distributed.load_parameter_state_from_fully_reshardable(by_parameter)
+    for inner, moments in zip(chained, by_parameter, strict=True):
+        if moments is not None:
+            inner.load_parameter_state_from_fully_reshardable(moments)
     for entry, step in steps:
         entry["step"] = step

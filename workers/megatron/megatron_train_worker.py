@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,16 +10,21 @@ import torch.distributed as dist
 
 from workers.device import every_backend
 from workers.hf_files import known_config
-from workers.megatron.config import check_model
+from workers.megatron.config import check_model, experts_of
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
 from workers.train.policy_worker import PolicyTrainWorker
 
+BALANCING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+"""Arguments that are fields of megatron's ``TransformerConfig`` too."""
+
 
 class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     """One rank of training on megatron-core. ``args.tensor_model_parallel_size`` and
-    ``args.pipeline_model_parallel_size`` set tp and pp; the remaining factor of the number of ranks is dp."""
+    ``args.pipeline_model_parallel_size`` set tp and pp; the remaining factor of the number of ranks is dp.
+    ``args.expert_model_parallel_size`` consecutive groups of ``args.expert_tensor_parallel_size`` ranks of a pipeline
+    stage share its experts."""
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
@@ -30,11 +36,29 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
                 f"{ranks} ranks; make actor_num_nodes * actor_num_gpus_per_node (for a critic: critic_num_nodes * "
                 "critic_num_gpus_per_node) a multiple of it"
             )
+        ep, etp = args.expert_model_parallel_size, _expert_tensor_parallel(args)
+        if ranks % (ep * etp * pp):
+            raise TrainArgsError(
+                f"expert_model_parallel_size={ep} times expert_tensor_parallel_size={etp} (by default "
+                f"tensor_model_parallel_size) times pipeline_model_parallel_size={pp} does not divide the group's "
+                f"{ranks} ranks; make actor_num_nodes * actor_num_gpus_per_node a multiple of it"
+            )
         if not args.debug_rollout_only and (config := known_config(args)) is not None:
+            sizes = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "expert_model_parallel_size": ep,
+                "expert_tensor_parallel_size": etp,
+            }
             try:
-                check_model(config, {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp})
+                check_model(config, sizes)
             except ValueError as error:
                 raise TrainArgsError(f"train_backend='megatron': {error}") from None
+            if args.routing_replay is not None and experts_of(config) is None:
+                raise TrainArgsError(
+                    f"args.routing_replay={args.routing_replay!r} needs a mixture of experts, and the model is a "
+                    f"{config.model_type!r}; leave it out"
+                )
 
     def begin(self) -> None:
         from megatron.core import parallel_state
@@ -48,6 +72,8 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
             pp,
             seed=args.seed,
             backend=every_backend(),
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=_expert_tensor_parallel(args),
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
 
@@ -61,6 +87,8 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
         args = self.args
         overrides = dict(args.megatron_overrides)
+        if experts_of(hf_config) is not None:
+            overrides = {**{name: args[name] for name in BALANCING}, **overrides}
         if args.gradient_checkpointing:
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip
@@ -90,29 +118,35 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     def make_empty_model(self, hf_config: Any) -> MegatronTrainModel:
         return self.make_model(hf_config, empty=True)
 
-    # The ranks are ordered by tp, then dp, then pp. Computed here, because the state is needed while megatron is not
-    # initialized.
+    # The ranks of a stage are ordered by tp, then dp, and its experts' shards by etp, then ep; the stages come last.
+    # Computed here, because the state is needed while megatron is not initialized.
+
+    @property
+    def _period(self) -> int:
+        """After so many ranks of a stage comes one with the same parameters."""
+        experts: int = self.args.expert_model_parallel_size * _expert_tensor_parallel(self.args)
+        return math.lcm(self.args.tensor_model_parallel_size, experts)
 
     @property
     def shards(self) -> int:
-        """As in `ModelWorker`. The dp ranks have the same state, unless they share that of the optimizer."""
-        model_parallel: int = self.args.tensor_model_parallel_size * self.args.pipeline_model_parallel_size
+        """As in `ModelWorker`. The dp ranks have the same state, unless they share experts or the state of the
+        optimizer."""
+        model_parallel: int = self._period * self.args.pipeline_model_parallel_size
         return self.world_size if self.args.use_distributed_optimizer else model_parallel
 
     @property
     def shard(self) -> int:
         if self.args.use_distributed_optimizer:
             return self.rank
-        tp, stage = self.args.tensor_model_parallel_size, self.world_size // self.args.pipeline_model_parallel_size
-        return int(self.rank % tp + tp * (self.rank // stage))
+        stage = self.world_size // self.args.pipeline_model_parallel_size
+        return int(self.rank % self._period + self._period * (self.rank // stage))
 
     @property
     def dp_replica(self) -> tuple[int, int]:
         if "args" not in vars(self):
             return super().dp_replica
-        tp, pp = self.args.tensor_model_parallel_size, self.args.pipeline_model_parallel_size
-        count = self.world_size // (tp * pp)
-        return self.rank // tp % count, count
+        stage = self.world_size // self.args.pipeline_model_parallel_size
+        return self.rank % stage // self._period, stage // self._period
 
     @property
     def dp_group(self) -> Any:
@@ -134,12 +168,20 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     def get_parallel_config(self) -> dict[str, int]:
         from megatron.core import parallel_state
 
+        ep = parallel_state.get_expert_model_parallel_world_size()
+        etp = parallel_state.get_expert_tensor_parallel_world_size()
         return {
             **super().get_parallel_config(),
             "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
             "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
             "cp_size": parallel_state.get_context_parallel_world_size(),
+            **({"ep_size": ep, "etp_size": etp} if ep > 1 else {}),
         }
+
+
+def _expert_tensor_parallel(args: Any) -> int:
+    """The expert-tensor-parallel size: by default, as in megatron, the tensor-parallel size."""
+    return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
 
 
 def _leave(weight: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import logging
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,13 @@ from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
 from workers.data.rollout_data import unique_groups
-from workers.rollout.agents.environment import session_metrics
+from workers.rollout.agents.environment import COUNTED, session_metrics
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
 from workers.rollout.rollout_errors import PromptError, RolloutError, WeightVersionError
 from workers.seeds import mixed_seed
+from workers.tracking.samples import RowNotes
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -41,6 +42,7 @@ class _Sent:
     ``calls`` generate them."""
 
     samples: list[Sample]
+    prompts: int
     each: int
     extras: dict[str, Sequence[Any]]
     expected_version: int | None
@@ -144,6 +146,8 @@ class RolloutManager:
         self.stream: Any = None  # the `RolloutStream`, while there is one
         self.sessions: deque[Mapping[str, Any]] = deque(maxlen=100_000)
         """What is known of sessions that have ended, until `reward_metrics`. Appended to by any thread."""
+        self.row_notes = RowNotes()
+        """What is known of the rows of the latest batches, for a `RunLog`."""
 
     @property
     def reward_function(self) -> RewardFunction | None:
@@ -243,7 +247,9 @@ class RolloutManager:
 
     def note_sessions(self, completions: Sequence[Completion]) -> None:
         """Note what `reward_metrics` tells about sessions; other completions are ignored."""
-        self.sessions.extend(one.info for one in completions if one.info is not None and "end_reason" in one.info)
+        for one in completions:
+            if one.info is not None and "end_reason" in one.info:  # not the whole, which may be large
+                self.sessions.append({name: one.info[name] for name in COUNTED if name in one.info})
 
     def close(self) -> None:
         """End the threads and processes of the reward function. The group is not closed."""
@@ -251,7 +257,7 @@ class RolloutManager:
             self.rewards.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"refresh": None, "stream": None}  # of this process
+        return vars(self) | {"refresh": None, "stream": None, "row_notes": RowNotes()}  # of this process
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -313,14 +319,14 @@ class RolloutManager:
             calls.append(send(greedy, how.greedy()))
             samples = [*samples, *greedy]
         # The version as of now: until the completions arrive, an update that is sent later may change it.
-        return _Sent(samples, each, given, self.weight_version, calls)
+        return _Sent(samples, len(ids), each, given, self.weight_version, calls)
 
     def _finish(self, sent: _Sent) -> TensorDict:
         generated: list[Generated] = [*chain(*(call.result() for call in sent.calls))]
         _raise_refused(generated, sent.samples)
         completions, versions = _checked(generated, sent.expected_version)
         self.note_sessions(completions)
-        _check_sessions(completions)
+        check_sessions(completions)
         samples = [
             Sample(one.prompt, one.sample, one.prompt_ids, completion.token_ids, completion.info)
             for one, completion in zip(sent.samples, completions, strict=True)
@@ -332,15 +338,20 @@ class RolloutManager:
         if self.greedy_baselines and rewards is not None:
             rows = [one for one in samples if one.sample < sent.each]
             baselines = [rewards[len(rows) + one.prompt] for one in rows]
-        return collate(
+            of = [one.prompt for one in rows]
+            completions = with_baselines(completions[: len(rows)], completions[len(rows) :], of)
+        batch = collate(
             [one.prompt_ids for one in rows],
-            completions[: len(rows)],
+            completions,
             group_ids=[first_group + one.prompt for one in rows],
             weight_versions=versions[: len(rows)],
             rewards=None if rewards is None else rewards[: len(rows)],
             reward_baselines=baselines,
             pad_token_id=self.pad_token_id,
         )
+        columns = [{name: values[prompt] for name, values in sent.extras.items()} for prompt in range(sent.prompts)]
+        self.row_notes.put(batch, completions[: len(rows)], [columns[one.prompt] for one in rows])
+        return batch
 
 
 def _put(value: Any) -> Any:
@@ -357,8 +368,9 @@ def _raise_refused(generated: Sequence[Generated], samples: Sequence[Sample]) ->
             raise PromptError(one.refused.what, None if number is None else samples[begin + number].prompt)
 
 
-def _check_sessions(completions: Sequence[Completion]) -> None:
+def check_sessions(completions: Sequence[Completion]) -> None:
     """Raise if no session of a rollout has had a turn: a mistake in the environment, and nothing would be trained.
+    Nothing to say of no completions, of one alone, and of those that are no sessions.
 
     Raises:
         RolloutError: all of several sessions failed at the beginning.
@@ -371,6 +383,26 @@ def _check_sessions(completions: Sequence[Completion]) -> None:
             f"all {len(infos)} sessions of the rollout ended before their first turn, {count} of them with {told}; the "
             "workers' log has the traceback"
         )
+
+
+def with_baselines(
+    completions: Sequence[Completion], greedy: Sequence[Completion], which: Sequence[int]
+) -> list[Completion]:
+    """Return completions as they are trained: not at all if the session of their greedy baseline has failed, as if they
+    had failed themselves. The reward of such a session says nothing of the policy.
+
+    Args:
+        completions: the rows'.
+        greedy: the baselines.
+        which: index of each row's baseline.
+    """
+    failed = {number for number, one in enumerate(greedy) if one.finish_reason == "error"}
+    if failed:
+        logger.warning("the completions of %d prompts are not trained: their greedy baselines failed", len(failed))
+    return [
+        replace(one, finish_reason="error") if baseline in failed else one
+        for one, baseline in zip(completions, which, strict=True)
+    ]
 
 
 def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Completion], list[int]]:

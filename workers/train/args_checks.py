@@ -77,11 +77,7 @@ def check_rollout(args: Any) -> None:
 
 def check_together(args: Any) -> None:
     """Check the keys together."""
-    if args.use_routing_replay:
-        raise TrainArgsError(
-            "args.use_routing_replay=True is not implemented: training would choose other experts than the rollout "
-            "did. Leave it out, and correct for the difference with rollout_correction"
-        )
+    _check_routing_replay(args)
     if args.hf_checkpoint is not None and args.hf_config is not None:
         raise TrainArgsError("args.hf_checkpoint and args.hf_config are both set; set only one of them")
     if args.hf_config is not None and "model_type" not in args.hf_config:
@@ -174,6 +170,28 @@ def check_together(args: Any) -> None:
         )
     if args.profile_step_start is not None and not args.profile_dir:
         raise TrainArgsError("args.profile_step_start needs profile_dir")
+
+
+def _check_routing_replay(args: Any) -> None:
+    """Check the keys of routing replay, and set ``routing_replay`` to what slime's names for it say."""
+    # slime sets the first with the second.
+    flag = next((name for name in ("use_rollout_routing_replay", "use_routing_replay") if args[name]), None)
+    if flag is not None:
+        named = "R2" if flag == "use_routing_replay" else "R3"
+        if args.routing_replay not in (None, named):
+            raise TrainArgsError(
+                f"args.routing_replay={args.routing_replay!r} and {flag}=True, which is {named!r}, are both set; leave "
+                "one of them out"
+            )
+        args.routing_replay = named
+    if args.routing_replay is None:
+        return
+    for name in ("use_rollout_logprobs", "keep_old_actor"):
+        if args.routing_replay == "R2" and args[name]:
+            raise TrainArgsError(
+                f"args.routing_replay='R2' does not go with {name}=True: it records the experts in the pass for old "
+                "log-probabilities with the current weights, which is not taken then. Use 'R3'"
+            )
 
 
 def _check_lora(args: Any) -> None:

@@ -75,6 +75,14 @@ def _unfinished(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.unfinished")
 
 
+def complete_checkpoints(folder: str | None) -> dict[int, Path]:
+    """Return the complete checkpoints of a folder: the last rollout that each was trained on -> its own folder."""
+    if folder is None:
+        return {}
+    notes = [(note.parent, json.loads(note.read_text())) for note in sorted(Path(folder).glob(f"*/{POSITION}"))]
+    return {about["rollout_id"]: path for path, about in notes if _FOLDER.fullmatch(path.name)}
+
+
 class CheckpointError(SingleControllerError, RuntimeError):
     """A checkpoint could not be written or read."""
 

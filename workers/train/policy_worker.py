@@ -35,6 +35,7 @@ from workers.algorithms.registry import NEEDS_GROUPS
 from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
 from workers.algorithms.supervised import check_pairs
 from workers.data.rollout_data import (
+    RECORD_ROWS,
     REWARD_PART,
     RolloutDataError,
     check_rollout_data,
@@ -43,9 +44,11 @@ from workers.data.rollout_data import (
     step_numbers,
     token_versions,
 )
-from workers.hf_files import known_vocab_size, tokens_of
+from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_routes, without_routes
+from workers.hf_files import known_config, known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args_checks import function_at, function_of
+from workers.train.kept_rows import KeptRows
 from workers.train.model_worker import ModelWorker
 from workers.train.train_model import StepReport, TokenLoss
 from workers.train.train_worker import own_rows
@@ -62,18 +65,25 @@ class PolicyTrainWorker(ModelWorker):
 
     _rollout_id = 0
     """Of the rollout in training."""
+    _kept: KeptRows | None = None
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:
         """As in `TrainWorker`. Rows that a user's function postprocesses are checked on the ranks instead."""
         if args.rollout_data_postprocess_path is None:
-            check_rollout_data(rows, args.vocab_size or known_vocab_size(args))
+            replays = _replays_rollout(args, role)
+            config = known_config(args) if replays else None
+            read = rows if replays else without_routes(rows)
+            check_rollout_data(read, args.vocab_size or known_vocab_size(args), config and RoutingShape.of(config))
             check_entries({*rows.keys(), *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
                 check_groups(of_rollouts(rows, "group_ids"), args.advantage_estimator)
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
+
+    def recorded_rows(self) -> dict[str, Any] | None:
+        return None if self._kept is None else self._kept.arrays()
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -82,7 +92,7 @@ class PolicyTrainWorker(ModelWorker):
             return {}
         began = time.perf_counter()
         self._refuse_asleep("train")
-        self._rollout_id = rollout_id
+        self._rollout_id, self._kept = rollout_id, None
         # A run that continues from a checkpoint also repeats the dropout of this rollout.
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
@@ -114,7 +124,7 @@ class PolicyTrainWorker(ModelWorker):
         if "ref" not in self.backup.names:
             raise RolloutDataError("compute_ref_log_prob(): there are no reference weights; call init(with_ref=True)")
         with self.backup.swapped("ref"):
-            return self.model.log_probs(data, self.args.temperature)
+            return self.model.log_probs(without_routes(data), self.args.temperature)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_values(self, rollout_data: Any) -> torch.Tensor | None:
@@ -130,10 +140,12 @@ class PolicyTrainWorker(ModelWorker):
             return {**metrics, **_mean([])}
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
-                self._set(data, "ref_log_probs", self.model.log_probs(data, args.temperature))
+                self._set(data, "ref_log_probs", self.model.log_probs(without_routes(data), args.temperature))
         computed = "old_log_probs" not in data and self._old_log_probs(data)
         if waits:  # the critic adapts its coefficient in these rollouts too
             return {**metrics, **self._adapt_kl_coef(data), **_mean([])}
+        if args.num_steps_per_rollout * args.ppo_epochs > 1:  # a single step chooses the same experts
+            self._record_routes(data)
         if "advantages" not in data and args.advantage_estimator == "optimal_token_baseline":
             self._sum_pi_squared(data, computed=computed and not (args.use_rollout_logprobs or args.keep_old_actor))
         metrics |= self._correct(data)
@@ -143,6 +155,7 @@ class PolicyTrainWorker(ModelWorker):
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
         data["loss_mask"] = self._trained(data)
+        metrics |= self._of_tokens("advantage", data["advantages"], data)
         loss = policy_loss(
             partial(function_of(args, "policy_loss_type"), args=args),
             kl_coef=args.kl_loss_coef,
@@ -162,6 +175,8 @@ class PolicyTrainWorker(ModelWorker):
         data["returns"] = value_targets(self._advantage_rows(data), self.args)
         metrics |= self._adapt_kl_coef(data)
         data["loss_mask"] = self._trained(data)
+        metrics |= self._of_tokens("return", data["returns"], data)
+        metrics |= self._of_tokens("value", data["values"], data)
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
     def _steps(self, data: Data, loss: TokenLoss) -> dict[str, float]:
@@ -171,6 +186,9 @@ class PolicyTrainWorker(ModelWorker):
         reports: list[StepReport] = []
         lr = 0.0
         totals = None
+        kept = self._kept = KeptRows(data) if RECORD_ROWS in data and self.role == "actor" else None
+        # The trainer's old log-probabilities are of before the first step, those of a later pass are not.
+        watches = kept is not None and ("old_log_probs" not in data or args.use_rollout_logprobs)
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
         for epoch in range(args.ppo_epochs):
@@ -186,7 +204,10 @@ class PolicyTrainWorker(ModelWorker):
                 lr = self._lr()
                 temperature = args.temperature if self.role == "actor" else 1.0
                 entropy = self.role == "actor" and bool(args.entropy_coef or args.calculate_entropy)
-                reports.append(self.model.train_step(part, loss, lr=lr, temperature=temperature, entropy=entropy))
+                of_tokens = kept.watch(loss, part) if kept is not None and watches else loss
+                reports.append(self.model.train_step(part, of_tokens, lr=lr, temperature=temperature, entropy=entropy))
+                if kept is not None:
+                    kept.take()
                 self.optimizer_step += math.isfinite(reports[-1].grad_norm)  # otherwise the fp16 step was skipped
         return {**_mean(reports, lr), **self._spread([report.cost for report in reports])}
 
@@ -373,8 +394,19 @@ class PolicyTrainWorker(ModelWorker):
             or args.rollout_correction
             or args.advantage_estimator == "dpo"
         ):
-            self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
+            if args.routing_replay == "R2":
+                self._record_routes(data)
+            else:
+                self._set(data, "old_log_probs", self.model.log_probs(data, args.temperature))
         return "old_log_probs" in data
+
+    def _record_routes(self, data: Data) -> None:
+        """With ``routing_replay="R2"``, add the experts of the current weights, and ``old_log_probs`` if the data has
+        none."""
+        if self.args.routing_replay == "R2" and ROUTED_EXPERTS not in data:
+            log_probs, data[ROUTED_EXPERTS] = self.model.log_probs_and_routes(data, self.args.temperature)
+            if "old_log_probs" not in data:
+                self._set(data, "old_log_probs", log_probs)
 
     def _by_version(self, data: Data) -> None:
         """Compute old log-probabilities with the weight version that generated each token."""
@@ -407,7 +439,10 @@ class PolicyTrainWorker(ModelWorker):
         error: Exception | None = None
         try:
             data = rows()
-            check_rollout_data(data, self.args.vocab_size or tokens_of(self.model.hf_config))
+            if not _replays_rollout(self.args, self.role):
+                data.pop(ROUTED_EXPERTS, None)
+            config = self.model.hf_config
+            check_rollout_data(data, self.args.vocab_size or tokens_of(config), RoutingShape.of(config))
         except Exception as raised:
             error = raised
         said = self._over_dp((None if error is None else f"{type(error).__name__}: {error}", sorted(data)))
@@ -468,15 +503,34 @@ class PolicyTrainWorker(ModelWorker):
             rewards["reward"] = data["rewards"].double()
         shares = self._advantage_rows(data).shares  # so that a rollout counts once, whatever its number of rows
         parts = {name: float((shares * of_rows).sum()) for name, of_rows in rewards.items()}
-        size = len(data["input_ids"])
-        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts))
+        size, missing, known = len(data["input_ids"]), 0, 0
+        if ROUTED_EXPERTS in data and (shape := RoutingShape.of(self.model.hf_config)) is not None:
+            missing, known = missing_routes(data[ROUTED_EXPERTS], shape)
+        said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts, missing, known))
         tokens, real, rollouts, size = (sum(part[k] for part in said) for k in range(4))
+        missing, known = (sum(part[k] for part in said) for k in (6, 7))
         return {
             "tokens": real,
             "completion_tokens": tokens,
             **({name: sum(part[5][name] for part in said) / rollouts for name in rewards} if size else {}),
             **({"rows_per_rollout": size / rollouts} if size and "rollout_ids" in data else {}),
+            **({"replay/missing": missing / max(known, 1)} if ROUTED_EXPERTS in data else {}),
             **staleness_metrics(sum((part[4] for part in said), Counter())),
+        }
+
+    def _of_tokens(self, name: str, values: torch.Tensor, data: Data) -> dict[str, float]:
+        """Return the mean, the largest and the smallest of a number per token, (B, T), over the trained tokens of all
+        ranks."""
+        of_rank = values[data["loss_mask"] != 0].double()
+        said = (len(of_rank), float(of_rank.sum()), *map(float, of_rank.aminmax())) if len(of_rank) else None
+        parts = [part for part in self._over_dp(said) if part is not None]
+        if not parts:
+            return {}
+        mean = sum(part[1] for part in parts) / sum(part[0] for part in parts)
+        return {
+            f"{name}/mean": mean,
+            f"{name}/max": max(part[3] for part in parts),
+            f"{name}/min": min(part[2] for part in parts),
         }
 
     def _staleness(self, data: Data) -> Counter[int]:
@@ -496,6 +550,12 @@ def _mean(reports: Sequence[StepReport], lr: float = 0.0) -> dict[str, float]:
         for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
             sums[name] = sums.get(name, 0.0) + value
     return {**{name: value / max(len(reports), 1) for name, value in sums.items()}, "lr": lr}
+
+
+def _replays_rollout(args: Any, role: str) -> bool:
+    """Whether this model computes tokens with the experts of the rollout: the actor does, also when it computes old
+    log-probabilities. A critic is another model, and the reference is meant as it is, with its own router."""
+    return role == "actor" and args.routing_replay == "R3"
 
 
 def missing_rollout_log_probs() -> RolloutDataError:
@@ -537,6 +597,11 @@ def check_entries(names: Collection[str], args: Any, role: str) -> None:
             )
     if args.overlong_filtering and "truncated" not in names:
         raise RolloutDataError("overlong_filtering=True needs 'truncated' in the rollout data")
+    if _replays_rollout(args, role) and ROUTED_EXPERTS not in names:
+        raise RolloutDataError(
+            f"routing_replay='R3' needs {ROUTED_EXPERTS!r} in the rollout data; give the rollout's engine "
+            "return_routed_experts=True, or use 'R2'"
+        )
     if role == "critic":
         if rejects(args) and "rollout_log_probs" not in names:
             raise missing("rollout_log_probs", args.advantage_estimator)

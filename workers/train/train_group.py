@@ -41,6 +41,7 @@ from workers.weight_sync import SyncReport, WeightSyncError
 from workers.weight_sync.sync_protocol import TimeUpError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class RayTrainGroup:
         args: the complete configuration.
         role: the role.
         weight_version: version of the weights that the rollout workers have; 0 before the first update.
+        last_checkpoint: folder of the checkpoint that this group began to write last; None before.
         next_rollout_id: after `attach`, the id of the rollout to train on next.
 
     Raises:
@@ -161,6 +163,7 @@ class RayTrainGroup:
         self._group: RayWorkerGroup | None = None
         self._progress = Progress()
         self.next_rollout_id: int | None = None
+        self.last_checkpoint: str | None = None
 
     def _leave(self, **changed: Any) -> None:
         """Leave what `attach` needs for the driver that takes the group over."""
@@ -412,6 +415,16 @@ class RayTrainGroup:
         return workers
 
     @property
+    def actor_cls(self) -> type[TrainWorker]:
+        """The class of the workers."""
+        return self._class
+
+    @property
+    def with_ref(self) -> bool:
+        """Whether `async_init` was asked to keep a reference's weights."""
+        return bool(self._with_ref)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._ranks if self._group is None or self._group.closed else self._group.world_size
@@ -539,6 +552,24 @@ class RayTrainGroup:
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
+    def recorded_rows(self) -> dict[int, dict[str, np.ndarray]]:
+        """Return what the ranks have computed, in the last `async_train`, for the rows whose entry ``record_rows`` is
+        not negative.
+
+        Returns:
+            The entry -> by name, one float32 number per real token of the row: ``log_probs`` (``old_log_probs`` where
+            the configuration needs them, else before the row's first optimizer step), ``advantages``, and what else the
+            configuration needs, of ``ref_log_probs``, ``values`` and ``correction_weights``.
+        """
+        rows: dict[int, dict[str, np.ndarray]] = {}
+        for of_rank in self.ready_workers("recorded_rows").recorded_rows():
+            if of_rank is None:
+                continue
+            ends = of_rank["lengths"].cumsum()
+            for number, begin, end in zip(of_rank["numbers"].tolist(), ends - of_rank["lengths"], ends, strict=True):
+                rows[number] = {name: column[begin:end] for name, column in of_rank["columns"].items()}
+        return rows
+
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
 
@@ -594,6 +625,7 @@ class RayTrainGroup:
         if folder is None and args.save is None and args.save_hf is None and not args.debug_rollout_only:
             logger.warning("save_model(%r) has written nothing: set args.save to a folder for checkpoints", step)
         if folder is not None:
+            self.last_checkpoint = folder
             self._saved.begun(folder, background=self.args.async_save and not force_sync)
             self._leave()
         return folder

@@ -84,6 +84,14 @@ class TrainModel(ABC):
         """Return (B, T) float32 on the CPU, without gradients, 0 at position 0 and at padding; None on a rank without
         outputs (a pipeline stage that is not the last)."""
 
+    def log_probs_and_routes(
+        self, data: Mapping[str, torch.Tensor], temperature: float
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `log_probs`, and the column ``routed_experts`` with the experts that computed the tokens, on the CPU: all
+        that this rank needs to replay them, whatever rows of the data are in a micro-batch. For
+        ``routing_replay="R2"``."""
+        raise NotImplementedError(f"{type(self).__name__} does not record experts, which routing_replay='R2' needs")
+
     @abstractmethod
     def values(self, data: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """As `log_probs`, for a critic."""

@@ -139,6 +139,12 @@ class TrainWorker(Worker, ABC):
             Metrics of the whole step, the same on every rank.
         """
 
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def recorded_rows(self) -> dict[str, Any] | None:
+        """Return what this dp rank has computed, in the last `train`, for the rows with ``record_rows``, as
+        `RayTrainGroup.recorded_rows` needs it. The default is for workers that keep nothing."""
+        return None
+
     @register(Dispatch.ONE_TO_ALL)
     @abstractmethod
     def save_model(self, step: int, force_sync: bool = False, driver_state: list[Any] | None = None) -> str | None:

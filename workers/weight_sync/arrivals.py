@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.delta import SAME, Patch, apply
-from workers.weight_sync.digest import digest
-from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec, pieces_of
+from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec, differences, labels, pieces_of
+from workers.weight_sync.sync_protocol import some
 from workers.weight_sync.weight_plan import Box, volume, whole, within
 
 
@@ -72,8 +73,13 @@ class Arrivals:
                 del self.missing[spec.name]
             self.pieces.append(spec)
             self._seen.add((spec.name, spec.box))
-            if spec.digest is not None and digest(part.to(spec.dtype)) != spec.digest:
-                raise ValueError(f"{spec.name!r} {spec.box} did not arrive as it was sent: its digest differs")
+            if spec.digests is None:
+                continue
+            wrong = list(differences(spec, part.to(spec.dtype), lambda: labels([*self.pieces, *payload.pieces])))
+            if wrong:
+                raise ValueError(
+                    f"{spec.name!r} {spec.box} did not arrive as it was sent: the digest differs of {some(wrong)}"
+                )
 
     def _write(self, spec: PieceSpec, parts: list[torch.Tensor], box: Box) -> torch.Tensor:
         held = self._tensors.get(spec.name)
@@ -111,22 +117,23 @@ class Arrivals:
             every: whether to compare pieces too in which nothing has changed.
 
         Returns:
-            The names of the tensors of which a piece differs.
+            What differs: names of tensors, and of experts in them, see `pieces.differences`.
         """
         by_name: dict[str, list[PieceSpec]] = {}
         for spec in self.pieces:
             if every or spec.kind != SAME:
                 by_name.setdefault(spec.name, []).append(spec)
-        complete = []
+        differing: dict[str, None] = {}
+        sent = functools.cache(lambda: labels(self.pieces))
         for names in self._batches(by_name):
             for name, tensor in zip(names, read(names), strict=True):
                 box = self._boxes[name]
-                if any(
-                    tensor.dtype != spec.dtype or digest(tensor[within(spec.box, box)]) != spec.digest
-                    for spec in by_name[name]
-                ):
-                    complete.append(name)
-        return complete
+                for spec in by_name[name]:
+                    if tensor.dtype != spec.dtype:
+                        differing[name] = None
+                    else:
+                        differing.update(dict.fromkeys(differences(spec, tensor[within(spec.box, box)], sent)))
+        return list(differing)
 
     def _batches(self, by_name: Mapping[str, list[PieceSpec]]) -> Iterator[list[str]]:
         """Divide names into batches of at most a bucket, or one tensor: reading may make copies, and asking each of an

@@ -32,6 +32,19 @@ def digest(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(np.from_dlpack(flat.view(torch.uint8)).data)
 
 
+def digests(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the `digest` of each expert of a tensor that has several, see `stacked`; otherwise that of the tensor."""
+    if not stacked(tuple(tensor.shape)):
+        return (digest(tensor),)
+    return tuple(digest(of_expert) for of_expert in tensor.detach().cpu())
+
+
+def stacked(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor, or a part of one, has matrices of several experts: those of transformers' models have the dims
+    (experts, rows, columns). Kernels of convolutions over time, (channels, 1, width), are no such matrices."""
+    return len(shape) == 3 and 1 not in shape[1:]
+
+
 def combine(digests: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
     """Return the fingerprint of a policy.
 

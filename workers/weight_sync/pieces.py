@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from workers.weight_sync.buckets import TensorSpec, copy_into, tensor_specs, views
 from workers.weight_sync.delta import SAME, Patch, encode
-from workers.weight_sync.digest import digest
+from workers.weight_sync.digest import digests as digests_of
+from workers.weight_sync.digest import stacked
 from workers.weight_sync.sync_protocol import ReceiverClass, WeightSyncError
 from workers.weight_sync.weight_plan import Box, Piece, within
 
@@ -27,19 +28,24 @@ class PieceSpec(NamedTuple):
         name, box: see `workers.weight_sync.weight_plan.Piece`.
         kind: `WHOLE`, or that of a `workers.weight_sync.delta.Patch`.
         dtype: in which the engine holds the tensor; that of the trainer if the engine does not tell.
-        digest: of the new bytes in this dtype; None if nobody asked for it.
+        digests: of the new bytes in this dtype, see `workers.weight_sync.digest.digests`; None if nobody asked.
     """
 
     name: str
     box: Box
     kind: str
     dtype: torch.dtype
-    digest: int | None
+    digests: tuple[int, ...] | None
 
     @property
     def parts(self) -> int:
         """How many tensors the piece consists of: itself, or positions and values."""
         return 1 if self.kind == WHOLE else 2
+
+    def label(self, number: int) -> str:
+        """Name what one of the digests is of: the tensor, or an expert of it."""
+        experts = stacked(tuple(end - begin for begin, end in self.box))
+        return f"{self.name}[{self.box[0][0] + number}]" if experts else self.name
 
 
 class Header(NamedTuple):
@@ -97,7 +103,7 @@ class Packer:
         self._delta = delta
         self._sent: dict[Piece, torch.Tensor] = {}
         self._packed: set[Piece] = set()
-        self._shards: dict[str, list[Shard]] = {}
+        self._shards: dict[str, dict[Box, Shard]] = {}
         self._patches: dict[Piece, Patch | None] = {}
         self._last: tuple[Shard, torch.Tensor] | None = None
 
@@ -105,7 +111,7 @@ class Packer:
         """Begin an update with these weights. Until `end`, there is no base."""
         self._shards = {}
         for shard in shards:
-            self._shards.setdefault(shard.name, []).append(shard)
+            self._shards.setdefault(shard.name, {})[shard.box] = shard
         if self.base is None:
             self._sent = {}
         self.base = None
@@ -139,7 +145,7 @@ class Packer:
                 else:
                     kind, parts = patch.kind, [patch.positions, patch.values]
                 dtype = (receivers.dtypes or {}).get(piece.name, new.dtype)
-                hashed = digest(new.to(dtype)) if digests else None
+                hashed = digests_of(new.to(dtype)) if digests else None
                 specs.append(PieceSpec(*piece, kind, dtype, hashed))
                 tensors += parts
         return Payload(specs, tensors)
@@ -166,7 +172,9 @@ class Packer:
     def _read(self, piece: Piece) -> torch.Tensor:
         if self._last is None or not _has(self._last[0], piece):
             self._last = None  # first: there is memory for one
-            shard = next((one for one in self._shards.get(piece.name, ()) if _has(one, piece)), None)
+            held = self._shards.get(piece.name, {})
+            # Mostly a piece is a whole shard. There may be a shard for each of many experts.
+            shard = held.get(piece.box) or next((one for one in held.values() if _has(one, piece)), None)
             if shard is None:
                 raise WeightSyncError(
                     f"this rank has no {piece.name!r} {piece.box}, which it had when the plan was made"
@@ -188,3 +196,25 @@ def pieces_of(payload: Payload) -> Iterator[tuple[PieceSpec, list[torch.Tensor]]
     for spec in payload.pieces:
         yield spec, payload.tensors[position : position + spec.parts]
         position += spec.parts
+
+
+def differences(spec: PieceSpec, tensor: torch.Tensor, sent: Callable[[], Mapping[int, str]]) -> Iterator[str]:
+    """Compare a piece's bytes with its digests.
+
+    Args:
+        spec: the piece.
+        tensor: what is there, in the dtype of the digests.
+        sent: returns digest -> label of what was sent; called if something differs.
+
+    Yields:
+        The label of each tensor or expert that differs, and of which other one it has the bytes.
+    """
+    for number, (found, expected) in enumerate(zip(digests_of(tensor), spec.digests or (), strict=True)):
+        if found != expected:
+            other = sent().get(found)
+            yield spec.label(number) + (f" (has the bytes of {other})" if other else "")
+
+
+def labels(specs: Iterable[PieceSpec]) -> dict[int, str]:
+    """Return digest -> label of all pieces that have digests."""
+    return {one: spec.label(number) for spec in specs for number, one in enumerate(spec.digests or ())}

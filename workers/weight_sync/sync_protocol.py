@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -202,3 +203,9 @@ def sync_error(what: str, error: BaseException) -> WeightSyncError:
     wrapped = WeightSyncError(f"{what}: {kind}{str(cause).partition(chr(10))[0]}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def some(names: Iterable[str]) -> str:
+    """List the first of some names, for an error."""
+    listed = list(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") or "nothing"

@@ -135,7 +135,8 @@ def make_plan(held: Mapping[str, Held], classes: Sequence[Mapping[str, Box]], bu
     Args:
         held: the tensors, in any order.
         classes: the slices of each class, by name; tensors that are not listed are needed whole.
-        bucket_bytes: how much of the tensors a round has at most, unless a single row has more.
+        bucket_bytes: how much of the tensors a round has at most, unless a single row has more. (A tensor with the
+            matrices of several experts is cut between them, or if one is larger, between its rows.)
 
     Returns:
         The rounds, in order. Each class gets each element that it needs exactly once.
@@ -177,16 +178,21 @@ def _ranges(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[str, 
 
 
 def _cut(name: str, one: Held, bucket_bytes: int) -> Iterator[tuple[str, Box, int]]:
-    box = whole(one.shape)
-    nbytes = volume(box) * one.itemsize
-    if nbytes <= bucket_bytes or not box:
-        yield name, box, nbytes
+    for box in _divided(whole(one.shape), one.itemsize, bucket_bytes):
+        yield name, box, volume(box) * one.itemsize
+
+
+def _divided(box: Box, itemsize: int, bucket_bytes: int, dim: int = 0) -> Iterator[Box]:
+    """Divide a box along its first dim; then each of the experts in it that is still too large, along its rows."""
+    nbytes = volume(box) * itemsize
+    if nbytes <= bucket_bytes or dim >= max(len(box) - 1, min(len(box), 1)):
+        yield box
         return
-    row = nbytes // one.shape[0]
-    rows = max(1, bucket_bytes // row)
-    for begin in range(0, one.shape[0], rows):
-        end = min(begin + rows, one.shape[0])
-        yield name, ((begin, end), *box[1:]), (end - begin) * row
+    first, last = box[dim]
+    rows = max(1, bucket_bytes * (last - first) // nbytes)
+    for begin in range(first, last, rows):
+        part = (*box[:dim], (begin, min(begin + rows, last)), *box[dim + 1 :])
+        yield from _divided(part, itemsize, bucket_bytes, dim + 1) if rows == 1 else (part,)
 
 
 def _overlapping(one: Held, rows: Box) -> Iterator[tuple[Box, Sequence[int]]]:

@@ -22,7 +22,7 @@ from dispatch.register import register
 from single_controller.call.worker.worker import Worker
 from workers.device import free_host_memory
 from workers.weight_sync.buckets import BUCKET_BYTES, Pair, iter_buckets
-from workers.weight_sync.sync_protocol import Finished, Message, ReceiverInfo, WeightSyncError
+from workers.weight_sync.sync_protocol import Finished, Message, ReceiverInfo, WeightSyncError, some
 from workers.weight_sync.transports.peer_weights import PeerWeights
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class WeightReceiver(Worker):
         missing = (update.missing if update.missing is not None else self._arrivals.missing).keys()
         if missing:
             self.fail_update(
-                key, f"rollout rank {self.rank} did not get all of version {update.version}: {_some(missing)}"
+                key, f"rollout rank {self.rank} did not get all of version {update.version}: {some(missing)}"
             )
         with self.weights_lock:
             if update.buffered:
@@ -307,7 +307,7 @@ class WeightReceiver(Worker):
             self.fail_update(
                 update.key,
                 f"rollout rank {self.rank}: {type(self.engine).__name__} could not load weights of version "
-                f"{update.version} ({_some(name for name, _ in bucket)}): {type(error).__name__}: {error}",
+                f"{update.version} ({some(name for name, _ in bucket)}): {type(error).__name__}: {error}",
                 error,
             )
 
@@ -328,7 +328,7 @@ class WeightReceiver(Worker):
             self.fail_update(
                 update.key,
                 f"rollout rank {self.rank}: {type(self.engine).__name__} does not hold what was sent as version "
-                f"{update.version}: {len(differing)} tensors differ: {_some(differing)}",
+                f"{update.version}: {len(differing)} tensors differ: {some(differing)}",
             )
         return "engine"
 
@@ -421,8 +421,3 @@ class WeightReceiver(Worker):
         if self._update.failed:  # every sender must learn the cause, not only the one that met it
             raise WeightSyncError(self._update.failed)
         return self._update
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") or "nothing"

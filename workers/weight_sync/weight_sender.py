@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dispatch.checks import check_count, check_seconds
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.digest import combine
+from workers.weight_sync.expert_names import ExpertNames
 from workers.weight_sync.pieces import Header, Packer, Payload
 from workers.weight_sync.receiver_calls import Receivers, Rollout, check_rollout
 from workers.weight_sync.sync_protocol import (
@@ -29,6 +30,7 @@ from workers.weight_sync.sync_protocol import (
     SyncReport,
     Verify,
     WeightSyncError,
+    some,
     sync_error,
 )
 from workers.weight_sync.transports.weight_transport import Transport, Update
@@ -238,12 +240,12 @@ class WeightSender:
         error: WeightSyncError | None = None
         about: Any = None
         own: list[ReceiverInfo] = []
+        shards: list[Shard] = []
         try:
             shards = [one if isinstance(one, Shard) else Shard.whole(*one) for one in weights]
             layout = layout_of(shards)
             layout_id = hashlib.sha256(pickle.dumps(layout)).hexdigest()
             base = self._packer.base
-            self._packer.begin(shards)
             # Rank 0 keeps the layouts, so that they travel only when they change.
             self._receivers.look_up(update.budget)
             if self._receivers.neighbour is not None:
@@ -262,11 +264,12 @@ class WeightSender:
             if self._full_every and not self._updates % self._full_every:
                 base = None
             classes = _classes(infos, base)
-            held, update.tensors = merge_layouts(layouts)
+            names = ExpertNames(infos[0].shapes)
+            held, update.tensors = merge_layouts([names.layout(layout) for layout in layouts])
             for info in infos:
                 _check_names(info, held, update.version)
                 _check_exact(info, self._exact)
-            made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes]
+            made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes], list(held)
             plan_id = hashlib.sha256(repr(made_from).encode()).hexdigest()
             rounds = None
             if any(known != plan_id for _, _, known, *_ in values):
@@ -283,6 +286,7 @@ class WeightSender:
         update.infos, update.classes, update.shared = infos, classes, shared
         update.tensors, update.rounds = self._plan
         try:
+            self._packer.begin(ExpertNames(infos[0].shapes).shards(shards))
             self._transport.begin(update)
         except Exception as failed:
             error = update.error(failed)
@@ -318,8 +322,11 @@ class WeightSender:
             gathered = update.agree(f"round {number}", headers, error, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
-                if piece.digest is not None:
-                    digests.append((piece.name, tuple(begin for begin, _ in piece.box), piece.digest))
+                for number, one in enumerate(piece.digests or ()):
+                    begin = [begin for begin, _ in piece.box]
+                    if number:
+                        begin[0] += number  # of an expert
+                    digests.append((piece.name, tuple(begin), one))
             try:
                 self._transport.transfer(update, number, payloads, gathered)
             except Exception as failed:
@@ -450,18 +457,12 @@ def _check_names(info: ReceiverInfo, held: dict[str, Held], version: int) -> Non
     unknown = [name for name in held if name not in info.shapes]
     if unknown:
         lora = ". Create the engine with lora=LoraSettings.from_args(args)" if ".lora_" in unknown[0] else ""
-        raise WeightSyncError(
-            f"{which}: the engine has no weight {unknown[0]!r}; it needs also: {_some(missing)}{lora}"
-        )
+        raise WeightSyncError(f"{which}: the engine has no weight {unknown[0]!r}; it needs also: {some(missing)}{lora}")
     if missing:
-        raise WeightSyncError(f"{which}: no train rank has tensors that the engine needs: {_some(missing)}")
+        raise WeightSyncError(f"{which}: no train rank has tensors that the engine needs: {some(missing)}")
     for name, shape in info.shapes.items():
         if name in held and tuple(shape) != tuple(held[name].shape):
             raise WeightSyncError(f"{which}: {name!r} has shape {held[name].shape}; the engine expects {tuple(shape)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
 
 
 def _transport(name: TransportName, folder: str | os.PathLike[str] | None) -> Transport:

@@ -21,7 +21,7 @@ from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
 from single_controller.call.joining import CallResults, Located, RankResult
-from single_controller.call.transport import RunningCall
+from single_controller.call.transport import RESULT_OF, RunningCall
 from single_controller.call.worker.worker import RankInfo, RoleWorkers, Worker, assign
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class Executor:
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
         self._calls: dict[object, tuple[str | None, str, float]] = {}
+        self._deferred: dict[object, str] = {}  # likewise, of calls that wait for the result of another call
 
     def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
         """Create the workers, one after the other. ``roles`` returns role -> constructor; called here, so that a class
@@ -161,9 +162,12 @@ class Executor:
             # The future of a call that has ended may be sent with its results, without a reference.
             if referring or any(isinstance(value, DeferredArgument) for value in arguments.values()):
                 alike = True  # until all ranks know that what they wait for has come
+                others = [value.source.label for value in arguments.values() if isinstance(value, DeferredArgument)]
+                self._deferred[entry] = RESULT_OF + (", ".join(f"{name}()" for name in others) or "a Ray task")
                 located, rows, real = self._locate(message, arguments)
                 alike = False
                 self._resolve(message, arguments, located)
+                del self._deferred[entry]
                 put_back(arguments)
                 del located
             positions = sorted(key for key in arguments if isinstance(key, int))
@@ -209,6 +213,7 @@ class Executor:
             return self.failed(error, message.method, message.role, alike=alike)
         finally:
             del self._calls[entry]
+            self._deferred.pop(entry, None)
 
     def call_directly(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call`, on behalf of a process that has the transport's handle of the rank instead of the group."""
@@ -244,8 +249,11 @@ class Executor:
     def running(self) -> tuple[RunningCall, ...]:
         """The calls that run now, the oldest first. Any thread may ask."""
         now = time.monotonic()
-        calls = list(self._calls.values())  # a dict keeps the order in which the calls began
-        return tuple(RunningCall(label(role, method), now - began) for role, method, began in calls)
+        calls, deferred = list(self._calls.items()), self._deferred  # a dict keeps the order in which the calls began
+        return tuple(
+            RunningCall(label(role, method), now - began, deferred.get(entry, ""))
+            for entry, (role, method, began) in calls
+        )
 
     def stacks(self) -> str:
         """The Python stack of each thread that runs a call now: the frames inside the innermost of `start`, `run` and

@@ -122,6 +122,24 @@ def copy_shared(handle, queue, overwritten):
     queue.put(torch._simdevice.faults())
 
 
+def test_opened_memory_is_on_the_current_device():
+    """Also in a thread that has never selected one."""
+    need(2)
+    memory = torch.arange(1000.0, device="cuda:1")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=device_inside, args=(share_memory(memory), queue))
+    process.start()
+    assert queue.get(timeout=100) == (1, 0)
+    process.join(60)
+
+
+def device_inside(handle, queue):
+    with opened_memory(handle, torch.device("cuda", 1)):
+        inside = torch.cuda.current_device()
+    queue.put((inside, torch.cuda.current_device()))
+
+
 def test_failed_transfer_of_nccl_is_an_error():
     """nccl's work completes on failure as well."""
     need(2)

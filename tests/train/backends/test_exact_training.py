@@ -117,6 +117,27 @@ def test_rollout_and_trainer_agree_to_the_last_bit(fsdp_groups, rollout_of, sync
     assert distance(weights, trained(fsdp_groups(2), rollout_of(1), 1)[0]) > 1e-3
 
 
+MIXTURE = {
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+def test_mixture_of_experts_agrees_to_the_last_bit(fsdp_groups, train_pool):
+    """Also where an expert gets fewer tokens than the kernels need. Its weights change with each step."""
+    made = RayClassWithInitArgs(Toy, HFEngine, MIXTURE, exact=True, max_batch_size=5)
+    with RayWorkerGroup(train_pool[:1], made, name_prefix="exact_mixture_", collectives=False) as rollout:
+        _, _, metrics = trained(fsdp_groups(2), rollout, 5, hf_config=MIXTURE, moe_aux_loss_coeff=0.05)
+    assert [metrics[step]["rollout_log_prob_diff"] for step in range(5)] == [0.0] * 5
+    assert len({metrics[step]["loss"] for step in range(5)}) == 5, "it learns"
+    assert all(0 <= metrics[step]["moe/load_min"] < 1 < metrics[step]["moe/load_max"] for step in range(5))
+
+
 def test_asynchronous_at_staleness_0_equals_synchronous_with_any_workers(fsdp_groups, rollout_of, synchronous):
     for workers, stream in ((1, True), (2, False), (4, True)):  # the next test has a stream of two
         assert_same_run(synchronous, trained(fsdp_groups(2), rollout_of(workers), stream=stream))

@@ -25,7 +25,7 @@ from workers.rollout.agents.program import AgentProgram, Programs
 from workers.rollout.agents.rendering import check_renderer
 from workers.rollout.agents.session import Session, SessionState
 from workers.rollout.agents.tools import Tool
-from workers.rollout.engines.request_engine import RequestEngine
+from workers.rollout.engines.request_engine import RequestEngine, check_seeds
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, PauseMode, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
@@ -110,6 +110,7 @@ class AgentEngine(RolloutEngine):
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
         self.engine = made
+        made.keep_prefixes = True
         if verify:
             made.echo_prompts = True
         self.environment = environment
@@ -145,8 +146,7 @@ class AgentEngine(RolloutEngine):
         extras: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. A row of ``extras`` is what `Environment.reset` gets."""
-        if len(seeds) != len(prompts):
-            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        check_seeds(prompts, seeds)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
@@ -307,15 +307,14 @@ class AgentEngine(RolloutEngine):
         with self._lock:
             chosen = list(self._sessions) if request_ids is None else list(request_ids)
             sessions = [self._sessions[name] for name in chosen if name in self._sessions]
-            unstarted = [one for one in sessions if one in self._waiting]
-            self._waiting = [one for one in self._waiting if one not in unstarted]
-            loop = self._loop
-        for session in unstarted:
-            self._forget(session)
-            session.future.set_result(Completion([], [], "abort", []))
-        for session in sessions:
-            if session not in unstarted and loop is not None:
+            for session in sessions:
                 session.aborting = True
+                if session in self._waiting:  # it ends as soon as it begins, and keeps what it has from elsewhere
+                    self._waiting.remove(session)
+                    self._running_loop().call_soon_threadsafe(self._start, session)
+            loop = self._loop
+        for session in sessions:
+            if loop is not None:
                 _call_in(loop, session.abort)
         self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
 
@@ -367,6 +366,7 @@ class AgentEngine(RolloutEngine):
             loop, thread = self._loop, self._thread
             waiting, self._waiting = self._waiting, []
         for session in waiting:
+            self._forget(session)  # for `pause`, which waits until no session is left
             session.future.set_exception(RolloutError("the engine was closed before the session ended"))
         if loop is not None and thread is not None and thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(loop), loop)
@@ -405,6 +405,10 @@ class AgentEngine(RolloutEngine):
     @property
     def sampling_masks(self) -> bool:  # type: ignore[override]
         return self.engine.sampling_masks
+
+    @property
+    def routed_experts(self) -> bool:  # type: ignore[override]
+        return self.engine.routed_experts
 
     @property
     def exact_digest(self) -> str | None:  # type: ignore[override]

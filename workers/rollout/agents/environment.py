@@ -332,6 +332,7 @@ class ToolEnvironment(Environment):
         return self._shortened(result if isinstance(result, str) else json.dumps(result, default=str)), True
 
     def _shortened(self, text: str) -> str:
+        text = text.encode("utf-8", "replace").decode()  # half of an emoji, which the policy has written, is no text
         most = self._result_chars
         if len(text) <= most:
             return text
@@ -349,11 +350,15 @@ def session_reward(
     return float(info["reward"])
 
 
+COUNTED = ("turns", "end_reason", "restarts", "rerenders")
+"""What `session_metrics` reads of a session."""
+
+
 def session_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return what became of sessions.
 
     Args:
-        infos: `Completion.info` of each.
+        infos: `Completion.info` of each, or the entries `COUNTED` of it.
 
     Returns:
         ``sessions/turns``, the mean; ``sessions/ended/REASON``, the share of each end reason, that of "error" always;

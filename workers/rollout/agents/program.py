@@ -26,8 +26,8 @@ class AgentProgram:
     """The ``environment`` of an `AgentEngine` whose sessions are played by a program of yours::
 
         async def agent(row, base_url, api_key):
-            client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key)
-            ...  # as many calls as it likes; tools, subagents, retries
+            async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key) as client:
+                ...  # as many calls as it likes; tools, subagents, retries
             return reward
 
         AgentEngine(HFEngine, config, environment=AgentProgram(agent), renderer=make_renderer)

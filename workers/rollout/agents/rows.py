@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from workers.rollout.agents.trajectory import Trajectory
-from workers.rollout.engines.rollout_engine import Completion, FinishReason, Row, SamplingMask
+from workers.rollout.engines.rollout_engine import Completion, FinishReason, RoutedExperts, Row, SamplingMask
 
 Picker = Callable[[Trajectory, Sequence[int]], Sequence[int]]
 """(trajectory, its leaves, oldest first) -> the leaves to keep."""
@@ -66,7 +66,8 @@ def rows(
     """Return one row per kept leaf, oldest first.
 
     A sampled node on several kept paths is trained in the row of the oldest of them. Elsewhere it is like a given node:
-    ``loss_mask`` and log-probability 0, weight version -1, and no entry in the sampling mask.
+    ``loss_mask`` and log-probability 0, weight version -1, and no entry in the sampling mask. A token of any node has
+    the same experts in each row.
 
     Args:
         trajectory: the tree.
@@ -85,14 +86,46 @@ def rows(
     if unknown := {*kept} - {*known}:
         raise ValueError(f"rows(): {min(unknown)} is not one of the sampled leaves, {known}")
     paths = [trajectory.path(leaf) for leaf in kept]
+    experts = _experts_of_nodes(trajectory)
     returns = None if rewards is None else _returns(trajectory, paths, rewards, turn_discount)
     trained: set[int] = set()
     made = []
     for path in paths:
         own = {number for number in path if trajectory.nodes[number].sampled} - trained
         trained |= own
-        made.append(_row(trajectory, path, own, returns))
+        row = _row(trajectory, path, own, returns)
+        if experts is not None:
+            row = replace(row, completion=replace(row.completion, routed_experts=_joined(experts, path)))
+        made.append(row)
     return made
+
+
+def _experts_of_nodes(trajectory: Trajectory) -> list[RoutedExperts] | None:
+    """Return the experts of each node's tokens: those that computed them first, in whichever branch. None if no engine
+    has said any."""
+    nodes = trajectory.nodes
+    first = next((node.routed_experts for node in nodes if node.routed_experts is not None), None)
+    if first is None:
+        return None
+    found = [RoutedExperts.unknown(len(node.token_ids), first.layers, first.k) for node in nodes]
+    for number, node in enumerate(nodes):
+        if (experts := node.routed_experts) is None:
+            continue
+        begin = trajectory.length(number) - len(experts)
+        for at in reversed(trajectory.path(number)):
+            end = trajectory.length(at)
+            start = max(begin, end - len(nodes[at].token_ids))
+            found[at].fill(len(nodes[at].token_ids) - (end - start), experts.of_tokens(start - begin, end - begin))
+            if start == begin:
+                break
+    return found
+
+
+def _joined(experts: Sequence[RoutedExperts], path: Sequence[int]) -> RoutedExperts:
+    ids = array("h")
+    for number in path:
+        ids.extend(experts[number].ids)
+    return replace(experts[path[0]], ids=ids)
 
 
 def completion_of(
@@ -101,7 +134,6 @@ def completion_of(
     finish_reason: FinishReason,
     *,
     info: Mapping[str, Any] | None = None,
-    leaves: Sequence[int] | Picker | None = None,
     rewards: Mapping[int, float] | None = None,
     turn_discount: float = 1.0,
 ) -> Completion:
@@ -116,11 +148,10 @@ def completion_of(
         prompt: the rollout's.
         finish_reason: of the session.
         info: of the session.
-        leaves: as for `rows`.
         rewards: as for `rows`.
         turn_discount: as for `rows`.
     """
-    made = rows(trajectory, leaves, rewards=rewards, turn_discount=turn_discount)
+    made = rows(trajectory, rewards=rewards, turn_discount=turn_discount)
     if not made:
         return Completion([], [], finish_reason, info=info)
     last = made[-1]

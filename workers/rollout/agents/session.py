@@ -22,7 +22,7 @@ from workers.rollout.agents.environment import (
     checked_step,
 )
 from workers.rollout.agents.program import ProgramEnvironment
-from workers.rollout.agents.rendering import assistant_message, check_prompt
+from workers.rollout.agents.rendering import check_prompt, read_response, unreadable
 from workers.rollout.agents.rows import completion_of
 from workers.rollout.agents.tools import ToolCall
 from workers.rollout.agents.trajectory import Node, Trajectory
@@ -59,6 +59,8 @@ class SessionState:
         number: grows with each state of a session.
         nodes: of its `Trajectory`, without the first ``base``; see `onto`.
         node: where the path ends.
+        messages: of the conversation behind the row's, each with the number of nodes that there were before it. Without
+            those that belong to the first ``base`` nodes.
         environment: pickled `Environment.state_dict`; None if it has none. Then the session begins again.
         acting: the environment has not reacted to the last sampled node yet.
         partial: a turn that has begun.
@@ -71,6 +73,7 @@ class SessionState:
     nodes: Sequence[Node] = ()
     base: int = 0
     node: int = 0
+    messages: Sequence[tuple[int, Mapping[str, Any]]] = ()
     environment: bytes | None = None
     acting: bool = False
     partial: Completion | None = None
@@ -89,13 +92,16 @@ class SessionState:
 
     def after(self, nodes: int) -> SessionState:
         """The state without its first nodes, for someone who has them."""
-        return replace(self, nodes=tuple(self.nodes[nodes - self.base :]), base=nodes)
+        messages = tuple(one for one in self.messages if one[0] >= nodes)
+        return replace(self, nodes=tuple(self.nodes[nodes - self.base :]), base=nodes, messages=messages)
 
     def onto(self, earlier: SessionState | None) -> SessionState:
         """The whole state, from one without its first nodes and an earlier one that has them."""
         if not self.base or earlier is None:
             return self
-        return replace(self, nodes=(*earlier.nodes[: self.base - earlier.base], *self.nodes), base=earlier.base)
+        nodes = (*earlier.nodes[: self.base - earlier.base], *self.nodes)
+        messages = (*(one for one in earlier.messages if one[0] < self.base), *self.messages)
+        return replace(self, nodes=nodes, base=earlier.base, messages=messages)
 
 
 class _Ended(Exception):
@@ -184,9 +190,7 @@ class Session:
         self._state_of_environment = state.environment
         self._trajectory = Trajectory(state.nodes)
         self._node = state.node if state.nodes else self._trajectory.give(None, self._prompt)
-        self._messages: list[Mapping[str, Any]] | None = None
-        if isinstance(self._row.get("messages"), (list, tuple)):
-            self._messages = list(self._row["messages"])
+        self._messages = list(state.messages)
 
     # --- from outside ---------------------------------------------------------------------------------------------
 
@@ -278,6 +282,7 @@ class Session:
         if not isinstance(environment, Environment):
             raise RolloutError(f"AgentEngine: the environment is {environment!r:.80}, which is no Environment")
         if isinstance(environment, ProgramEnvironment):
+            self._save()  # for the driver, which counts the sessions that begin again
             return await self._play_program(environment)
         if self._continued:
             if self._state_of_environment is None:
@@ -290,10 +295,12 @@ class Session:
             if not self._acting:
                 if self._limits.turns is not None and self._turns >= self._limits.turns:
                     return "turns"
-                await self._generate(environment)
-            step = await self._call(environment.step, self._action(environment))
+                await self._generate()
+            action = self._action(environment)
+            step = await self._call(environment.step, action)
             reward = checked_step(f"{type(environment).__name__}.step()", step)
             self._acting = False
+            self._note(action.message)
             self._rewards[self._node] = reward
             self._info |= step.info or {}
             self._invalid = self._invalid + 1 if step.invalid else 0
@@ -331,7 +338,7 @@ class Session:
     def _finish_reason(self) -> FinishReason:
         return self._trajectory.nodes[self._node].finish_reason or "stop"
 
-    async def _generate(self, environment: Environment) -> None:
+    async def _generate(self) -> None:
         """One turn of the policy."""
         left = self._tokens_left()
         most = self._how.max_new_tokens if left is None else min(self._how.max_new_tokens, left)
@@ -378,17 +385,16 @@ class Session:
         if self._renderer is None:
             return Action(ids, reason)
         prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
-        parsed = self._renderer.parse_response(ids, tools=self._specs(environment), prompt_ids=prompt)
-        message = assistant_message(parsed, f"call_{self._turns}")
+        specs = self._specs(environment)
+        parsed, message = read_response(self._renderer, ids, prompt, specs, f"call_{self._turns}")
         calls, named = [], iter(message.get("tool_calls", ()))
         for one in parsed.tool_calls:
-            if str(one.status) == "ok" and one.name:
+            if (why := unreadable(one)) is None:
                 of = next(named)
                 calls.append(ToolCall(one.name, of["function"]["arguments"], of["id"]))
             else:
-                calls.append(ToolCall(one.name, "", one.id or "", f"{one.status}: {one.raw}"[:200]))
-        if self._messages is not None:
-            self._messages.append(message)
+                name = one.name if isinstance(one.name, str) else None
+                calls.append(ToolCall(name, "", one.id or "", f"{why}: {one.raw}"[:200]))
         return Action(ids, reason, message, calls)
 
     # --- observations ---------------------------------------------------------------------------------------------
@@ -405,8 +411,7 @@ class Session:
         if self._renderer is None or self._environment is None:
             raise RolloutError("the environment's observation has messages: pass a renderer to the AgentEngine")
         tools = self._specs(self._environment)
-        if self._messages is not None:
-            self._messages += messages
+        self._note(*messages)
         node = self._trajectory.nodes[self._node]
         if not node.sampled or node.parent is None:  # from `reset`
             made = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
@@ -418,7 +423,8 @@ class Session:
         if bridged is not None and list(bridged.token_ids[:before]) == prompt + sampled:
             self._give(self._node, list(bridged.token_ids[before:]))
             return
-        if self._messages is None:
+        begin = self._row.get("messages")
+        if not isinstance(begin, (list, tuple)):
             raise RolloutError(
                 "the renderer cannot show that the next prompt extends this one, and there are no messages to render "
                 "it anew: give the rows a column 'messages' (engine_extras), or use another renderer"
@@ -426,8 +432,15 @@ class Session:
         if not self._counts["rerenders"]:
             logger.warning("session %s: the conversation is rendered anew, as a new branch", self.name)
         self._counts["rerenders"] += 1
-        made = self._renderer.render(self._messages, tools=tools, add_generation_prompt=True)
+        whole = [*begin, *(message for _, message in self._messages)]
+        made = self._renderer.render(whole, tools=tools, add_generation_prompt=True)
         self._give(None, list(made.token_ids))
+
+    def _note(self, *messages: Mapping[str, Any] | None) -> None:
+        """Note messages of the conversation, for the case that it is rendered anew."""
+        if "messages" in self._row:
+            count = len(self._trajectory.nodes)
+            self._messages += [(count, message) for message in messages if message is not None]
 
     def _give(self, parent: int | None, token_ids: list[int]) -> None:
         if not token_ids:
@@ -537,6 +550,7 @@ class Session:
             number=self._number,
             nodes=tuple(self._trajectory.nodes if kept else self._trajectory.nodes[:1]),
             node=self._node if kept else 0,
+            messages=tuple(self._messages) if kept else (),
             environment=self._state_of_environment,
             acting=self._acting,
             partial=self._partial,

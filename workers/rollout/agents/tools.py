@@ -21,6 +21,10 @@ from workers.background import in_thread
 THREADS = 256
 """How many calls of plain functions run at once in a process, those that do not return left out; see `call_plain`."""
 
+MAX_DEPTH = 100
+"""How deeply the arguments of a call may be nested. What is deeper is more than Python's recursion can take, here or in
+the function."""
+
 _JSON = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 _places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -108,6 +112,10 @@ class Tool:
                 arguments = json.loads(arguments)
             except ValueError as error:
                 raise ToolCallError(f"the arguments of {self.name} are no valid JSON: {error}") from None
+            except RecursionError:
+                raise ToolCallError(f"the arguments of {self.name} are nested too deeply") from None
+        if _deeper(arguments, MAX_DEPTH):
+            raise ToolCallError(f"the arguments of {self.name} are nested too deeply")
         if not isinstance(arguments, Mapping):
             raise ToolCallError(f"the arguments of {self.name} are no JSON object")
         if unknown := [name for name in arguments if name not in self._parameters]:
@@ -119,7 +127,10 @@ class Tool:
             if not _fits(value, self._types[name]):
                 expected = json.dumps(json_schema(self._types[name], name))
                 raise ToolCallError(f"{self.name}: {name}={value!r:.80} does not fit {expected}")
-            taken[name] = float(value) if self._types[name] is float else value
+            try:
+                taken[name] = float(value) if self._types[name] is float else value
+            except OverflowError:
+                raise ToolCallError(f"{self.name}: {name} is too large for a number") from None
         return taken
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
@@ -193,6 +204,11 @@ def _fits(value: Any, annotation: Any) -> bool:
     if annotation is list or origin is list:
         return isinstance(value, list) and all(_fits(one, inner[0]) for one in value if inner)
     return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values() if inner)
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _deeper(one, levels - 1) for one in inner)
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:

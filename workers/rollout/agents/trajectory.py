@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.rollout.engines.rollout_engine import Completion, FinishReason, SamplingMask
+from workers.rollout.engines.rollout_engine import Completion, FinishReason, RoutedExperts, SamplingMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Node:
         finish_reason: why the completion ended; None for a given node.
         log_probs, weight_versions: of each sampled token, as in `Completion`; empty for a given node.
         sampling_mask, fingerprints: as in `Completion`.
+        routed_experts: of the last tokens of the path to this node: those that no sampled node before it has. The last
+            token of a completion is computed with what follows it.
     """
 
     parent: int | None
@@ -38,6 +40,7 @@ class Node:
     weight_versions: Sequence[int | None] = ()
     sampling_mask: SamplingMask | None = None
     fingerprints: Mapping[int, int] | None = None
+    routed_experts: RoutedExperts | None = None
 
     @property
     def sampled(self) -> bool:
@@ -108,12 +111,21 @@ class Trajectory:
 
         Raises:
             IndexError: there is no such parent.
-            ValueError: the completion has not one log-probability and version per token, or has a loss mask.
+            ValueError: the completion has not one log-probability and version per token, or has a loss mask, or experts
+                of another number of tokens than the path's and its own.
         """
         count = len(completion.token_ids)
         versions = completion.weight_versions or [None] * count
         if completion.loss_mask is not None or not count == len(completion.log_probs) == len(versions):
             raise ValueError("a sampled node needs one log-probability and version per token, and no loss_mask")
+        experts = completion.routed_experts
+        if experts is not None:
+            if len(experts) != self.length(parent) + count:
+                raise ValueError(
+                    f"a sampled node needs the experts of all {self.length(parent) + count} tokens of its path, and "
+                    f"got those of {len(experts)}"
+                )
+            experts = experts.of_tokens(self._computed(parent))
         return self._add(
             Node(
                 parent,
@@ -124,8 +136,23 @@ class Trajectory:
                 tuple(versions),
                 completion.sampling_mask,
                 completion.fingerprints,
+                experts,
             )
         )
+
+    def drop(self) -> None:
+        """Remove the newest node, of which nobody has been told."""
+        node, number = self.nodes.pop(), len(self._lengths) - 1
+        self._hashes.pop()
+        self._lengths.pop()
+        del self._children[number]
+        self._children[node.parent].remove(number)
+
+    def _computed(self, node: int | None) -> int:
+        """Of how many tokens of the path to a node the experts are known."""
+        while node is not None and self.nodes[node].routed_experts is None:
+            node = self.nodes[node].parent
+        return 0 if node is None else self._lengths[node] - 1
 
     def children(self, node: int | None) -> Sequence[int]:
         """The children of a node, oldest first; the roots for None."""
@@ -148,7 +175,10 @@ class Trajectory:
 
     def token_ids(self, node: int) -> list[int]:
         """The tokens of the path to a node: what an engine gets as its prompt, or what it saw and produced."""
-        return [token for number in self.path(node) for token in self.nodes[number].token_ids]
+        whole = array("i")
+        for number in self.path(node):
+            whole += self.nodes[number].token_ids
+        return whole.tolist()
 
     def length(self, node: int) -> int:
         """The number of tokens of the path to a node."""
@@ -162,12 +192,12 @@ class Trajectory:
         """Find where a conversation continues.
 
         Args:
-            messages: a digest of each message of the conversation.
+            messages: a digest of each message of the conversation. That of a sampled message may lack what its own has
+                behind a dot, which is the reasoning: not every client returns it.
 
         Returns:
             The deepest node whose path stands for the first messages, the newest of several, and how many messages that
-            is; ``(None, 0)`` if the conversation is new. A completion that ended by its length or was aborted is not
-            continued: its message is incomplete.
+            is; ``(None, 0)`` if the conversation is new. A completion that was aborted is not continued.
         """
         best: tuple[int | None, int] = (None, 0)
         for node, count in self._matching(None, tuple(messages), 0):
@@ -180,8 +210,12 @@ class Trajectory:
         while stack:
             here, at = stack.pop()
             of = self.nodes[here]
+            if not of.messages:
+                continue  # a client has sent tokens: no conversation goes through them
             end = at + len(of.messages)
-            if of.messages == messages[at:end] and of.finish_reason in (None, "stop"):
+            given = messages[at:end]
+            same = of.messages == given or (of.sampled and tuple(one.partition(".")[0] for one in of.messages) == given)
+            if same and of.finish_reason != "abort":
                 yield here, end
                 stack += [(child, end) for child in self._children[here]]
 

@@ -12,11 +12,13 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from workers.algorithms.token_log_probs import token_log_probs
+from workers.hf_routing import Routers
+from workers.rollout.engines.prefix_cache import KeysValues, Prefix, PrefixCache
 from workers.rollout.engines.request_engine import Request
-from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.rollout_engine import RoutedExperts, SamplingParams
 
 SPARSE = 0.75
 """Rows that have ended are removed when this share of the rows is left. That copies all keys and values."""
@@ -35,10 +37,12 @@ class Row:
     Attributes:
         request: its tokens so far are those that were recorded.
         generator: of its random numbers; None before the first token.
+        filled: number of its tokens with keys and values in the batch's cache, which are the cache's last columns.
     """
 
     request: Request
     generator: torch.Generator | None = None
+    filled: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -47,6 +51,30 @@ class Row:
     @property
     def length(self) -> int:
         return len(self.request.prompt) + len(self.request.token_ids)
+
+
+class _Prompt:
+    """Rows with equal tokens, which are computed once.
+
+    Args:
+        rows: at least one.
+
+    Attributes:
+        tokens: of each.
+        length: the number of the tokens.
+        prefix: keys and values with which they begin.
+        known: how many of its tokens are theirs.
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows, self.tokens, self.length = rows, rows[0].tokens, rows[0].length
+        self.prefix: Prefix | None = None
+        self.known = 0
+
+    @property
+    def new(self) -> int:
+        """How many tokens have to be computed."""
+        return self.length - self.known
 
 
 class Batch:
@@ -59,12 +87,19 @@ class Batch:
     Args:
         model: a causal language model of transformers.
         device: of the model while it generates.
+        routers: of the model, to record which experts it chooses; None to record nothing.
+
+    Attributes:
+        prefixes: gets the keys and values of rows that end, and has those with which rows begin; None to compute each
+            row from its first token. Not used if the key/value cache is not an ordinary one. With ``routers`` it must
+            be None: the experts of a row's first tokens are not known without computing them.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Any, device: torch.device, routers: Routers | None = None) -> None:
+        self._model, self._device, self._routers = model, device, routers
+        self.prefixes: PrefixCache | None = None
         self._rows: list[Row] = []
-        """Rows of the cache. Those of requests that have ended stay until `_remove_ended`."""
+        """Rows of the cache. Those of requests that have ended stay until `remove_ended`."""
         self._added: list[Row] = []
         """Rows without keys and values."""
         self._cache: Any = None
@@ -102,28 +137,37 @@ class Batch:
         self._rows, self._cache = [], None
 
     @torch.inference_mode()
-    def step(self) -> tuple[list[Request], list[int], list[float], list[Sequence[int]]]:
+    def step(
+        self,
+    ) -> tuple[list[Request], list[int], list[float], list[Sequence[int]], list[RoutedExperts | None]]:
         """Draw the next token of each request. The caller records it before the next step.
 
         Returns:
-            The requests, and of each what `sample` returns.
+            The requests, of each what `sample` returns, and the experts of the tokens that were computed for it.
         """
-        self._remove_ended()
+        self.remove_ended()
         logits: list[torch.Tensor] = []
+        experts: list[RoutedExperts | None] = []
         if self._rows:
             lengths = [row.length for row in self._rows]
             self._width += 1
             last = [row.request.token_ids[-1:] for row in self._rows]
-            logits.append(self._forward(last, lengths, self._width, self._cache).logits[:, -1])
+            made, of_rows = self._recorded(last, lengths, self._width, self._cache)
+            logits.append(made.logits[:, -1])
+            experts += of_rows
         if self._added:
-            logits += self._prefill()
+            of_added, of_rows = self._prefill()
+            logits += of_added
+            experts += of_rows
         if not logits:  # all requests were aborted a moment ago
-            return [], [], [], []
+            return [], [], [], [], []
+        for row in self._rows:
+            row.filled = row.length
         requests, scores = [row.request for row in self._rows], torch.cat(logits)
         generators = [self._generator(row, scores.shape[-1]) for row in self._rows]
         if self._cache is None:
             self.forget()
-        return requests, *sample(scores, [request.sampling_params for request in requests], generators)
+        return requests, *sample(scores, [request.sampling_params for request in requests], generators), experts
 
     def _generator(self, row: Row, vocabulary: int) -> torch.Generator:
         if row.generator is None:
@@ -132,8 +176,19 @@ class Batch:
             row.generator = seeded_generator(request.seed, drawn, vocabulary, self._device)
         return row.generator
 
-    def _remove_ended(self) -> None:
+    @torch.inference_mode()
+    def remove_ended(self) -> None:
+        """Free the keys and values of rows that have ended, after the prefixes have got them."""
         self._added = [row for row in self._added if not row.request.ended]
+        if self.prefixes is not None and self._cache is not None and self._ordinary:
+            # Now, since the next forward pass writes into all rows.
+            for place, row in enumerate(self._rows):
+                if row.request.ended and row.filled:
+                    own = slice(place, place + 1), slice(None), slice(self._width - row.filled, self._width)
+                    layers = self._cache.layers
+                    kept = [KeysValues(layer.keys[own].clone(), layer.values[own].clone()) for layer in layers]
+                    self.prefixes.add(row.tokens[: row.filled], kept)
+                    row.filled = 0
         live = [place for place, row in enumerate(self._rows) if not row.request.ended]
         if not live:
             self._rows, self._cache = [], None
@@ -145,30 +200,35 @@ class Batch:
             self._rows = [self._rows[place] for place in live]
             self._join([(self._cache, live)], max(row.length for row in self._rows) - 1)
 
-    def _prefill(self) -> list[torch.Tensor]:
-        """Compute the keys and values of the rows that were added. Returns the logits of their last tokens."""
+    def _prefill(self) -> tuple[list[torch.Tensor], list[RoutedExperts | None]]:
+        """Compute the keys and values of the rows that were added. Returns the logits of their last tokens, and the
+        experts of all."""
         alike: dict[Any, list[Row]] = {}
         for number, row in enumerate(self._added):
             alike.setdefault(tuple(row.tokens) if self._ordinary else number, []).append(row)
-        passes: list[list[list[Row]]] = []
+        added = [_Prompt(rows) for rows in alike.values()]
+        if self.prefixes is not None and self._ordinary:
+            for prompt in added:
+                prompt.prefix, prompt.known = self.prefixes.find(prompt.tokens)
+        passes: list[list[_Prompt]] = []
         waste = 0
-        for rows in sorted(alike.values(), key=lambda rows: rows[0].length, reverse=True):
+        for prompt in sorted(added, key=lambda prompt: (prompt.new, prompt.length), reverse=True):
             if passes:
-                waste += passes[-1][0][0].length - rows[0].length
+                waste += passes[-1][0].new - prompt.new
             if not passes or (waste > WASTE and self._ordinary):
                 passes.append([])
                 waste = 0
-            passes[-1].append(rows)
-        logits, parts = [], []
+            passes[-1].append(prompt)
+        logits, parts, experts = [], [], []
         if self._rows:
             parts.append((self._cache, list(range(len(self._rows)))))
         for one in passes:
-            lengths = [rows[0].length for rows in one]
-            made = self._forward([rows[0].tokens for rows in one], lengths, lengths[0])
-            places = [place for place, rows in enumerate(one) for _ in rows]
+            made, of_rows = self._prefill_pass(one)
+            places = [place for place, prompt in enumerate(one) for _ in prompt.rows]
+            experts += [of_rows[place] for place in places]
             logits.append(made.logits[:, -1][places])
             parts.append((getattr(made, "past_key_values", None), places))
-            self._rows = self._rows + [row for rows in one for row in rows]
+            self._rows = self._rows + [row for prompt in one for row in prompt.rows]
         self._added = []
         width = max(row.length for row in self._rows)
         if self._ordinary:
@@ -176,7 +236,26 @@ class Batch:
         else:
             ((self._cache, _),) = parts
             self._width = width
-        return logits
+        return logits, experts
+
+    def _prefill_pass(self, prompts: Sequence[_Prompt]) -> tuple[Any, list[RoutedExperts | None]]:
+        """One forward pass. Each prompt computes as many tokens as the first one, which has the most new ones, so that
+        all end in the last column and none has a gap: those with fewer new ones take less of their prefix."""
+        lengths = [prompt.length for prompt in prompts]
+        new, width = prompts[0].new, max(lengths)
+        taken = [max(0, prompt.length - new) if prompt.prefix else 0 for prompt in prompts]
+        cache = None
+        if longest := max(taken):
+            cache = DynamicCache()
+            some = next(prompt.prefix.layers for prompt in prompts if prompt.prefix)
+            kept = [prompt.prefix.layers if prompt.prefix else some for prompt in prompts]
+            row = torch.zeros(1, dtype=torch.int64, device=self._device)
+            cache.layers = [
+                _RoomyLayer([(layer.first(count), row) for layer, count in zip(of, taken, strict=True)], longest, new)
+                for of in zip(*kept, strict=True)
+            ]
+        tokens = [prompt.tokens[count:] for prompt, count in zip(prompts, taken, strict=True)]
+        return self._recorded(tokens, lengths, width, cache)
 
     def _join(self, parts: Sequence[tuple[Any, list[int]]], width: int) -> None:
         """Make one cache of some rows of several. It has ``width`` columns, and room for more."""
@@ -186,6 +265,21 @@ class Batch:
         cache = parts[-1][0]
         cache.layers = [_RoomyLayer(list(zip(of, places, strict=True)), width, room) for of in layers]
         self._cache, self._width, self._capacity = cache, width, width + room
+
+    def _recorded(
+        self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None
+    ) -> tuple[Any, list[RoutedExperts | None]]:
+        """`_forward`, and the experts of each row's tokens."""
+        if self._routers is None:
+            return self._forward(tokens, lengths, width, cache), [None] * len(tokens)
+        self._routers.record()
+        made = self._forward(tokens, lengths, width, cache)
+        new = max(map(len, tokens))
+        found = self._routers.recorded().cpu()[: len(tokens) * new].unflatten(0, (len(tokens), new)).numpy()
+        return made, [
+            RoutedExperts(array("h", of_row[new - len(row) :].tobytes()), *of_row.shape[1:])
+            for of_row, row in zip(found, tokens, strict=True)
+        ]
 
     def _forward(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None) -> Any:
         """Run the model.
@@ -213,14 +307,14 @@ class _RoomyLayer(DynamicLayer):
     """Keys and values with room for more tokens: transformers' layer copies all of them for each token.
 
     Args:
-        parts: layers, and the rows to take from each.
+        parts: layers, or `KeysValues`, and the rows to take from each.
         width: number of columns. Layers with more lose columns on the left, those with fewer are padded there.
         room: number of columns for more tokens.
     """
 
     def __init__(self, parts: Sequence[tuple[Any, torch.Tensor]], width: int, room: int) -> None:
         super().__init__()
-        self.dtype, self.device = parts[0][0].dtype, parts[0][0].device
+        self.dtype, self.device = parts[0][0].keys.dtype, parts[0][0].keys.device
         self.is_initialized = True
         self._all_keys = _joined([(layer.keys, rows) for layer, rows in parts], width, room)
         self._all_values = _joined([(layer.values, rows) for layer, rows in parts], width, room)

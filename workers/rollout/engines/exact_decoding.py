@@ -15,6 +15,7 @@ from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.exact import COLUMNS, ExactError, exact_logits, least_rows, make_exact, row_positions
 from workers.extras import require
 from workers.hf_files import compute_output_in_float32
+from workers.hf_routing import Routers
 from workers.rollout.engines.decoding import ROOM, Batch
 from workers.rollout.engines.request_engine import Request
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -34,13 +35,14 @@ class ExactBatch(Batch):
     Args:
         model: a causal language model of transformers, after `make_exact`.
         device: of the model while it generates.
+        routers: see `Batch`.
 
     Raises:
         ExactError: the model has no ordinary key/value cache, or takes no positions.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        super().__init__(model, device)
+    def __init__(self, model: Any, device: torch.device, routers: Routers | None = None) -> None:
+        super().__init__(model, device, routers)
         if not self._takes_positions or not self._takes_cache or not self._ordinary:
             raise ExactError(
                 f"exact mode needs a model with position_ids and an ordinary key/value cache, which "

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dispatch.checks import check_count
 from workers.device import current_device, dtype_of, empty_cache, use_device
 from workers.extras import require
 from workers.hf_files import compute_output_in_float32, make_model, shapes_of
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
+from workers.rollout.engines.prefix_cache import PrefixCache
 from workers.rollout.engines.request_engine import Request, RequestEngine
 from workers.rollout.engines.rollout_engine import FinishReason, check_tensor
 from workers.rollout.rollout_errors import RolloutError, WeightsError
@@ -17,6 +19,7 @@ from workers.rollout.rollout_errors import RolloutError, WeightsError
 if TYPE_CHECKING:
     import torch
 
+    from workers.hf_routing import Routers
     from workers.rollout.engines.decoding import Batch
 
 
@@ -46,12 +49,20 @@ class HFEngine(RequestEngine):
             be the trainer's: the same folder, or random weights of the same config and seed.
         exact: compute log-probabilities that equal those of a trainer with ``args.exact``, bit for bit, in any batch;
             see `workers.exact`. Rows of a model with sliding windows can then join a running batch as well.
+        prefix_cache_bytes: memory on the model's device for keys and values of requests that have ended. A request that
+            begins with the same tokens, as the next turn of a session does, does not compute them again. They are kept
+            if `AgentEngine` or `Gateway` play sessions, or ``keep_prefixes`` is set; the least recently used ones are
+            dropped first, and all with an update of the weights. 0 keeps none, nor do ``exact`` and
+            ``return_routed_experts``, nor a model whose cache is not an ordinary one.
+        return_routed_experts: whether completions have `Completion.routed_experts`, which a trainer with
+            ``args.routing_replay="R3"`` needs.
 
     Raises:
         ImportError: transformers is not installed, or peft, with ``lora``.
         ValueError: an option is out of range, or ``fp32_lm_head`` is not possible with this model.
         OSError: transformers did not find the model.
         ExactError: ``exact`` is not possible with this model, or on this machine.
+        RoutingError: ``return_routed_experts`` is not possible with this model.
     """
 
     keeps_weights = True
@@ -71,10 +82,13 @@ class HFEngine(RequestEngine):
         trust_remote_code: bool = False,
         lora: LoraSettings | Mapping[str, Any] | None = None,
         exact: bool = False,
+        prefix_cache_bytes: int = 2**29,
+        return_routed_experts: bool = False,
     ) -> None:
         super().__init__()
         if max_batch_size < 1:
             raise ValueError(f"HFEngine: max_batch_size={max_batch_size!r}; expected at least 1")
+        check_count("HFEngine: prefix_cache_bytes", prefix_cache_bytes, least=0)
         import torch
 
         dtype = dtype_of(param_dtype)
@@ -95,6 +109,13 @@ class HFEngine(RequestEngine):
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
+        self._prefixes = PrefixCache(0 if exact or return_routed_experts else prefix_cache_bytes)
+        self._routers: Routers | None = None
+        self.routed_experts = return_routed_experts
+        if return_routed_experts:
+            from workers.hf_routing import Routers
+
+            self._routers = Routers(self.model)
         if exact:
             from workers.exact import make_exact
             from workers.rollout.engines.exact_decoding import probe
@@ -115,12 +136,14 @@ class HFEngine(RequestEngine):
         from workers.rollout.engines.decoding import Batch
         from workers.rollout.engines.exact_decoding import ExactBatch
 
-        batch = Batch(self.model, self.device) if self.exact_digest is None else ExactBatch(self.model, self.device)
-        self._batch = batch
+        kind = Batch if self.exact_digest is None else ExactBatch
+        self._batch = batch = kind(self.model, self.device, self._routers)
         waiting: list[Request] = []
         while (changes := self.next_step()) is not None:
             if changes.recompute:
                 batch.forget()
+                self._prefixes.clear()
+            batch.prefixes = self._prefixes if self.keep_prefixes and self._prefixes.max_bytes else None
             waiting += sorted(changes.added, key=lambda request: len(request.prompt))
             waiting = [request for request in waiting if not request.ended]
             free = max(0, self.max_batch_size - len(batch)) if batch.open else 0
@@ -131,20 +154,21 @@ class HFEngine(RequestEngine):
         self._batch = None
 
     def _step(self, batch: Batch) -> None:
-        requests, tokens, log_probs, kept = batch.step()
+        requests, tokens, log_probs, kept, experts = batch.step()
         # Only those of which it is true: a weight that is NaN may be one token's.
         infinite = [one for one, log_prob in zip(requests, log_probs, strict=True) if not log_prob > -float("inf")]
         self._fail(
             infinite,
             RolloutError("the model's logits are not finite; check its weights, and whether its dtype overflows"),
         )
-        for request, token, log_prob, of_token in zip(requests, tokens, log_probs, kept, strict=True):
+        made = zip(requests, tokens, log_probs, kept, experts, strict=True)
+        for request, token, log_prob, of_token, of_row in made:
             ended: FinishReason | None = "length" if request.remaining == 1 else None
             if token in request.sampling_params.stop_token_ids:
                 ended = "stop"
-            self.record(request, [token], [log_prob], ended, [of_token])
+            self.record(request, [token], [log_prob], ended, [of_token], of_row)
         if not len(batch):
-            batch.forget()  # now: the next step may come much later
+            batch.remove_ended()  # now: the next step may come much later
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.load_weights`. Tensors are cast to the model's dtype.
@@ -199,6 +223,7 @@ class HFEngine(RequestEngine):
         self._hold("sleep")
         if self._batch is not None:
             self._batch.forget()
+        self._prefixes.clear()
         self._move("cpu")
 
     def wake_up(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
-from workers.hf_files import config_of, meta_model, shapes_of
+from workers.hf_files import checkpoint_shapes, config_of, meta_model, shapes_of
 from workers.rollout.engines.http_client import Server, ServerError, run
 from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part, check_log_probs, probe_log_probs, token_of
 from workers.rollout.engines.request_engine import Request, RequestEngine
@@ -403,7 +403,7 @@ class HTTPEngine(RequestEngine):
         return None if self._stamp in UNKNOWN else self._stamp
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `RolloutEngine.weight_shapes`. They are those of transformers' model for the config.
+        """See `RolloutEngine.weight_shapes`. They are those of a checkpoint of the config's model.
 
         Raises:
             RolloutError: the server cannot take weights, or ``weights_dir`` or ``config`` is missing.
@@ -411,7 +411,9 @@ class HTTPEngine(RequestEngine):
         self._check_updates()
         if self._shapes is None:
             config = config_of("HTTPEngine: config", self._config, self._trust)
-            self._shapes = shapes_of(meta_model(config, self._trust).state_dict(keep_vars=True))
+            self._shapes = checkpoint_shapes(
+                config, shapes_of(meta_model(config, self._trust).state_dict(keep_vars=True))
+            )
         return dict(self._shapes)
 
     def _check_updates(self) -> None:

@@ -18,10 +18,11 @@ import time
 import uuid
 import weakref
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 from workers.rollout.engines.rollout_engine import (
@@ -30,6 +31,7 @@ from workers.rollout.engines.rollout_engine import (
     FinishReason,
     PauseMode,
     RolloutEngine,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     as_integer,
@@ -75,6 +77,7 @@ class Request:
     Attributes:
         id, prompt, sampling_params, seed: see `RolloutEngine.submit`.
         token_ids, log_probs, weight_versions, sampling_mask: see `Completion`; the tokens so far.
+        routed_experts: of the prompt and the tokens so far, as far as they are known; see `Completion`.
         future: of the completion.
         begun: whether tokens are being generated for it.
         ended: whether its completion was set, or it has failed.
@@ -90,6 +93,7 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int | None] = field(default_factory=list)
     sampling_mask: SamplingMask | None = None
+    routed_experts: RoutedExperts | None = None
     future: Future[Completion] = field(default_factory=Future)
     begun: bool = False
     ended: bool = False
@@ -109,6 +113,10 @@ class Request:
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         """The completion so far."""
+        experts = self.routed_experts
+        if experts is not None:
+            experts = experts.of_tokens(0)
+            experts.extend(array("h"), len(self.prompt) + len(self.token_ids))
         return Completion(
             self.token_ids,
             self.log_probs,
@@ -116,6 +124,7 @@ class Request:
             self.weight_versions,
             sampling_mask=self.sampling_mask,
             prompt_ids=self.echoed,
+            routed_experts=experts,
         )
 
 
@@ -145,6 +154,8 @@ class RequestEngine(RolloutEngine):
         positions_are: whose limit that is, for the error.
         coldest: the lowest temperature besides 0; one that is lower still would overflow the logits.
         echo_prompts: whether completions have `Completion.prompt_ids`, to be compared with what was submitted.
+        keep_prefixes: whether requests may continue those that have ended, as the turns of a session do, so that it is
+            worth keeping their keys and values. Engines that always decide this themselves ignore it.
     """
 
     vocab_size: int | None = None
@@ -152,6 +163,7 @@ class RequestEngine(RolloutEngine):
     positions_are = "the model's"
     coldest = 1e-6
     echo_prompts = False
+    keep_prefixes = False
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -241,6 +253,7 @@ class RequestEngine(RolloutEngine):
         log_probs: Sequence[float],
         ended: FinishReason | None = None,
         kept: Sequence[Sequence[int]] | None = None,
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
         """Append generated tokens to a request, with the version of the weights in force.
 
@@ -251,6 +264,8 @@ class RequestEngine(RolloutEngine):
             ended: why the request ends now, if it does.
             kept: for each token, those that were left to choose from; an empty one stands for the whole vocabulary, and
                 None for this at each token. See `SamplingMask`.
+            routed_experts: of tokens of prompt and completion, the last of which is the one before the last new one;
+                None if they are not known.
         """
         with self._changed:
             if request.ended:
@@ -264,6 +279,10 @@ class RequestEngine(RolloutEngine):
             request.token_ids += token_ids
             request.log_probs += log_probs
             request.weight_versions += [self.weight_version] * len(token_ids)
+            if routed_experts is not None:
+                if request.routed_experts is None:
+                    request.routed_experts = replace(routed_experts, ids=array("h"))
+                request.routed_experts.extend(routed_experts.ids, len(request.prompt) + len(request.token_ids) - 1)
             if ended is not None:
                 self._end(request)
         if ended is not None:
@@ -299,10 +318,7 @@ class RequestEngine(RolloutEngine):
             ValueError: there is not one seed per prompt, a seed is no integer, a stop token is outside the vocabulary,
                 or the temperature is too low.
         """
-        if not isinstance(seeds, Sequence) and not hasattr(seeds, "__len__"):
-            raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
+        check_seeds(prompts, seeds)
         with self._changed:
             self._check_ready("generate", bool(self._holds - {READING}))
         requests = [
@@ -391,6 +407,13 @@ class RequestEngine(RolloutEngine):
                     f"positions and {len(mask.token_ids)} tokens, of which its lengths count {sum(mask.lengths)}"
                 )
             request.sampling_mask = mask.copy()  # the caller's does not grow
+        if (experts := partial.routed_experts) is not None and self.routed_experts:
+            if len(experts) != len(request.prompt) + len(token_ids):
+                raise ValueError(
+                    f"submit(): partial has routed_experts of {len(experts)} tokens, but the prompt and its token ids "
+                    f"are {len(request.prompt) + len(token_ids)}"
+                )
+            request.routed_experts = experts.known()
         request.token_ids += token_ids
         request.log_probs += log_probs
         request.weight_versions += versions
@@ -591,6 +614,14 @@ class RequestEngine(RolloutEngine):
                 self._fail(failed, error)
                 with self._changed:
                     self._dropped = []  # `serve` begins without requests
+
+
+def check_seeds(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    """Raise a `ValueError` if there is not one seed per prompt of `RolloutEngine.generate`."""
+    if not hasattr(seeds, "__len__"):
+        raise ValueError(f"generate(): seeds={seeds!r:.80}; expected a list of one seed per prompt")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"generate(): {len(prompts)} prompts and {len(seeds)} seeds; expected one seed per prompt")
 
 
 def _token_ids(values: Sequence[int]) -> list[int] | None:

@@ -165,6 +165,66 @@ class SamplingMask:
         return SamplingMask(self.token_ids[:], self.lengths[:])
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Which experts computed tokens, see `workers.data.routed_experts`: 2 bytes for each token, layer and expert.
+
+    Attributes:
+        ids: int16, those of all tokens, one token after the other: k of each hidden layer; -1 where they are not known,
+            and in layers without experts.
+        layers: number of hidden layers.
+        k: number of experts of a token in a layer.
+    """
+
+    ids: array[int]
+    layers: int
+    k: int
+
+    @classmethod
+    def unknown(cls, count: int, layers: int, k: int) -> RoutedExperts:
+        """Those of ``count`` tokens of which nothing is known."""
+        return cls(array("h", [-1]) * (count * layers * k), layers, k)
+
+    def __len__(self) -> int:
+        """How many tokens these are."""
+        return len(self.ids) // (self.layers * self.k)
+
+    def of_tokens(self, begin: int, end: int | None = None) -> RoutedExperts:
+        """A copy of those of some tokens."""
+        size = self.layers * self.k
+        return replace(self, ids=self.ids[begin * size : None if end is None else end * size])
+
+    def known(self) -> RoutedExperts:
+        """A copy without the last tokens of which nothing is known."""
+        size, end = self.layers * self.k, len(self)
+        nothing = array("h", [-1]) * size
+        while end and self.ids[(end - 1) * size : end * size] == nothing:
+            end -= 1
+        return self.of_tokens(0, end)
+
+    def fill(self, begin: int, others: RoutedExperts) -> None:
+        """Take over the experts of tokens from ``begin`` on, where none are known."""
+        size = self.layers * self.k
+        nothing = array("h", [-1]) * size
+        for at in range(0, len(others.ids), size):
+            place = slice(begin * size + at, begin * size + at + size)
+            if self.ids[place] == nothing:
+                self.ids[place] = others.ids[at : at + size]
+
+    def extend(self, ids: array[int], end: int) -> None:
+        """Add the experts of the last tokens of a sequence. Those that are there already stay: a token keeps those
+        that computed it first, also if it is computed again, with newer weights for example.
+
+        Args:
+            ids: the experts.
+            end: number of tokens of the sequence.
+        """
+        size, have = self.layers * self.k, len(self)
+        begin = end - len(ids) // size
+        self.ids.extend(array("h", [-1]) * (size * (begin - have)))
+        self.ids.extend(ids[size * max(0, have - begin) :])
+
+
 TIES = 16
 """How many equal logits at the end of ``top_k`` may be kept besides. bfloat16 has few digits."""
 
@@ -242,6 +302,8 @@ class Completion:
             with a parameter ``info`` gets it.
         sampling_mask: what ``top_p``, ``top_k`` and ``min_p`` left to choose from; None if they left everything at
             every token, or if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
+        routed_experts: of the prompt's and the completion's tokens; None if the engine does not say. The last token was
+            not computed yet, so its own are not known. They become the ``routed_experts`` of the rollout data.
         token_rewards: one number per token, for rewards that were earned before the end, such as those of turns; None
             if the reward is one number. They become the ``token_rewards`` of the rollout data.
         rows: the rows of the rollout data that this rollout becomes, at least one, if that is not exactly one row of
@@ -265,6 +327,7 @@ class Completion:
     rows: Sequence[Row] | None = None
     session: Any | None = None
     prompt_ids: Sequence[int] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +373,7 @@ class RolloutEngine(ABC):
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
+        routed_experts: whether completions have `Completion.routed_experts`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
         journals: whether `progress` tells anything.
     """
@@ -318,6 +382,7 @@ class RolloutEngine(ABC):
     any_rank = False
     partial_updates = False
     sampling_masks = False
+    routed_experts = False
     exact_digest: str | None = None
     journals = False
 

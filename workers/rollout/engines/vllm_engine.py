@@ -13,6 +13,9 @@ public ``reload_weights`` wants all tensors in one call, and the weight transfer
 | ``vllm.logger.configure_logging_if_needed`` | it removes handlers, so it must come before `LastLines` |
 | processes named ``VllmWorker-...`` | to say which of them has died, and to end them after a failed start |
 | ``cpu_linear`` and ``quant_method`` of a layer | to repack tied weights on the CPU, after an update |
+| ``quant_method.moe_kernel``, ``moe_config`` and ``expert_map`` of a layer of experts, and \
+``vllm._custom_ops.cpu_prepack_moe_weight`` | to repack experts on the CPU after an update, which vLLM does not do, \
+and to read them back |
 | ``tp_rank``, ``tp_size``, ``output_partition_sizes``, ``shard_indices`` and ``params_dtype`` of a layer | to read \
 weights back; a model without them is not read back |
 | ``LLMEngine.engine_core.shutdown()`` | an `LLMEngine` has no method that ends it |
@@ -348,7 +351,8 @@ class VLLMEngine(RequestEngine):
 
     def weight_dtypes(self) -> dict[str, torch.dtype] | None:
         """See `RolloutEngine.weight_dtypes`. None for quantized weights, and for a model whose tensors vLLM has under
-        other names or in another form, such as a mixture of experts."""
+        other names or in another form: mixtures of experts with biases, and those for which vLLM has chosen a kernel
+        that wants the weights in an order of its own, except on the CPU."""
         return None if self._dtypes is None else dict(self._dtypes)
 
     def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -373,7 +377,7 @@ class VLLMEngine(RequestEngine):
         self._end_reload()
         with self._told("could not read weights"), self.parked(READING, recompute=False):
             by_rank = self._engine.collective_rpc("held_read", args=(list(names), self._parallel))
-        return [joined(name, self._shapes[name], parts) for name, *parts in zip(names, *by_rank, strict=True)]
+        return [joined(name, self._shapes[name], of_ranks) for name, *of_ranks in zip(names, *by_rank, strict=True)]
 
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `RolloutEngine.raw_weights`. They are the parameters and buffers of vLLM's model, in each of its

@@ -5,15 +5,17 @@ With ``tensor_parallel_size=1`` the only worker is the process of the engine its
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from workers.rollout.engines.vllm_layout import Part, find_parts, local_shape, repacked
+from workers.rollout.engines.vllm_layout import Part, find_parts, local_shape, packed_by, repacked, vllm_name
+from workers.weight_sync.expert_names import one_by_one, stack_of
 from workers.weight_sync.weight_plan import whole, within
 
 if TYPE_CHECKING:
@@ -49,8 +51,10 @@ class LayerwiseReload:
 
     vllm_config: VllmConfig
     model_config: Any
-    _parts: Mapping[str, Part]
+    _parts: Mapping[str, tuple[Part, ...]]
     """Where the tensors of a checkpoint are; empty if that is not known."""
+    _kernels: list[tuple[Any, Any]]
+    """Of layers of experts that are being reloaded: vLLM's object that repacks their weights, and its kernel."""
     _negative_zeros: dict[tuple[str, int], torch.Tensor]
     """Name and first row of a part of a repacked weight -> where it has -0.0, of those that have any. Products with the
     weight do not tell it from 0.0, and a bitwise comparison would find a difference."""
@@ -68,8 +72,16 @@ class LayerwiseReload:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        model = self.get_model()  # type: ignore[attr-defined]
+        # vLLM 0.32 repacks experts for the CPU only if they have no kernel yet. Otherwise it computes with weights that
+        # are not in the order that the kernel expects.
+        self._kernels = [
+            (layer.quant_method, layer.quant_method.moe_kernel) for layer in model.modules() if packed_by(layer)
+        ]
+        for method, _ in self._kernels:
+            method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.get_model())  # type: ignore[attr-defined]
+            initialize_layerwise_reload(model)
 
     def reload_tensors(self, weights: Sequence[tuple[str, torch.Tensor]], keep: bool) -> None:
         """Load some of the weights.
@@ -81,11 +93,25 @@ class LayerwiseReload:
         from vllm.config import set_current_vllm_config
 
         for name, tensor in weights:
-            if part := self._parts.get(name):
-                self._keep_signs(part.parameter, part.begin, tensor[within(part.box, whole(tensor.shape))], part.dtype)
+            for part in self._parts.get(name, ()):
+                rows = tensor[within(part.box, whole(tensor.shape))]
+                self._keep_signs(part.parameter, part.begin[0] if part.begin else 0, rows, part.dtype)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             model = self.get_model()  # type: ignore[attr-defined]
-            model.load_weights((name, tensor if keep else tensor.clone()) for name, tensor in weights)
+            model.load_weights(self._as_in_checkpoints(weights, keep))
+
+    def _as_in_checkpoints(
+        self, weights: Sequence[tuple[str, torch.Tensor]], keep: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors under the names that checkpoints have, which are those that all models of vLLM know."""
+        state = self._state()
+        for name, given in weights:
+            tensor = given if keep else given.clone()
+            own = name if name in state or not self._parts else vllm_name(name, state)
+            if self._parts and stack_of(own) is not None:
+                yield from one_by_one(own, tensor)
+            else:
+                yield own, tensor
 
     def reload_finish(self) -> None:
         """Put the weights of all layers in force. A layer of which no tensor has come keeps its weights."""
@@ -95,6 +121,10 @@ class LayerwiseReload:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             model = self.get_model()  # type: ignore[attr-defined]
             finalize_layerwise_reload(model, self.model_config)
+            for method, kernel in self._kernels:
+                if method.moe_kernel is None:  # no tensor has come for it
+                    method.moe_kernel = kernel
+            self._kernels = []
             # On the CPU a linear layer has a second, repacked copy of its weights. The reload renews that of the layer
             # that the tensors came for, and not that of an output layer tied to it.
             sharing: dict[int, list[Any]] = {}
@@ -119,10 +149,10 @@ class LayerwiseReload:
         quantized = self.vllm_config.quant_config is not None
         found = None if quantized else find_parts(self.get_model(), shapes)  # type: ignore[attr-defined]
         self._parts, self._negative_zeros = found or {}, {}
-        return None if found is None else {name: part.dtype for name, part in found.items()}
+        return None if found is None else {name: part.dtype for name, (part, *_) in found.items()}
 
-    def held_read(self, names: Sequence[str], copy: bool) -> list[tuple[Box, torch.Tensor]]:
-        """Return this worker's parts of some tensors, and which parts they are.
+    def held_read(self, names: Sequence[str], copy: bool) -> list[list[tuple[Box, torch.Tensor]]]:
+        """Return this worker's parts of each of some tensors, and which parts they are.
 
         Args:
             names: keys of `held_dtypes`.
@@ -130,16 +160,16 @@ class LayerwiseReload:
         """
         state, parts = self._state(), [self._parts[name] for name in names]
         # Once each: what was fused is mostly read together, and turning a weight back takes time.
-        tensors = {name: self._read(name, state[name]) for name in dict.fromkeys(part.parameter for part in parts)}
-        found = []
-        for part in parts:
-            tensor = tensors[part.parameter]
-            if part.box:
-                begin, end = part.box[0]
-                tensor = tensor.narrow(0, part.begin, end - begin)
-            tensor = tensor.to(part.dtype)
-            found.append((part.box, tensor.to("cpu", copy=True) if copy else tensor))  # a view would send all of it
-        return found
+        parameters = dict.fromkeys(part.parameter for of_name in parts for part in of_name)
+        tensors = {name: self._read(name, state[name]) for name in parameters}
+
+        def read(part: Part) -> torch.Tensor:
+            begin = zip(part.begin, part.box, strict=True)
+            index = tuple(slice(first, first + end - start) for first, (start, end) in begin)
+            tensor = tensors[part.parameter][index].to(part.dtype)
+            return tensor.to("cpu", copy=True) if copy else tensor  # a view would send all of it
+
+        return [[(part.box, read(part)) for part in of_name] for of_name in parts]
 
     def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name -> (shape, dtype) of this worker's weights. Tied ones count once."""
@@ -181,6 +211,8 @@ class LayerwiseReload:
                 layer = self._layer(own)
                 if repacked(layer, state[own]):
                     layer.weight = torch.nn.Parameter(tensor.clone(), requires_grad=False)
+                elif (isa := packed_by(layer)) and tensor.ndim == 3:
+                    state[own].copy_(_pack(tensor, isa))
                 else:
                     state[own].copy_(tensor)
                 if hasattr(layer, "cpu_linear") and own.endswith(".weight"):
@@ -208,6 +240,10 @@ class LayerwiseReload:
         """A parameter, or a copy if it has to be turned back. Of a weight that was repacked, only products with it can
         be computed. Those with 1 are exact, except that -0.0 becomes 0.0."""
         layer = self._layer(name)
+        if (isa := packed_by(layer)) and tensor.ndim == 3:
+            unpacked = torch.empty_like(tensor).flatten(1)
+            unpacked[:, _packed_order(tuple(tensor.shape[1:]), tensor.dtype, isa)] = tensor.detach().flatten(1)
+            return unpacked.view_as(tensor)
         if not repacked(layer, tensor):
             return tensor.detach()
         identity = torch.eye(local_shape(layer, tensor)[1], dtype=tensor.dtype)
@@ -227,6 +263,26 @@ class LayerwiseReload:
         self._negative_zeros.pop((name, begin), None)
         if zeros.ndim == 2 and zeros.any():
             self._negative_zeros[name, begin] = zeros
+
+
+def _pack(experts: torch.Tensor, isa: str) -> torch.Tensor:
+    """Bring the weights of a layer of experts, (experts, rows, columns), into the order of a kernel for the CPU."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    packed: torch.Tensor = cpu_prepack_moe_weight(experts.contiguous(), isa)
+    return packed
+
+
+@functools.lru_cache(maxsize=8)
+def _packed_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Return where each element of a packed expert was before, (rows * columns,) int64: what packing does to the
+    positions themselves, in digits that all dtypes represent."""
+    count, digit = shape[0] * shape[1], 7
+    positions, order = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    for shift in range(0, count.bit_length(), digit):
+        digits = (positions >> shift) & ((1 << digit) - 1)
+        order += _pack(digits.to(dtype).view(1, *shape), isa).flatten().long() << shift
+    return order
 
 
 class LogProbs(LogitsProcessor):  # type: ignore[misc, unused-ignore]  # Any where vLLM is not installed

@@ -24,7 +24,7 @@ from single_controller.call.state import Closing
 from workers.data.collate import collate
 from workers.data.rollout_data import unique_groups
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
-from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_manager import RolloutManager, check_sessions, with_baselines
 from workers.rollout.stream.exchange import Report
 from workers.rollout.stream.router import GroupData, Prompts, Router, load, store
 from workers.rollout.stream.sample_buffer import SampleBuffer
@@ -164,8 +164,8 @@ class RolloutStream(Closing):
 
         Raises:
             TimeoutError: the batch is not complete.
-            PromptError, RewardError: as `RolloutManager.generate`. The stream has ended, as after any other error of
-                it.
+            PromptError, RewardError, RolloutError: as `RolloutManager.generate`. The stream has ended, as after any
+                other error of it.
             WeightVersionError: no worker has the version of the last update, and there is no ``refresh``, or it did
                 not help.
             ValueError: all batches were taken, or there was no update of the weights yet.
@@ -189,6 +189,11 @@ class RolloutStream(Closing):
         with self._changed:
             self._changed.notify_all()  # the router may begin further groups
         groups: list[GroupData] = [load(one.payload) for one in taken]
+        try:
+            check_sessions([completion for group in groups for completion in group.completions])
+        except RolloutError as error:
+            self.buffer.fail(error)
+            raise
         rows = [
             (group.prompt, completion, one.number)
             for one, group in zip(taken, groups, strict=True)
@@ -201,16 +206,24 @@ class RolloutStream(Closing):
                 "the stream continues from a state with groups that were generated without greedy_baselines=True; go "
                 "on without them, or from another checkpoint"
             )
+        completions = [completion for _, completion, _ in rows]
+        if self._manager.greedy_baselines:
+            of = [number for number, group in enumerate(groups) for _ in range(group.rows)]
+            completions = with_baselines(completions, [group.completions[-1] for group in groups], of)
         first_group = unique_groups()
-        return collate(
+        batch = collate(
             [prompt for prompt, _, _ in rows],
-            [completion for _, completion, _ in rows],
+            completions,
             group_ids=[first_group + number for _, _, number in rows],
             weight_versions=[None] * len(rows),
             rewards=rewards if self._manager.reward_function is not None else None,
             reward_baselines=baselines if self._manager.greedy_baselines else None,
             pad_token_id=self._manager.pad_token_id,
         )
+        of_groups = {one.number: self._router.columns(one.number) for one in taken}
+        completions = [completion for _, completion, _ in rows]
+        self._manager.row_notes.put(batch, completions, [of_groups[number] for _, _, number in rows])
+        return batch
 
     def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
         refresh, version = self._manager.refresh, self.buffer.version

@@ -202,6 +202,13 @@ class Router:
             extras = {name: of[index] for name, of in manager.for_engine(self._rollout(rollout_id)[1]).items()}
         return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions, extras, greedy)
 
+    def columns(self, number: int) -> dict[str, Any]:
+        """Return what the prompt of a group had besides its tokens; {} if that is not known any more. Called by any
+        thread: it only reads one entry of a dict."""
+        rollout_id, index = divmod(number, self._buffer.groups_per_batch)
+        known = self._rollouts.get(rollout_id)
+        return {} if known is None else {name: values[index] for name, values in known[1].items()}
+
     def _rollout(self, rollout_id: int) -> tuple[list[list[int]], Mapping[str, Sequence[Any]]]:
         """Return the prompts of a rollout, and their extras."""
         if rollout_id not in self._rollouts:
@@ -433,6 +440,8 @@ class Router:
         versions = [version for one in group.completions for version in trained_versions(one)]
         rewards = () if group.rewards is None else group.rewards[: group.rows]
         trained = [one for one, of in zip(rewards, group.completions, strict=False) if of.finish_reason != "error"]
+        if group.greedy and group.completions[-1].finish_reason == "error":
+            trained = []  # without its baseline, the group is not trained
         flat = self._dynamic_sampling and group.rewards is not None and is_flat(trained)
         self._buffer.put(
             number,

@@ -14,13 +14,17 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workers.extras import require
 from workers.weight_files import INDEX, WeightFiles
+from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.pieces import Header, Payload, PieceSpec, pieces_of
 from workers.weight_sync.sync_protocol import Message, WeightSyncError
 from workers.weight_sync.transports.weight_transport import Transport, Update
+
+if TYPE_CHECKING:
+    import torch
 
 KEPT = 2
 """Versions that are kept on disk."""
@@ -114,7 +118,7 @@ class WeightFolder(Message):
     classes: dict[str, int]
 
     def receive(self, receiver: Any, key: str) -> None:
-        """Read the pieces one by one, on the CPU."""
+        """Read the pieces in buckets, on the CPU."""
         receiver.check_update(key)
         folder = Path(self.path)
         if not (folder / INDEX).is_file():
@@ -126,10 +130,24 @@ class WeightFolder(Message):
         safe_open = require("safetensors", "hf").safe_open
         with contextlib.ExitStack() as stack:
             opened: dict[str, Any] = {}
-            for spec in self.pieces[self.classes[receiver.receiver_id]]:
+
+            def read(spec: PieceSpec) -> torch.Tensor:
                 file = file_of[spec.name]
                 if file not in opened:
                     opened[file] = stack.enter_context(safe_open(str(folder / file), "pt"))
                 index = tuple(slice(*dim) for dim in spec.box)
-                read = opened[file].get_slice(spec.name)[index] if index else opened[file].get_tensor(spec.name)
-                receiver.take(key, Payload([spec], [read]))
+                found: torch.Tensor = (
+                    opened[file].get_slice(spec.name)[index] if index else opened[file].get_tensor(spec.name)
+                )
+                return found
+
+            payload = Payload([], [])
+            filled = 0
+            for spec in self.pieces[self.classes[receiver.receiver_id]]:
+                payload.pieces.append(spec)
+                payload.tensors.append(read(spec))
+                filled += payload.tensors[-1].nbytes
+                if filled >= BUCKET_BYTES:
+                    receiver.take(key, payload)
+                    payload, filled = Payload([], []), 0
+            receiver.take(key, payload)

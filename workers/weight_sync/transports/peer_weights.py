@@ -162,8 +162,8 @@ class PeerWeights:
                 self._next += 1
                 if self._next == len(self._buckets):
                     pieces = [
-                        PieceSpec(name, tuple(map(tuple, box)), WHOLE, getattr(torch, dtype), digest)
-                        for name, box, dtype, digest in header["pieces"]
+                        PieceSpec(name, tuple(map(tuple, box)), WHOLE, getattr(torch, dtype), tuple(digests))
+                        for name, box, dtype, digests in header["pieces"]
                     ]
                     receiver.finish_copy(self._key, header["fingerprint"], pieces)
                     self._close()
@@ -209,7 +209,7 @@ class PeerWeights:
                 if index == len(buckets) - 1:
                     header["fingerprint"] = fingerprint
                     header["pieces"] = [
-                        (one.name, one.box, str(one.dtype).removeprefix("torch."), one.digest) for one in pieces
+                        (one.name, one.box, str(one.dtype).removeprefix("torch."), one.digests) for one in pieces
                     ]
                 send_block(request.address, header, memory, time.monotonic() + BUCKET_SECONDS)
                 sent += nbytes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from single_controller import CallTimeoutError
+from single_controller import CallTimeoutError, WorkerError
 from single_controller.call.future import WorkerFuture
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.receiver_calls import Receivers
@@ -127,7 +127,8 @@ class Update:
                 store.delete_key(f"{self._name}/{self._agreed - 1}")
             verdict = None if decide is None else decide(values)
         except Exception as failed:
-            named = isinstance(failed, WeightSyncError) and not isinstance(failed, TimeUpError)
+            # That of a receiver's call is a WorkerError too, as which the driver would get it.
+            named = isinstance(failed, WeightSyncError) and not isinstance(failed, (TimeUpError, WorkerError))
             error = cast(WeightSyncError, failed) if named else self.error(failed)
             raise self.give_up(error) from error.__cause__
         store.set(name, pickle.dumps(verdict))

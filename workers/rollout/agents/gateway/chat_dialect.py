@@ -11,8 +11,8 @@ from workers.rollout.agents.gateway.dialect import (
     Body,
     Dialect,
     GatewayError,
+    asked,
     check_supported,
-    count,
     items,
     log_probs_of,
     text_of,
@@ -29,15 +29,12 @@ class ChatDialect(Dialect):
     def read(self, body: Body) -> Ask:
         """See `Dialect.read`."""
         check_supported(body)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        return Ask(
-            [_message(one) for one in items(body.get("messages"), "messages")],
-            _tools(body.get("tools")),
-            count(limit, "max_tokens"),
-            bool(body.get("stream")),
-            ids_wanted=bool(body.get("return_token_ids")),
-            body=body,
-        )
+        limit, options = body.get("max_completion_tokens"), body.get("stream_options")
+        if not isinstance(options, dict | None):
+            raise GatewayError("invalid", f"stream_options={options!r:.80}; expected an object")
+        limit = body.get("max_tokens") if limit is None else limit
+        messages = [_message(one) for one in items(body.get("messages"), "messages")]
+        return asked(body, messages, _tools(body.get("tools")), limit, "max_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""

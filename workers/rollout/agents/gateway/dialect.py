@@ -56,8 +56,14 @@ NOT_SUPPORTED = (
     "previous_response_id",
     "functions",
     "top_logprobs",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "structured_outputs",
 )
-"""Fields of requests, of all dialects, that would change what is generated, and that no engine here has."""
+"""Fields of requests, of all dialects, that would change the prompt or what is generated, and that nothing here has.
+How prompts are rendered is an option of `load_renderer`."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 """Fields that a client may send and that have no effect: how to sample is the trainer's decision."""
@@ -189,6 +195,31 @@ def check_supported(body: Body) -> None:
     name = choice.get("type") if isinstance(choice, Mapping) else choice
     if name not in (None, "auto", "none"):
         raise GatewayError("invalid", f"tool_choice={choice!r:.80} is not supported; the policy decides: use 'auto'")
+
+
+def asked(
+    body: Body, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, limit: Any, limit_name: str
+) -> Ask:
+    """A request with messages; what follows them is the same in all dialects.
+
+    Args:
+        body: the request.
+        messages: as for `Ask`.
+        tools: the same; an empty list is None.
+        limit: largest number of new tokens, as the client says it.
+        limit_name: how the client calls it.
+
+    Raises:
+        GatewayError: the limit is no number of tokens.
+    """
+    return Ask(
+        messages,
+        tools or None,
+        count(limit, limit_name),
+        bool(body.get("stream")),
+        ids_wanted=bool(body.get("return_token_ids")),
+        body=body,
+    )
 
 
 def items(value: Any, what: str) -> list[dict[str, Any]]:

@@ -18,8 +18,10 @@ import secrets
 import threading
 import time
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayL
 from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
 from workers.rollout.engines.request_engine import RequestEngine
-from workers.rollout.engines.rollout_engine import Completion, SamplingMask, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.seeds import mixed_seed
 
@@ -42,6 +44,12 @@ PRIVATE_BYTES = 2**30
 """How large the body of such a request may be: it may have a whole session."""
 
 RETRY_SECONDS = 0.2
+
+MODELS = "/models"
+"""The only path of sessions without a dialect."""
+
+MODEL = "policy"
+"""The model's name for requests without one."""
 
 UNLIMITED = SessionLimits(turns=None)
 
@@ -112,10 +120,11 @@ class Gateway:
         limits: what clients can take.
         host: address to listen at.
         port: 0 for any.
-        key: secret of the `GatewayRouter`; a new one by default.
         verify: compare the prompt that each completion was generated from with the session's tree.
         tag: adds to a completion what the worker knows of it, such as the fingerprints of the weights.
-        model: name of the model in replies, if a request has none.
+
+    Attributes:
+        key: what a `GatewayRouter` shows.
 
     Raises:
         TypeError: the engine generates batches only.
@@ -130,17 +139,16 @@ class Gateway:
         limits: GatewayLimits | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        key: str | None = None,
         verify: bool = False,
         tag: Callable[[Completion], Completion] | None = None,
-        model: str = "policy",
     ) -> None:
         if not isinstance(engine, RequestEngine):
             raise TypeError(f"Gateway: the engine is a {type(engine).__name__}; requests need a RequestEngine")
-        self.engine, self.renderer, self.limits, self.model = engine, renderer, limits or GatewayLimits(), model
+        self.engine, self.renderer, self.limits = engine, renderer, limits or GatewayLimits()
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
-        self.key = key or secrets.token_urlsafe(24)
+        self.key = secrets.token_urlsafe(24)
         self._tag = tag
+        engine.keep_prefixes = True
         if verify:
             engine.echo_prompts = True
         self._lock = threading.Lock()
@@ -260,7 +268,7 @@ class Gateway:
     def admit(self, call: Call) -> int:
         """See `Player.admit`."""
         if KEY_HEADER in call.headers:
-            if not hmac.compare_digest(call.headers[KEY_HEADER], self.key):
+            if not hmac.compare_digest(call.headers[KEY_HEADER].encode(), self.key.encode()):
                 raise GatewayError("token", "the gateway's key is wrong")
             return PRIVATE_BYTES
         if call.token not in self._sessions:
@@ -289,11 +297,9 @@ class Gateway:
     def _of_router(self, call: Call) -> Reply:
         """Open or close a session for the router."""
         if call.method == "DELETE":
-            try:
-                closed = self.close_session(call.token)
-            except KeyError:
-                return json_reply({"counters": {}})
-            return json_reply({"counters": closed.counters})
+            with suppress(KeyError):
+                self.close(call.token)
+            return json_reply({})
         head, _, nodes = call.body.partition(b"\n")
         given = json.loads(head)
         how = given.get("sampling_params")
@@ -314,11 +320,11 @@ class Gateway:
         return json_reply({})
 
     async def _play(self, call: Call) -> Reply:
-        if call.path == "/models":
-            return json_reply({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+        if call.path == MODELS:
+            return json_reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
         dialect = call.dialect
         if dialect is None:
-            raise GatewayError("path", f"there is no {call.path}; see docs/gateway.md for those that there are")
+            raise no_path(call)
         session = self._sessions.get(call.token)
         if session is None:
             raise GatewayError("token", "the session was closed")
@@ -338,15 +344,21 @@ class Gateway:
                 _end(session, session.end_reason)
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
-            node, prompt = self._prompt(session, ask)
-            if session.prompt_length is None:
-                session.prompt_length = len(prompt)
-            how, left = self._how(session, ask, len(prompt)), session.tokens_left
-            cut = left is not None and left < how.max_new_tokens
-            if left is not None and cut:
-                if left < 1:
-                    _end(session, "tokens")
-                how = replace(how, max_new_tokens=left)
+            before, length = len(tree.nodes), session.prompt_length
+            try:
+                node, prompt = self._prompt(session, ask)
+                session.prompt_length = len(prompt) if length is None else length
+                how, left = self._how(session, ask, len(prompt)), session.tokens_left
+                cut = left is not None and left < how.max_new_tokens
+                if left is not None and cut:
+                    if left < 1:
+                        _end(session, "tokens")
+                    how = replace(how, max_new_tokens=left)
+            except GatewayError:
+                while len(tree.nodes) > before:  # a prompt that is refused, however long, takes no memory
+                    tree.drop()
+                session.prompt_length = length
+                raise
         completion = await self._generate(session, prompt, how)
         # The session may have been closed, and its other calls may have grown the tree. Nodes are only ever added, so
         # `node` is still the prompt's.
@@ -364,7 +376,7 @@ class Gateway:
             else:
                 try:
                     if completion.finish_reason == "length":
-                        session.count("truncated")  # no history continues it; see `Trajectory.find`
+                        session.count("truncated")
                     node, message = record(tree, self.renderer, node, completion, ask.tools)
                 except RenderError as error:
                     raise GatewayError("failed", str(error)) from error
@@ -372,7 +384,7 @@ class Gateway:
         answer = Answer(
             f"{session.id}{node}",
             int(time.time()),
-            model if isinstance(model, str) else self.model,
+            model if isinstance(model, str) else MODEL,
             prompt,
             completion,
             message,
@@ -415,7 +427,10 @@ class Gateway:
         for number, message in enumerate(ask.messages):
             prompt, generated = (message.pop(name, None) for name in ("prompt_token_ids", "generation_token_ids"))
             if isinstance(prompt, list) and isinstance(generated, list):
-                found = _find_tokens(tree, [*prompt, *generated])
+                try:
+                    found = _find_tokens(tree, [*prompt, *generated])
+                except (TypeError, OverflowError):
+                    raise GatewayError("invalid", f"message {number} has token ids that are no token ids") from None
                 at = at if found is None else (found, number + 1)
         try:
             node = extend(tree, self.renderer, ask.messages, ask.tools, session.counters, at)
@@ -438,15 +453,17 @@ class Gateway:
         seed = mixed_seed(session.seed, len(session.tree.nodes), number)
         ids = (f"gateway-{session.id}-{number}-{again}" for again in itertools.count())
         partial: Completion | None = None
-        deadline = time.monotonic() + self.limits.wait_seconds
+        deadline: float | None = None  # for the engine to take it, also when it continues
         while True:
             id_ = next(ids)
+            deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
             try:
                 future = self._submit(session, prompt, how, id_, seed, partial, deadline)
                 if future is None:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
+                deadline = None
                 completion = await asyncio.wrap_future(future)
             except asyncio.CancelledError:  # the client has left; nobody waits for the rest
                 self.engine.abort([id_])
@@ -490,6 +507,11 @@ class Gateway:
         return str(token_ids) if tokenizer is None else str(tokenizer.decode(token_ids))
 
 
+def no_path(call: Call) -> GatewayError:
+    """The error of a path that sessions do not have."""
+    return GatewayError("path", f"there is no {call.path!r:.80}; see docs/gateway.md for those that there are")
+
+
 def _end(session: GatewaySession, reason: str) -> NoReturn:
     """A limit of the session is used up: all its calls from now on get this error."""
     session.end_reason = reason
@@ -512,18 +534,14 @@ def _find_tokens(tree: Trajectory, token_ids: Sequence[int]) -> int | None:
 def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
     """The node whose path has these tokens: one that there is, or a new one that continues the longest path with which
     they begin."""
-    given, here, at = array("i", token_ids), None, 0
-    while True:
-        fitting = [
-            child
-            for child in tree.children(here)
-            if (own := tree.nodes[child].token_ids) and given[at : at + len(own)] == own
-        ]
-        if not fitting:
-            break
-        here = max(fitting, key=lambda child: (len(tree.nodes[child].token_ids), child))
-        at += len(tree.nodes[here].token_ids)
-    return here if here is not None and at == len(given) else tree.give(here, given[at:])
+    given = array("i", token_ids)
+    ends: dict[int | None, int] = {None: 0}  # node whose path they begin with -> its length
+    for number, node in enumerate(tree.nodes):
+        begin, own = ends.get(node.parent), node.token_ids
+        if begin is not None and own and given[begin : begin + len(own)] == own:
+            ends[number] = begin + len(own)
+    here = max(ends, key=lambda node: (ends[node], -1 if node is None else node))
+    return here if here is not None and ends[here] == len(given) else tree.give(here, given[ends[here] :])
 
 
 # --- nodes as JSON ----------------------------------------------------------------------------------------------------
@@ -531,7 +549,7 @@ def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
 
 def write_node(node: Node) -> bytes:
     """A node as one line of JSON. Python writes floats so that they are read back exactly."""
-    mask = node.sampling_mask
+    mask, experts = node.sampling_mask, node.routed_experts
     value = [
         node.parent,
         node.token_ids.tolist(),
@@ -541,13 +559,14 @@ def write_node(node: Node) -> bytes:
         node.weight_versions,
         None if mask is None else [mask.token_ids.tolist(), mask.lengths.tolist()],
         None if node.fingerprints is None else list(node.fingerprints.items()),
+        None if experts is None else [b64encode(experts.ids.tobytes()).decode(), experts.layers, experts.k],
     ]
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def read_node(line: bytes | str) -> Node:
     """The reverse of `write_node`."""
-    parent, token_ids, messages, reason, log_probs, versions, mask, fingerprints = json.loads(line)
+    parent, token_ids, messages, reason, log_probs, versions, mask, fingerprints, experts = json.loads(line)
     return Node(
         parent,
         array("i", token_ids),
@@ -557,4 +576,5 @@ def read_node(line: bytes | str) -> Node:
         tuple(versions),
         None if mask is None else SamplingMask(*(array("i", values) for values in mask)),
         None if fingerprints is None else {version: fingerprint for version, fingerprint in fingerprints},
+        None if experts is None else RoutedExperts(array("h", b64decode(experts[0])), *experts[1:]),
     )

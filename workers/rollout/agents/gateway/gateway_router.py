@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from workers.rollout.agents.gateway.dialect import GatewayError
-from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, NODES_HEADER, read_node
+from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, MODELS, NODES_HEADER, no_path, read_node
 from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import SamplingParams
@@ -39,6 +39,13 @@ SILENCE_SECONDS = 20.0
 
 RETRY_SECONDS = 0.1
 
+REUSE_SECONDS = 60.0
+"""How long a connection to a worker may have been idle. After 75 s the worker closes it, perhaps just as a request is
+on its way, and that would look like the worker's death."""
+
+MAX_LOSSES = 3
+"""A session that as many workers in a row have died of gets errors: a call of its own may be the reason."""
+
 
 class WorkerGoneError(ConnectionError):
     """A worker's gateway cannot be reached."""
@@ -53,7 +60,7 @@ class _Worker:
     up: bool = True
     sessions: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)  # and since when
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -73,10 +80,11 @@ class _Worker:
         head += [f"{name}: {value}" for name, value in headers.items()]
         request = "\r\n".join([*head, "", ""]).encode("latin-1") + body
         try:
-            while self.idle and self.idle[-1][0].at_eof():
+            oldest = time.monotonic() - REUSE_SECONDS
+            while self.idle and (self.idle[-1][0].at_eof() or self.idle[-1][2] < oldest):
                 self.idle.pop()[1].close()
             if self.idle:
-                reader, writer = self.idle.pop()
+                reader, writer, _ = self.idle.pop()
             else:
                 url = urlsplit(self.address)
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -96,7 +104,7 @@ class _Worker:
             raise WorkerGoneError(f"{self.address}: {type(error).__name__}: {error}") from error
         finally:
             if whole:
-                self.idle.append((reader, writer))
+                self.idle.append((reader, writer, time.monotonic()))
             else:
                 writer.transport.abort()
 
@@ -118,6 +126,7 @@ class _Session:
         journal: a line of JSON for each node.
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
+        lost: the workers that were gone before they had answered, since the last answer.
         use: its calls.
     """
 
@@ -125,6 +134,7 @@ class _Session:
     journal: list[bytes] = field(default_factory=list)
     worker: _Worker | None = None
     moves: int = 0
+    lost: set[_Worker] = field(default_factory=set)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     use: Use = field(default_factory=Use)
 
@@ -253,7 +263,7 @@ class GatewayRouter:
             session = self._sessions.pop(token, None)
         if session is None:
             raise KeyError("GatewayRouter.close(): no session has this token; was it closed, or did it expire?")
-        if session.worker is not None:
+        if session.worker is not None and not self._front.loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
         with self._lock:
             return session.tree
@@ -297,6 +307,10 @@ class GatewayRouter:
 
     async def play(self, call: Call) -> Reply:
         """See `Player.play`."""
+        # What goes to a worker has its key, so it must be nothing but a session's call. The path was decoded: it may
+        # have line breaks, and further requests behind them.
+        if call.dialect is None and call.path != MODELS:
+            raise no_path(call)
         session = self._sessions.get(call.token)
         with session.use if session is not None else nullcontext():
             return await self._forwarded(call)
@@ -307,6 +321,12 @@ class GatewayRouter:
             session = self._sessions.get(call.token)
             if session is None:
                 raise GatewayError("token", "the session was closed")
+            if len(session.lost) >= MAX_LOSSES:
+                raise GatewayError(
+                    "failed",
+                    f"{len(session.lost)} workers in a row have died while they answered the session's calls; one of "
+                    "these may be the reason, so no further worker gets them",
+                )
             worker = await self._placed(call.token, session)
             moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
             try:
@@ -314,14 +334,18 @@ class GatewayRouter:
             except WorkerGoneError as error:
                 if session.moves == moves:
                     session.worker = None
+                if worker in self._workers:  # not one that was replaced
+                    session.lost.add(worker)
                 self._lost(worker, str(error))
                 continue
             # Between sending and here the loop ran other calls, which may have moved the session.
             if session.moves != moves or session.worker is None:
                 continue  # the session went on elsewhere, without this
             if status == 410:  # the worker has forgotten the session
+                worker.sessions.discard(call.token)
                 session.worker = None
                 continue
+            session.lost.clear()
             count = int(given.get(NODES_HEADER, 0))
             # Before the client gets the reply: what it has seen must survive the worker.
             with self._lock:
@@ -370,6 +394,9 @@ class GatewayRouter:
                     raise GatewayError(
                         "unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}"
                     )
+                if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
+                    await self._leave(worker, token)
+                    raise GatewayError("token", "the session was closed")
                 session.worker = worker
                 self.moved += session.moves > 1
             return session.worker

@@ -440,37 +440,43 @@ def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 
 def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with two deadlines that it does not have: for the first request of a connection, and for
-    taking a reply."""
-    base = require("uvicorn.protocols.http.auto", "agents").AutoHTTPProtocol
+    """uvicorn's protocol, with two deadlines that it does not have: for the head of a request, the first of a
+    connection included, and for taking a reply. Not the one with httptools, which takes headers of any size."""
+    base = require("uvicorn.protocols.http.h11_impl", "agents").H11Protocol
 
     class Impatient(base):  # type: ignore[misc, valid-type]
-        _unread: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            self._timers: dict[str, asyncio.TimerHandle] = {}
             transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as the kernel takes no more
-            self.loop.call_later(limits.read_seconds, self._end_if_silent)
+            self._abort_after(limits.read_seconds, "head")
 
-        def _end_if_silent(self) -> None:
-            if self.cycle is None:
-                self.transport.abort()
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._abort_after(limits.read_seconds, "head")
+            else:  # a request has begun
+                self._stop("head")
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._unread = self.loop.call_later(limits.write_seconds, self.transport.abort)
+            self._abort_after(limits.write_seconds, "reply")
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._still_read()
+            self._stop("reply")
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._still_read()
+            self._stop("head")
+            self._stop("reply")
             super().connection_lost(exc)
 
-        def _still_read(self) -> None:
-            if self._unread is not None:
-                self._unread.cancel()
-                self._unread = None
+        def _abort_after(self, seconds: float, what: str) -> None:
+            if what not in self._timers:
+                self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
+
+        def _stop(self, what: str) -> None:
+            if (timer := self._timers.pop(what, None)) is not None:
+                timer.cancel()
 
     return Impatient

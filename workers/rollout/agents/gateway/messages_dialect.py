@@ -12,8 +12,8 @@ from workers.rollout.agents.gateway.dialect import (
     Body,
     Dialect,
     GatewayError,
+    asked,
     check_supported,
-    count,
     items,
     text_of,
     tool,
@@ -44,15 +44,7 @@ class MessagesDialect(Dialect):
             messages += _messages(one)
         given = items(body.get("tools") or [], "tools")
         tools = [tool(one.get("name"), one.get("description"), one.get("input_schema")) for one in given]
-        limit = count(body.get("max_tokens"), "max_tokens")
-        return Ask(
-            messages,
-            tools or None,
-            limit,
-            bool(body.get("stream")),
-            ids_wanted=bool(body.get("return_token_ids")),
-            body=body,
-        )
+        return asked(body, messages, tools, body.get("max_tokens"), "max_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""

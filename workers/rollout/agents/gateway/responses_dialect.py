@@ -12,8 +12,8 @@ from workers.rollout.agents.gateway.dialect import (
     Body,
     Dialect,
     GatewayError,
+    asked,
     check_supported,
-    count,
     items,
     text_of,
     tool,
@@ -30,8 +30,9 @@ class ResponsesDialect(Dialect):
         """See `Dialect.read`."""
         check_supported(body)
         wanted = body.get("text")
-        if isinstance(wanted, dict) and (wanted.get("format") or {}).get("type", "text") != "text":
-            raise GatewayError("invalid", f"text.format={wanted['format']!r:.80} is not supported; leave it out")
+        format_ = wanted.get("format") if isinstance(wanted, dict) else wanted
+        if format_ and format_ != {"type": "text"}:
+            raise GatewayError("invalid", f"text={wanted!r:.80} is not supported; leave it out")
         messages: list[dict[str, Any]] = []
         if instructions := text_of(body.get("instructions"), "instructions"):
             messages.append({"role": "system", "content": instructions})
@@ -46,14 +47,7 @@ class ResponsesDialect(Dialect):
             if one.get("type") != "function":
                 raise GatewayError("invalid", f"a tool's type is {one.get('type')!r:.40}; only functions are supported")
             tools.append(tool(one.get("name"), one.get("description"), one.get("parameters")))
-        return Ask(
-            messages,
-            tools or None,
-            count(body.get("max_output_tokens"), "max_output_tokens"),
-            bool(body.get("stream")),
-            ids_wanted=bool(body.get("return_token_ids")),
-            body=body,
-        )
+        return asked(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""

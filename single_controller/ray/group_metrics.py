@@ -1,0 +1,170 @@
+"""GroupMetrics: what groups do, as metrics of Ray, which its nodes export to Prometheus.
+
+Thread: each `GroupMetrics` has a daemon thread named "group-metrics". It ends when the object is closed or garbage
+collected, and holds no lock while it looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from dispatch.checks import check_seconds
+from single_controller.call.call import LATE_LOG_SECONDS
+from single_controller.call.group import WorkerGroup
+from single_controller.call.state import Closing
+from single_controller.call.stats import MethodStats, Stats
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "single_controller_"
+"""What the names begin with. Ray puts ``ray_`` before them, and ``_total`` behind those of counters."""
+
+COUNTERS = {
+    "calls": "calls that have an outcome",
+    "failed_calls": "calls that raised",
+    "call_seconds": "seconds of calls, from the driver's first step to the join, of the slowest rank",
+    "sent_bytes": "bytes of arguments, over all ranks",
+    "returned_bytes": "bytes of results, over all ranks",
+    "deaths": "ranks that died",
+}
+"""Metrics that only grow, with the tags ``group`` and ``method``; ``deaths`` has an empty method."""
+
+GAUGES = {
+    "ranks": "ranks of the group",
+    "alive_ranks": "ranks whose process is alive",
+    "late_ranks": f"ranks that have not returned from a call after {LATE_LOG_SECONDS:g} s",
+    "running_calls": "calls that some rank is running",
+    "oldest_call_seconds": "how long the oldest running call has been running; 0 without one",
+    "broken": "1 if the group takes no calls until it is restarted",
+}
+"""Metrics of now, with the tag ``group``."""
+
+RUN_GAUGES = {
+    "run_step": "the last logged step",
+    "run_metric": "a metric of the last logged step, such as the buffer's and the staleness",
+}
+"""Metrics of a run, with the tags ``run`` and, but for the step, ``metric``."""
+
+
+class GroupMetrics(Closing):
+    """Exports metrics of groups as Ray's own, until it is closed. Off unless you make one: a look takes some tens of
+    microseconds for each method and group, in a thread of the driver.
+
+    Args:
+        *groups: the groups. They are not kept alive. `add` adds more.
+        interval: seconds between two looks.
+
+    Raises:
+        ValueError: the interval is not a positive number.
+    """
+
+    def __init__(self, *groups: WorkerGroup, interval: float = 10.0) -> None:
+        self._interval = check_seconds("interval", interval)
+        self._groups: list[weakref.ref[WorkerGroup]] = []
+        self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
+        self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
+        self._run_gauges: dict[str, Gauge] = {}
+        self._counted: dict[tuple[str, str, str], float] = {}  # counter, group, method -> what Ray was told
+        self._deaths: set[tuple[str, int, int]] = set()  # group, rank, generation
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: WorkerGroup) -> None:
+        """Export the metrics of one more group."""
+        self._groups.append(weakref.ref(group))
+        if self._thread is None:
+            args = weakref.ref(self), self._ended, self._interval
+            self._thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
+            self._thread.start()
+
+    def look(self) -> None:
+        """Tell Ray what the groups have done until now. The thread does that by itself."""
+        for weak in list(self._groups):
+            group = weak()
+            if group is not None:
+                self._look(group)
+
+    def log(self, step: int, metrics: Mapping[str, float], run: str = "") -> None:
+        """Tell Ray the metrics of a step.
+
+        Args:
+            step: number of the step.
+            metrics: by name, as `RunLog` has them. Values that are not finite are left out.
+            run: name of the run.
+        """
+        if not self._run_gauges:
+            tags = {"run_step": ("run",), "run_metric": ("run", "metric")}
+            self._run_gauges = {name: Gauge(PREFIX + name, text, tags[name]) for name, text in RUN_GAUGES.items()}
+        self._run_gauges["run_step"].set(step, {"run": run})
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._run_gauges["run_metric"].set(float(value), {"run": run, "metric": name})
+
+    def close(self) -> None:
+        """Look for the last time, and end the thread."""
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._thread is not None and threading.current_thread() is not self._thread:
+                self._thread.join(timeout=self._interval)
+            self.look()
+
+    def _look(self, group: WorkerGroup) -> None:
+        state, name, now = group._state, group._state.name, time.monotonic()
+        calls = state.running()
+        late = {rank for call in calls if now - call.started > LATE_LOG_SECONDS for rank in call.late}
+        alive = sum(group.alive())  # also notes deaths
+        known = {
+            "ranks": group.world_size,
+            "alive_ranks": alive,
+            "late_ranks": len(late),
+            "running_calls": len(calls),
+            "oldest_call_seconds": max((now - call.started for call in calls), default=0.0),
+            "broken": state.broken is not None,
+        }
+        for gauge, value in known.items():
+            self._gauges[gauge].set(float(value), {"group": name})
+        stats: Stats = group.stats()
+        for method, of_method in stats.methods.items():
+            for counter, total in _totals(of_method).items():
+                self._count(counter, name, method, total)
+        self._deaths |= {(name, rank, death.generation) for rank, death in list(state.last_deaths.items())}
+        self._count("deaths", name, "", sum(one[0] == name for one in self._deaths))
+
+    def _count(self, counter: str, group: str, method: str, total: float) -> None:
+        key = counter, group, method
+        more = total - self._counted.get(key, 0.0)
+        if more > 0:
+            self._counters[counter].inc(more, {"group": group, "method": method})
+            self._counted[key] = total
+
+
+def _totals(stats: MethodStats) -> dict[str, float]:
+    return {
+        "calls": stats.calls,
+        "failed_calls": stats.failed,
+        "call_seconds": sum(stats.seconds.values()),
+        "sent_bytes": stats.sent,
+        "returned_bytes": stats.returned,
+    }
+
+
+def _run(weak: weakref.ref[Any], ended: threading.Event, interval: float) -> None:
+    while not ended.wait(interval):
+        metrics = weak()
+        if metrics is None:
+            return
+        try:
+            metrics.look()
+        except Exception:  # Ray was shut down, or the group's owner is a fork: the next look tries again
+            logger.debug("the metrics of groups could not be taken", exc_info=True)
+        del metrics  # this thread must not keep it while it waits

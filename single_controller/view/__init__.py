@@ -1,0 +1,1 @@
+"""Reading and showing run folders. docs/runs.md describes their format."""

@@ -1,0 +1,239 @@
+"""GroupWatch: looks at the groups of a cluster again and again, from a process that has none of them.
+
+`GroupLook` is one group at one moment: what each rank does, for whom it waits, its stack, and what is wrong.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from dispatch.tables import aligned
+from single_controller.call.state import Closing, GroupStatus, RankStatus
+from single_controller.call.transport import RESULT_OF
+from single_controller.ray import inspect_groups
+from single_controller.ray.group_records import GroupRecord, read
+from single_controller.ray.rank.frames import frames_of
+from single_controller.view.rank_waits import Wait, waits
+from single_controller.wire.handshake import WireAddress
+from single_controller.wire.link import Link, ask, wait_open
+
+LOOK_SECONDS = 0.4
+"""How long the ranks may take to answer in one look. Each command has this limit."""
+
+DUMP_AGAIN_SECONDS = 3.0
+"""The stack of a rank that does not answer is read from outside at most this often, because that stops the process."""
+
+DUMP_SECONDS = 1.0
+"""After so long, a look reads no further stacks from outside."""
+
+LATE_SECONDS = 60.0
+"""After this time, a rank for which others wait counts as late."""
+
+NO_PROGRESS_SECONDS = 600.0
+"""After this time, a call counts as making no progress."""
+
+
+@dataclass(frozen=True)
+class GroupLook:
+    """A group at one moment.
+
+    Attributes:
+        status: its ranks and what they run.
+        waits: rank -> what it waits for, of the ranks that run something.
+        stacks: rank -> its Python stack, of the same.
+    """
+
+    status: GroupStatus
+    waits: Mapping[int, Wait]
+    stacks: Mapping[int, str]
+
+    def problems(self, late: float = LATE_SECONDS, no_progress: float = NO_PROGRESS_SECONDS) -> list[str]:
+        """What is wrong with the group, one line each: it is broken; a rank is dead, does not answer, has let others
+        wait for more than ``late`` seconds, or has run one call for more than ``no_progress`` seconds."""
+        status = self.status
+        found = [f"{status.name} is broken: {status.reason}"] if status.state == "broken" else []
+        for rank in status.ranks:
+            wait = self.waits.get(rank.rank, Wait())
+            who = f"rank {rank.rank} of {status.name}"
+            seconds = max((call.seconds for call in rank.running or ()), default=0.0)
+            if not rank.alive:
+                found.append(f"{who} is dead: {'' if rank.death is None else rank.death.reason}")
+            elif rank.running is None:
+                found.append(f"{who} does not answer{_at(wait)}")
+            elif wait.awaited and seconds > late:
+                found.append(f"{who} is late: {rank.doing}{_at(wait)}; {wait.awaited_by}")
+            elif seconds > no_progress:
+                found.append(f"{who} makes no progress: {rank.doing}{_at(wait)}")
+        return found
+
+    def __str__(self) -> str:
+        status = self.status
+        alive = sum(rank.alive for rank in status.ranks)
+        rows = [["rank", "host", "pid", "runs", "waits for"]]
+        for rank in status.ranks:
+            wait = self.waits.get(rank.rank, Wait())
+            doing = rank.doing if rank.alive else "dead"
+            rows.append([str(rank.rank), rank.process.host, str(rank.process.pid), doing, str(wait)])
+        head = f"{status.name} is {status.state}, generation {status.generation}, {alive} of {len(status.ranks)} alive"
+        return "\n".join([head, *([status.note] if status.note else []), *aligned(rows)])
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        status = self.status
+        return {
+            "name": status.name,
+            "state": status.state,
+            "reason": status.reason,
+            "generation": status.generation,
+            "note": status.note,
+            "ranks": [self._rank(rank) for rank in status.ranks],
+        }
+
+    def _rank(self, rank: RankStatus) -> dict[str, Any]:
+        wait = self.waits.get(rank.rank, Wait())
+        return {
+            "rank": rank.rank,
+            "host": rank.process.host,
+            "address": rank.process.address,
+            "pid": rank.process.pid,
+            "alive": rank.alive,
+            "running": None if rank.running is None else [call._asdict() for call in rank.running],
+            "doing": rank.doing if rank.alive else "dead",
+            "waits": wait.what,
+            "waits_for": list(wait.ranks),
+            "awaited_by": list(wait.awaited),
+            "where": wait.where,
+            "stack": self.stacks.get(rank.rank),
+            "death": None if rank.death is None else rank.death._asdict(),
+        }
+
+
+class GroupWatch(Closing):
+    """Looks at groups over connections that it keeps, so that a look each second disturbs the ranks little.
+
+    Not thread-safe. The process is connected to the cluster.
+
+    Args:
+        name: a group's name, or its beginning; all groups by default.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
+        self._links: dict[WireAddress, Link] = {}
+        self._dumps: dict[WireAddress, tuple[float, str]] = {}  # stacks of ranks that do not answer, and since when
+        self._tasks: dict[Any, tuple[float, list[WireAddress]]] = {}  # that read such stacks on other hosts
+        self._node: str = ray.get_runtime_context().get_node_id()
+        self._here = socket.gethostname()
+
+    def look(self, seconds: float = LOOK_SECONDS) -> list[GroupLook]:
+        """Look at the groups now.
+
+        Args:
+            seconds: how long ranks may take to answer.
+
+        Raises:
+            LookupError: there is no such group.
+        """
+        records = read()
+        groups = inspect_groups.chosen(records, self._name)
+        living = [inspect_groups.living_ranks(record, records) for record in groups]
+        self._connect({address for addresses in living for address in addresses.values()}, seconds)
+        running, stacks = self._ask(living, "status", seconds), dict[tuple[int, int], str]()
+        statuses = []
+        for number, record in enumerate(groups):
+            of_group = {rank: answer for (group, rank), answer in running.items() if group == number}
+            statuses.append(inspect_groups.status_from(record, records, of_group))
+        busy = [
+            {rank: address for rank, address in addresses.items() if status.ranks[rank].running}
+            for status, addresses in zip(statuses, living, strict=True)
+        ]
+        stacks |= {key: one.text for key, one in self._ask(busy, "stacks", seconds).items() if one.ok}
+        looks = []
+        for number, (record, status, addresses) in enumerate(zip(groups, statuses, living, strict=True)):
+            of_group = {rank: text for (group, rank), text in stacks.items() if group == number}
+            silent = [
+                rank
+                for rank in addresses
+                if status.ranks[rank].running is None or (rank in busy[number] and rank not in of_group)
+            ]
+            shown = of_group | self._dumped(record, silent, addresses)
+            looks.append(GroupLook(status, waits(status.ranks, shown), shown))
+        return _across(looks)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
+    def _connect(self, addresses: set[WireAddress], seconds: float) -> None:
+        for address in self._links.keys() - addresses:
+            self._links.pop(address).close()
+            self._dumps.pop(address, None)
+        new = [self._links.setdefault(address, Link(address)) for address in addresses - self._links.keys()]
+        wait_open(new, seconds)
+
+    def _ask(self, groups: list[dict[int, WireAddress]], command: str, seconds: float) -> dict[tuple[int, int], Any]:
+        """(number of the group, rank) -> its answer."""
+        keys = [(number, rank) for number, addresses in enumerate(groups) for rank in addresses]
+        links = {index: self._links[groups[number][rank]] for index, (number, rank) in enumerate(keys)}
+        return {keys[index]: answer for index, answer in ask(links, command, seconds).items()} if links else {}
+
+    def _dumped(self, record: GroupRecord, ranks: list[int], addresses: Mapping[int, WireAddress]) -> dict[int, str]:
+        """The frames of ranks that do not answer: read here if they run on this host, otherwise by tasks on theirs,
+        whose results a later look shows."""
+        now = time.monotonic()
+        for task, (_, of_task) in list(self._tasks.items()):
+            if ray.wait([task], timeout=0)[0]:
+                del self._tasks[task]
+                for number, text in inspect_groups.dumped(task, range(len(of_task))).items():
+                    self._dumps[of_task[number]] = now, text
+        asked = {address for _, of_task in self._tasks.values() for address in of_task}
+        due = [
+            rank
+            for rank in ranks
+            if addresses[rank] not in asked
+            and (addresses[rank] not in self._dumps or now - self._dumps[addresses[rank]][0] > DUMP_AGAIN_SECONDS)
+        ]
+        for rank in due:
+            location, address = record.ranks[rank].location, addresses[rank]
+            if location.node_id == self._node and location.hostname == self._here:
+                if time.monotonic() - now > DUMP_SECONDS:
+                    break  # the rest in the next look
+                self._dumps[address] = now, frames_of(address.pid, address.frames)
+            else:
+                for task, on_node in inspect_groups.dump_tasks(record, [rank], native=False).items():
+                    self._tasks[task] = now, [addresses[one] for one in on_node]
+        return {
+            rank: self._dumps[addresses[rank]][1] if addresses[rank] in self._dumps else "  its host is being asked"
+            for rank in ranks
+        }
+
+
+def _across(looks: list[GroupLook]) -> list[GroupLook]:
+    """Say of ranks that wait for another call's result which of the groups runs that call."""
+    runs: dict[str, list[str]] = {}
+    for look in looks:
+        for method in {call.method for rank in look.status.ranks for call in rank.running or ()}:
+            runs.setdefault(f"{RESULT_OF}{method}()", []).append(look.status.name)
+    found = []
+    for look in looks:
+        others = {text: [name for name in names if name != look.status.name] for text, names in runs.items()}
+        known = {
+            rank: wait._replace(what=f"{wait.what} of {' or '.join(names)}")
+            if (names := others.get(wait.what.removeprefix("for ")))
+            else wait
+            for rank, wait in look.waits.items()
+        }
+        found.append(replace(look, waits=known))
+    return found
+
+
+def _at(wait: Wait) -> str:
+    return f", at {wait.where}" if wait.where else ""

@@ -1,0 +1,119 @@
+"""Live: what the groups of a running run do now, for the page. It connects to the run's Ray cluster when it is asked.
+
+Lock: ``_looking`` makes requests take turns; all but the first of several get what that one saw. It is held while Ray
+and the ranks are asked, and no other lock is acquired meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import ray
+
+from single_controller.call.state import Closing
+from single_controller.view.group_watch import GroupWatch
+
+CONNECT_SECONDS = 5.0
+"""How long a cluster may take to accept a connection."""
+
+FRESH_SECONDS = 0.5
+"""What was seen is shown again for so long, however many pages ask."""
+
+RETRY_SECONDS = 10.0
+"""How long the page says why there is no connection before it is tried again."""
+
+
+def connect(address: str | None) -> str:
+    """Connect this process to a Ray cluster, as a driver without workers.
+
+    Args:
+        address: of the cluster; by default ``RAY_ADDRESS``, or the cluster on this host.
+
+    Returns:
+        The address.
+
+    Raises:
+        ConnectionError: no cluster responds there.
+    """
+    address = address or os.environ.pop("RAY_ADDRESS", None) or "auto"
+    if address == "local":  # for other commands this means a new cluster
+        address = "auto"
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():  # Ray itself would try for a minute
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"no Ray cluster responds at {address!r}: {error}. Give its address with --address"
+            ) from None
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConnectionError(
+            f"no Ray cluster responds at {address!r}. Give its address with --address. ({error})"
+        ) from error
+    return address
+
+
+class Live(Closing):
+    """The groups of one cluster, as the page asks for them.
+
+    Args:
+        address: of the cluster; None if the run does not say.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address
+        self._looking = threading.Lock()
+        self._watch: GroupWatch | None = None
+        self._connected = False  # whether this object has connected the process to Ray
+        self._seen: dict[str, Any] = {}
+        self._until = 0.0  # until when that is shown, by the monotonic clock
+
+    def look(self) -> dict[str, Any]:
+        """What the groups do now.
+
+        Returns:
+            ``time``, ``groups`` (`GroupLook.as_json`) and ``problems``; or ``error``, why the cluster cannot be asked.
+        """
+        with self._looking:
+            if time.monotonic() < self._until:
+                return self._seen
+            wait = FRESH_SECONDS
+            try:
+                if self._watch is None:
+                    if not ray.is_initialized():
+                        connect(self.address)
+                        self._connected = True
+                    self._watch = GroupWatch()
+                looks = self._watch.look()
+                self._seen = {
+                    "time": time.time(),
+                    "groups": [look.as_json() for look in looks],
+                    "problems": [problem for look in looks for problem in look.problems()],
+                }
+            except Exception as error:  # whatever Ray raises, the page goes on showing the files
+                self.disconnect()
+                self._seen = {"time": time.time(), "error": f"{error}", "groups": [], "problems": []}
+                wait = RETRY_SECONDS
+            self._until = time.monotonic() + wait
+            return self._seen
+
+    def disconnect(self) -> None:
+        """Close the connections. A later look opens them again."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+
+    def close(self) -> None:
+        """Close the connections, if there are any."""
+        with self._looking:
+            self.disconnect()

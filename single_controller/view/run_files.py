@@ -1,0 +1,68 @@
+"""The files of a run folder, and functions that read them, also while the run writes. docs/runs.md has the format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+TIMELINE = "timeline.jsonl"
+VOCABULARY = "vocabulary.jsonl"
+SAMPLES = "samples"
+
+
+class RunFolderError(ValueError):
+    """A folder is not a run folder, or has another format."""
+
+
+def sample_files(folder: Path, step: int) -> tuple[Path, Path]:
+    """Return the ``.npz`` and the ``.json`` of a step's samples."""
+    stem = folder / SAMPLES / f"step_{step:08d}"
+    return stem.with_suffix(".npz"), stem.with_suffix(".json")
+
+
+def sample_steps(folder: Path) -> list[int]:
+    """Return the steps that have samples, in order."""
+    names = (path.stem.removeprefix("step_") for path in (folder / SAMPLES).glob("step_*.npz"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Read ``run.json``.
+
+    Raises:
+        RunFolderError: there is none, or it has another format.
+    """
+    try:
+        run = json.loads((folder / RUN).read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder} is not a run folder: {RUN} cannot be read: {error}") from None
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        raise RunFolderError(f"{folder / RUN}: its format is not {FORMAT}; read it with the version that wrote it")
+    return run
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the complete lines of a ``.jsonl`` file, with the offset behind each, at which a later call goes on. A file
+    that does not exist has none; an incomplete last line is left for later.
+
+    Args:
+        path: the file.
+        offset: where to begin, in bytes.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115  (the with statement follows)
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield offset, json.loads(line)

@@ -1,0 +1,182 @@
+"""StepTable: one line for each sample of a step. `select` sorts, filters and cuts the lines of several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+NUMBERS = (
+    "step",
+    "row",
+    "reward",
+    "tokens",
+    "prompt",
+    "completion",
+    "oldest",
+    "newest",
+    "group",
+    "difference",
+    "equal",
+)
+"""The columns that are numbers. ``oldest`` and ``newest`` are weight versions, -1 where they are not known.
+``difference``: mean of |log-prob of the trainer - log-prob of the engine| over trained tokens. ``equal``: whether all
+rewards of the row's group are equal, and the group has several rows."""
+
+
+@dataclass
+class StepTable:
+    """The lines of one step, in columns of one length.
+
+    Attributes:
+        changed: when the file was changed, in nanoseconds.
+        columns: name -> array, of `NUMBERS`.
+        finish: why each row ended; None where it is not known.
+    """
+
+    changed: int
+    columns: dict[str, np.ndarray]
+    finish: np.ndarray
+
+    @classmethod
+    def of(
+        cls, step: int, changed: int, arrays: Mapping[str, np.ndarray], texts: Sequence[Mapping[str, Any]]
+    ) -> StepTable:
+        """Make it of a step's arrays and texts.
+
+        Raises:
+            ValueError: the arrays do not fit each other.
+        """
+        offsets = np.asarray(arrays["offsets"], np.int64)
+        rows = len(offsets) - 1
+        tokens = len(arrays["tokens"]) if "tokens" in arrays else 0
+        if rows < 0 or offsets[0] or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+            raise ValueError(f"its offsets do not cut {tokens} tokens into rows")
+        lengths = np.diff(offsets)
+
+        def of_rows(name: str, missing: float) -> np.ndarray:
+            found = np.asarray(arrays[name]) if name in arrays else np.full(rows, missing)
+            if found.shape != (rows,):
+                raise ValueError(f"{name} has the shape {found.shape}, for {rows} rows")
+            return found
+
+        prompts = of_rows("prompt_lengths", 0)
+        rewards, groups = of_rows("rewards", np.nan).astype(np.float64), of_rows("groups", -1)
+        oldest = newest = np.full(rows, -1)
+        if "versions" in arrays:
+            versions = np.asarray(arrays["versions"])
+            newest = _by_row(np.maximum, versions, offsets, -1)
+            known = np.where(versions < 0, np.iinfo(np.int32).max, versions)
+            oldest = np.where(newest < 0, -1, _by_row(np.minimum, known, offsets, -1))
+        difference = np.full(rows, np.nan)
+        if "log_probs" in arrays and "rollout_log_probs" in arrays:
+            apart = np.abs(np.asarray(arrays["log_probs"]) - arrays["rollout_log_probs"])
+            counted = ~np.isnan(apart)
+            if "loss_mask" in arrays:
+                counted &= np.asarray(arrays["loss_mask"]) > 0
+            total = _by_row(np.add, np.where(counted, apart, 0).astype(np.float64), offsets, 0)
+            count = _by_row(np.add, counted.astype(np.int64), offsets, 0)
+            difference = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+        columns = {
+            "step": np.full(rows, step),
+            "row": np.arange(rows),
+            "reward": rewards,
+            "tokens": lengths,
+            "prompt": prompts,
+            "completion": lengths - prompts,
+            "oldest": oldest,
+            "newest": newest,
+            "group": groups,
+            "difference": difference,
+            "equal": _equal(groups, rewards),
+        }
+        finish = np.array([None] * rows, dtype=object)
+        for row, text in enumerate(texts[:rows]):
+            finish[row] = None if text.get("finish") is None else str(text["finish"])[:40]
+        return cls(changed, columns, finish)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which lines to show; None shows all. Both limits of a range belong to it."""
+
+    ranges: Mapping[str, tuple[float, float]]  # column -> smallest and largest value
+    finish: str | None = None  # why the row ended; "" where it is not known
+    equal: bool | None = None  # only rows in groups with equal rewards, or only the others
+
+
+def select(
+    tables: Sequence[StepTable], chosen: Filter, sort: str, *, descending: bool, offset: int, limit: int
+) -> dict[str, Any]:
+    """Sort and filter lines. Values that are not numbers come last, in both directions.
+
+    Returns:
+        ``rows``, one dict each, from ``offset`` on and at most ``limit``; ``total``, how many pass the filter; ``all``,
+        how many there are; ``finish``, the reasons that occur, with their counts; ``equal_groups`` and ``groups``, how
+        many groups pass and have equal rewards, or pass.
+    """
+    columns = {
+        name: np.concatenate([table.columns[name] for table in tables]) if tables else np.empty(0) for name in NUMBERS
+    }
+    finish = np.concatenate([table.finish for table in tables]) if tables else np.empty(0, object)
+    keep = np.ones(len(finish), bool)
+    for name, (low, high) in chosen.ranges.items():
+        keep &= (columns[name] >= low) & (columns[name] <= high)
+    if chosen.finish is not None:
+        keep &= np.array([(one or "") == chosen.finish for one in finish], bool)
+    if chosen.equal is not None:
+        keep &= columns["equal"].astype(bool) == chosen.equal
+    rows = np.flatnonzero(keep)
+    if sort == "finish":
+        names = sorted({one or "" for one in finish})
+        ranks = {name: number for number, name in enumerate(names)}
+        values = np.array([ranks[one or ""] for one in finish[rows]], np.float64)
+    else:
+        values = columns[sort][rows].astype(np.float64)
+    order = np.argsort(-values if descending else values, kind="stable")  # NaN last
+    shown = rows[order[offset : offset + limit]]
+    reasons: dict[str, int] = {}
+    for one in finish[rows]:
+        reasons[one or ""] = reasons.get(one or "", 0) + 1
+    groups = np.unique(np.stack([columns["step"][rows], columns["group"][rows], columns["equal"][rows]]), axis=1)
+    return {
+        "rows": [
+            {name: _plain(columns[name][row]) for name in NUMBERS} | {"finish": finish[row]} for row in shown.tolist()
+        ],
+        "total": len(rows),
+        "all": len(finish),
+        "finish": reasons,
+        "groups": int(groups.shape[1]),
+        "equal_groups": int(groups[2].sum()) if groups.size else 0,
+    }
+
+
+def _by_row(reduce: np.ufunc, values: np.ndarray, offsets: np.ndarray, empty: float) -> np.ndarray:
+    """Reduce a flat array by rows; ``empty`` for rows without values."""
+    if len(values) != offsets[-1]:
+        raise ValueError(f"an array has {len(values)} values, for {offsets[-1]} tokens")
+    lengths = np.diff(offsets)
+    if not len(values):
+        return np.full(len(lengths), empty)
+    found = reduce.reduceat(values, np.minimum(offsets[:-1], len(values) - 1))
+    return np.where(lengths > 0, found, empty)
+
+
+def _equal(groups: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Whether all rewards of each row's group are equal, and the group has several rows."""
+    if not len(groups):
+        return np.zeros(0, bool)
+    _, of_row, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    low, high = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    with np.errstate(invalid="ignore"):  # a reward that is not known makes its group unequal
+        np.minimum.at(low, of_row, rewards)
+        np.maximum.at(high, of_row, rewards)
+    equal: np.ndarray = ((low == high) & (counts > 1))[of_row]
+    return equal
+
+
+def _plain(value: Any) -> Any:
+    plain = value.item()
+    return plain if not isinstance(plain, float) or np.isfinite(plain) else None

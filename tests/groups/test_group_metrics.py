@@ -1,0 +1,113 @@
+"""GroupMetrics: what groups do, as Ray's metrics, and Grafana's dashboard of them."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from group_workers import Counter, Fragile
+from ray.util import metrics as ray_metrics
+from waits import wait_until
+
+import single_controller
+from single_controller import GroupMetrics, LocalWorkerGroup, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError
+from single_controller.ray import group_metrics
+from workers import RunLog
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """name -> tags -> what Ray was told: the sum of a counter, the last value of a gauge."""
+    found = defaultdict(lambda: defaultdict(float))
+
+    def spy(cls, method, add):
+        real = getattr(cls, method)
+
+        def call(self, value=1.0, tags=None):
+            real(self, value, tags)
+            values = found[self.info["name"].removeprefix("single_controller_")]
+            key = tuple((tags or {}).values())
+            values[key] = values[key] * add + value
+
+        monkeypatch.setattr(cls, method, call)
+
+    spy(ray_metrics.Counter, "inc", 1)
+    spy(ray_metrics.Gauge, "set", 0)
+    return found
+
+
+def test_calls_bytes_and_deaths(pool, told):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="told_") as group:
+        with GroupMetrics(group, interval=0.05) as metrics:
+            for _ in range(3):
+                group.ping()
+            with pytest.raises(ValueError):
+                group.fail([1])
+            name = group.name
+            wait_until(lambda: told["calls"][name, "ping"] == 3 and told["failed_calls"][name, "fail"] == 1)
+            stats = group.stats().methods["ping"]
+            assert told["returned_bytes"][name, "ping"] == stats.returned > 0 == told["failed_calls"][name, "ping"]
+            assert told["sent_bytes"][name, "fail"] == group.stats().methods["fail"].sent > 0
+            assert told["call_seconds"][name, "ping"] == pytest.approx(sum(stats.seconds.values()))
+            running = group.sleep_on.remote([2], 1.0)
+            wait_until(lambda: told["running_calls"][(name,)] == 1 and told["oldest_call_seconds"][(name,)] > 0.2)
+            running.result()
+            wait_until(lambda: told["running_calls"][(name,)] == 0)
+            assert told["alive_ranks"][(name,)] == told["ranks"][(name,)] == 4 and told["broken"][(name,)] == 0
+            os.kill(group.status().ranks[3].process.pid, signal.SIGKILL)
+            with pytest.raises(WorkerDiedError):
+                group.sleep(5)
+            wait_until(lambda: told["deaths"][name, ""] == 1 and told["broken"][(name,)] == 1)
+            assert told["alive_ranks"][(name,)] == 3
+            thread = metrics._thread
+        assert not thread.is_alive()
+
+
+def test_late_ranks(pool, told, monkeypatch):
+    monkeypatch.setattr(group_metrics, "LATE_LOG_SECONDS", 0.2)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="late_") as group:
+        metrics = GroupMetrics(group, interval=60)
+        running = group.sleep_on.remote([1, 2], 1.0)
+        wait_until(lambda: metrics.look() or told["late_ranks"][(group.name,)] == 2)
+        running.result()
+        metrics.look()
+        assert told["late_ranks"][(group.name,)] == 0
+        metrics.close()
+
+
+def test_metrics_of_a_run(ray_cluster, told, tmp_path):
+    """As the logger "ray" of `RunLog` has them."""
+    with RunLog(run_dir=tmp_path / "a", loggers=["ray"]) as log:
+        group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
+        log.watch(group)
+        group.add(1)
+        log.log(7, {"buffer/ready": 3.0, "loss": float("nan")})
+    assert told["run_step"] == {("a",): 7} and told["run_metric"] == {("a", "buffer/ready"): 3}
+    assert told["calls"][group.name, "add"] == 1 and told["alive_ranks"][(group.name,)] == 2
+    group.close()
+
+
+def test_look_costs_little(pool):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="cheap_") as group:
+        for _ in range(5):
+            group.add(1)
+        metrics = GroupMetrics(group, interval=60)
+        metrics.look()
+        begin = time.process_time()
+        for _ in range(100):
+            metrics.look()
+        assert (time.process_time() - begin) / 100 < 0.005  # of the 10 s between two
+        metrics.close()
+
+
+def test_dashboard_has_the_metrics_of_the_code():
+    dashboard = json.loads((Path(single_controller.__file__).parent / "view" / "grafana.json").read_text())
+    used = set(re.findall(r"\bray_\w+", json.dumps(dashboard)))
+    counters = {f"ray_single_controller_{name}_total" for name in group_metrics.COUNTERS}
+    gauges = {f"ray_single_controller_{name}" for name in (group_metrics.GAUGES | group_metrics.RUN_GAUGES)}
+    assert used == counters | gauges
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

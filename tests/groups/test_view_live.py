@@ -1,0 +1,153 @@
+"""The page and ``status --watch`` of a running group: who waits for whom, and where each rank is."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+from browser import Browser
+from group_workers import Counter, Fragile
+from synthetic_run import write_run
+from waits import wait_until
+
+from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller.view.group_watch import GroupWatch
+from single_controller.view.rank_waits import Wait
+
+pytestmark = pytest.mark.timeout(120)
+
+SECONDS = 2.0
+"""Within which a hung rank is on the page, with its stack."""
+
+
+def start(*arguments, address=True):
+    """Start ``python -m single_controller``."""
+    line = [sys.executable, "-m", "single_controller", *arguments]
+    line += ["--address", ray.get_runtime_context().gcs_address] if address else []
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def stuck(pool):
+    """Four ranks in a process group. Rank 2 sleeps while the others wait for it, once `hang` was called."""
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="stuck_") as group:
+        group.join_process_group()
+        group.hang = lambda: group.all_reduce.remote(absent=2)
+        yield group
+
+
+class TestStuckGroup:
+    """One group, in this order; the last test kills a rank of it."""
+
+    def test_status_of_a_healthy_group(self, stuck):
+        code, out, err = finish(start("status", "stuck_", "--json"))
+        found = json.loads(out)
+        assert (code, found["ok"], found["problems"]) == (0, True, []), err
+        assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
+
+    def test_a_rank_that_hangs_is_on_the_page_with_its_stack(self, stuck, tmp_path):
+        run = write_run(
+            tmp_path / "run",
+            steps=3,
+            ended=False,
+            ray_address=ray.get_runtime_context().gcs_address,
+            groups=[stuck.name],
+        )
+        server = start("view", str(run), address=False)
+        browser = Browser()
+        try:
+            browser.open(server.stdout.readline().strip() + "#ranks")
+            browser.wait("document.querySelectorAll('tr[data-rank]').length == 4", 30)
+            begin = time.monotonic()
+            stuck.hang()
+            browser.wait("/time.sleep/.test(document.querySelector('pre.stack[data-rank=\"2\"]').textContent)")
+            took = time.monotonic() - begin
+            page = browser.text()
+            assert stuck.name in page and "ranks 0, 1, 3 wait for it" in page
+            assert page.count("waits in all_reduce, for rank 2") == 3
+            assert re.search(r"group_workers\.py:\d+, in all_reduce", page)
+            assert took < SECONDS
+            if "SCREENSHOTS" in os.environ:  # for the docs, without this machine's folders
+                here = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+                stack = "document.querySelector('pre.stack')"
+                browser.js(f"{stack}.textContent = {stack}.textContent.replaceAll('{here}', '/home/me')")
+                browser.screenshot(f"{os.environ['SCREENSHOTS']}/view_ranks.png")
+            browser.js("document.querySelector('tr[data-rank=\"0\"]').click()")
+            browser.wait("/dist.all_reduce/.test(document.querySelector('pre.stack[data-rank=\"0\"]').textContent)")
+            assert browser.errors() == []
+        finally:
+            browser.close()
+            server.send_signal(signal.SIGINT)
+            code, _, err = finish(server)
+        assert code == 0, err
+
+    def test_status_says_who_is_late(self, stuck):
+        process = start("status", "stuck_", "--once", "--late", "0.5")
+        code, out, err = finish(process)
+        assert code == 1, err
+        assert re.search(r"^  rank 2 of group stuck_Fragile is late: all_reduce\(\) for .*wait for it$", out, re.M)
+        assert re.search(r"^0 .* waits in all_reduce, for rank 2; at group_workers\.py:\d+, in all_reduce$", out, re.M)
+
+    @pytest.mark.full("what status --watch shows")
+    def test_watch_shows_it_again_and_again(self, stuck):
+        process = start("status", "stuck_", "--watch")
+        seconds = []
+        for line in process.stdout:
+            if (match := re.match(r"2 .* all_reduce\(\) for ([0-9.]+) s", line)) is not None:
+                seconds.append(float(match[1]))
+            if len(seconds) == 2:
+                break
+        process.send_signal(signal.SIGINT)
+        assert finish(process)[0] == 0 and 0.8 < seconds[1] - seconds[0] < 5
+
+    def test_death_of_the_rank(self, stuck):
+        with GroupWatch("stuck_") as watch:
+            (look,) = watch.look()
+            assert look.waits[2] == Wait("", (), look.waits[2].where, (0, 1, 3))
+            os.kill(look.status.ranks[2].process.pid, signal.SIGKILL)
+            wait_until(lambda: stuck.broken is not None)
+            wait_until(lambda: any("dead" in one for one in watch.look()[0].problems()))
+            (look,) = watch.look()
+            assert any("is broken" in one for one in look.problems()) and look.status.last_death.rank == 2
+
+
+@pytest.mark.full("what status --watch shows")
+def test_rank_whose_c_code_holds_the_lock(pool):
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="in_c_") as group,
+        GroupWatch("in_c_") as watch,
+    ):
+        watch.look()
+        group.hang_in_c_on.remote(1, [])
+        # On a busy machine, it may already be late with an answer before it is in the C function.
+        wait_until(lambda: "hang_in_c_on" in watch.look(0.3)[0].stacks.get(1, ""))
+        (look,) = watch.look(0.3)
+        assert "hang_in_c_on" in look.waits[1].where
+        (problem,) = look.problems()
+        assert "rank 1" in problem and "does not answer" in problem and "hang_in_c_on" in problem
+
+
+def test_wait_for_the_result_of_another_group(pool):
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="slow_") as slow,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="eager_") as eager,
+        GroupWatch() as watch,
+    ):
+
+        def eagers():
+            return next(look for look in watch.look() if look.status.name == eager.name).waits
+
+        later = eager.times_rank.remote(slow.sleep.remote(2.0))
+        wait_until(lambda: eagers().get(0, Wait()).what == f"for the result of sleep() of {slow.name}")
+        later.result(timeout=30)
+        assert eagers() == {}

@@ -1,0 +1,304 @@
+"""A run's metrics and its folder. TensorBoard's files are read back with TensorBoard's own reader."""
+
+import json
+import logging
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+from run_batches import batch_of, check_clean, check_folder
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
+from single_controller.view.run_files import (
+    EVENTS,
+    METRICS,
+    TIMELINE,
+    VOCABULARY,
+    RunFolderError,
+    read_lines,
+    read_run,
+    sample_files,
+    sample_steps,
+)
+from workers import RunLog, read_args
+from workers.tracking.run_folder import RunFolderInUse
+
+
+def lines(folder, name):
+    return [line for _, line in read_lines(folder / name)]
+
+
+def test_metrics_are_written_immediately(tmp_path):
+    with RunLog(tmp_path / "log", run_dir=tmp_path / "run") as log:
+        for step in range(3):
+            with log.timed("rollout"):
+                time.sleep(0.02)
+            with log.timed("train"):
+                time.sleep(0.01)
+            with log.timed("rollout"):
+                time.sleep(0.02)
+            noted = log.log(step, {"reward": step / 2, "tokens": 100})
+            events = EventAccumulator(str(tmp_path / "log"))
+            events.Reload()
+            assert [event.value for event in events.Scalars("reward")] == [k / 2 for k in range(step + 1)]
+            assert [line["metrics"]["reward"] for line in lines(tmp_path / "run", METRICS)] == [
+                k / 2 for k in range(step + 1)
+            ]
+        assert 0.04 <= noted["seconds/rollout"] < 0.5 and 0.01 <= noted["seconds/train"] < 0.5
+        assert noted["tokens_per_second"] == pytest.approx(100 / (noted["seconds/rollout"] + noted["seconds/train"]))
+    assert {event.step for event in events.Scalars("seconds/train")} == {0, 1, 2}
+    parts = lines(tmp_path / "run", TIMELINE)
+    assert [(part["method"], part["step"]) for part in parts[:3]] == [("rollout", 0), ("train", 0), ("rollout", 0)]
+    assert sum(part["end"] - part["start"] for part in parts if part["method"] == "rollout") == pytest.approx(
+        sum(log.column("seconds/rollout")), abs=0.01
+    )
+
+
+def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunLog(run_dir=None) as log:
+        assert log.log(4, {"reward": 1}) == {"reward": 1.0}
+        log.log(2, {"reward": 3, "kl": 2})
+        log.event("mine", "nothing")
+    assert (log.column("reward"), log.column("kl"), log.column("no such")) == ([3.0, 1.0], [2.0], [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunLog() as log:
+        log.log(0, {"reward": 1})
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder == tmp_path / log.run_dir and lines(folder, METRICS)[0]["metrics"] == {"reward": 1.0}
+
+
+def test_seconds_are_recorded_even_if_the_block_raises():
+    log = RunLog(run_dir=None)
+    with pytest.raises(ZeroDivisionError), log.timed("train"):
+        raise ZeroDivisionError
+    assert "seconds/train" in log.log(0, {})
+
+
+def test_what_the_run_is(tmp_path):
+    args = read_args({"hf_config": {"model_type": "llama"}, "seed": 7, "lr": 1e-4, "user": {"mine": 1}})
+    with pytest.raises(KeyError), RunLog(run_dir=tmp_path / "abc", args=args):
+        run = read_run(tmp_path / "abc")
+        raise KeyError("oops")
+    assert run["name"] == "abc" and run["config"]["lr"] == 1e-4 and run["config"]["user"] == {"mine": 1}
+    assert run["seeds"] == {"seed": 7} and run["versions"]["torch"] and run["ended"] is None
+    assert run["process"]["pid"] == os.getpid()
+    after = read_run(tmp_path / "abc")
+    assert after["ended"]["reason"] == "KeyError: 'oops'" and after["id"] == run["id"]
+    assert [line["kind"] for line in lines(tmp_path / "abc", EVENTS)] == ["start", "end"]
+
+
+def test_samples_hold_what_the_batch_has(tmp_path):
+    class Words:
+        def decode(self, ids):
+            return " ".join(f"<{token}>" for token in ids)
+
+    batch = batch_of(3)
+    batch["rewards/format"] = batch["rewards"] / 2
+    batch["weight_fingerprints"] = batch["weight_versions"].where(batch["weight_versions"] < 0, -2)
+    with RunLog(run_dir=tmp_path / "run", tokenizer=Words()) as log:
+        marked = log.mark(3, batch)
+        assert "record_rows" not in batch.keys()  # noqa: SIM118
+        log.log(3, {}, marked)
+    data, text = sample_files(tmp_path / "run", 3)
+    rows = json.loads(text.read_bytes())["rows"]
+    arrays = dict(np.load(data))
+    assert arrays["numbers"].tolist() == list(range(6)) == [row["number"] for row in rows]
+    for row in range(6):
+        begin, end = arrays["offsets"][row : row + 2]
+        real = batch["attention_mask"][row].bool()
+        for name, column in (("tokens", "input_ids"), ("loss_mask", "loss_mask"), ("versions", "weight_versions"),
+                             ("rollout_log_probs", "rollout_log_probs")):  # fmt: skip
+            assert arrays[name][begin:end].tolist() == batch[column][row][real].tolist()
+        assert arrays["prompt_lengths"][row] == 2 + row % 2
+        assert rows[row]["reward_parts"] == {"format": float(batch["rewards"][row]) / 2}
+        assert rows[row]["prompt"] == " ".join(["<1>"] * (2 + row % 2))
+        assert rows[row]["completion"] == " ".join([f"<{300 + row}>"] * (5 + row % 3))
+        assert rows[row]["fingerprints"] == {"4": "fffffffffffffffe"}
+    assert arrays["rewards"].tolist() == batch["rewards"].tolist()
+    assert arrays["groups"].tolist() == batch["group_ids"].tolist()
+    assert arrays["row/truncated"].tolist() == batch["truncated"].tolist()
+    words = {line["id"]: line["text"] for line in lines(tmp_path / "run", VOCABULARY)}
+    assert words == {token: f"<{token}>" for token in {1, *range(300, 306)}}
+
+
+def test_of_a_large_batch_the_worst_and_the_best_groups_are_recorded(tmp_path):
+    batch = batch_of(0, rows=40)
+    batch["rewards"][17], batch["rewards"][30] = -9.0, 9.0
+    with RunLog(run_dir=tmp_path, record_rows=6) as log:
+        recorded = log.mark(0, batch)["record_rows"]
+        again = log.mark(0, batch)["record_rows"]
+        other = log.mark(1, batch)["record_rows"]
+    assert recorded.tolist() == again.tolist() != other.tolist()
+    kept = [row for row, number in enumerate(recorded.tolist()) if number >= 0]
+    assert all(recorded[row] == row for row in kept) and len(kept) == 6
+    assert {16, 17, 30, 31} < set(kept) and len({row // 2 for row in kept}) == 3  # whole groups
+    assert sum(number >= 0 for number in other.tolist()) == 6
+
+
+def test_a_repeated_step_replaces_it_and_those_after_it(tmp_path):
+    with RunLog(run_dir=tmp_path, loggers=["tensorboard"]) as log:
+        for step in (0, 1, 2, 3, 4, 2, 3):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+        assert sorted(log.steps) == [0, 1, 2, 3]
+    check_clean(tmp_path, 4)
+    assert [line["step"] for line in lines(tmp_path, EVENTS) if line["kind"] == "rewind"] == [2]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("value")] == [0, 1, 2, 3]
+
+
+def test_steps_out_of_order_are_kept_when_a_run_resumes(tmp_path):
+    with RunLog(run_dir=tmp_path) as log:
+        for step in (0, 4, 2, 6):
+            log.log(step, {"value": step})
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(3, {"value": 3})
+    assert [line["step"] for line in lines(tmp_path, METRICS)] == [0, 2, 3]
+
+
+def test_old_samples_are_dropped(tmp_path):
+    with RunLog(run_dir=tmp_path / "steps", keep_steps=3) as log:
+        for step in range(6):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+    assert sample_steps(tmp_path / "steps") == [3, 4, 5]
+    check_clean(tmp_path / "steps", 6)
+    with RunLog(run_dir=tmp_path / "bytes", keep_bytes=20_000) as log:
+        for step in range(12):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+    kept = list((tmp_path / "bytes" / "samples").iterdir())
+    assert 5_000 < sum(file.stat().st_size for file in kept) <= 20_000 and sample_steps(tmp_path / "bytes")[-1] == 11
+
+
+def test_two_processes_cannot_write_one_folder(tmp_path):
+    with RunLog(run_dir=tmp_path), pytest.raises(RunFolderInUse, match="is written by another process; pass another"):
+        RunLog(run_dir=tmp_path)
+    RunLog(run_dir=tmp_path).close()
+
+
+def test_another_format_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": 99}')
+    with pytest.raises(RunFolderError, match="its format is not 1"):
+        RunLog(run_dir=tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text()) == {"format": 99}
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(0, {"value": 0.0})
+        real = log._folder._metrics._file
+        log._folder._metrics._file = os.open("/dev/full", os.O_WRONLY)
+        with caplog.at_level(logging.ERROR):
+            log.log(1, {"value": 1.0})
+            log.log(2, {"value": 2.0})
+        os.close(log._folder._metrics._file)
+        log._folder._metrics._file = real
+        log.log(3, {"value": 3.0})
+    assert [record.levelname for record in caplog.records] == ["ERROR"]  # once
+    assert "cannot be written" in caplog.text and log.column("value") == [0.0, 1.0, 2.0, 3.0]
+    assert [line["step"] for line in lines(tmp_path, METRICS)] == [0, 3]
+
+
+class Sleeper(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def nap(self, seconds):
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise ValueError("on purpose")
+
+
+def test_timeline_has_the_calls_of_watched_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.tracking.timeline.SHORT_SECONDS", 0.15)
+    with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(2, ClassWithInitArgs(Sleeper)) as group:
+        log.watch(group)
+        began = time.time()
+        group.nap(0.1)  # by each rank, one after the other
+        group.nap(0.0)  # too short to be recorded
+        with pytest.raises(ValueError):
+            group.fail()  # short, but it failed
+        ended = time.time()
+        log.log(0, {})
+        log.log(1, {})
+        assert read_run(tmp_path)["groups"] == [group.name]
+    found = lines(tmp_path, TIMELINE)
+    assert [(part["method"], part["rank"]) for part in found] == [("nap", None), ("nap", 0), ("nap", 1), ("fail", None)]
+    for part in found:
+        assert part["group"] == group.name and began - 0.1 <= part["start"] <= part["end"] <= ended + 0.1
+    assert all(0.09 < part["end"] - part["start"] < 1.0 for part in found[1:3])
+    assert found[0]["waits"]["method"] >= 0.09 and "queue" in found[1]["waits"]
+    assert found[3]["failed"] == "WorkerError" and "failed" not in found[0]
+
+
+def test_alarms_are_in_the_log_and_in_the_events(tmp_path, caplog):
+    with RunLog(run_dir=tmp_path) as log, caplog.at_level(logging.WARNING):
+        for step in range(4):
+            log.log(step, {"grad_norm": math.inf if step == 2 else 1.0})
+    (alarm,) = [line for line in lines(tmp_path, EVENTS) if line["kind"] == "alarm"]
+    assert (alarm["alarm"], alarm["step"]) == ("grad_norm", 2) and "learning rate" in alarm["advice"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step 2: {alarm['text']}. Look at: {alarm['advice']}"
+    ]
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ValueError, match="metric_names='vrl': expected one of own, verl, slime"):
+        RunLog(run_dir=tmp_path, metric_names="vrl")
+    with pytest.raises(ValueError, match="loggers has 'tensorbord': expected some of tensorboard, wandb"):
+        RunLog(run_dir=tmp_path, loggers=["tensorbord"])
+    with pytest.raises(TypeError, match="pass a list of names"):
+        RunLog(run_dir=tmp_path, loggers="wandb")
+    with pytest.raises(ValueError, match="'json', whose files go into the run's folder, but run_dir is None"):
+        RunLog(run_dir=None, loggers=["console", "json"])
+    with pytest.raises(TypeError, match="run_dir is 3; pass a path, or None"):
+        RunLog(run_dir=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_leaves_is_cleared(tmp_path):
+    """A line of which only the beginning was written, and a file that was not renamed yet."""
+    with RunLog(run_dir=tmp_path) as log:
+        for step in range(3):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+    for file in tmp_path.glob("*.jsonl"):
+        with open(file, "ab") as torn:
+            torn.write(b'{"step": 3, "time": 17')
+    (tmp_path / "samples" / ".step_00000009.npz.new").write_bytes(b"PK")
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(3, {"value": 9}, log.mark(3, batch_of(3)))
+    check_clean(tmp_path, 4)
+
+
+def test_a_step_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    """As if the process were killed at each of the renames of a step."""
+
+    class Killed(BaseException):
+        pass
+
+    real, left = os.replace, []  # how many more renames succeed
+
+    def rename(source, target):
+        if not left:
+            raise Killed
+        left.pop()
+        real(source, target)
+
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(0, {"value": 0}, log.mark(0, batch_of(0)))
+        monkeypatch.setattr(os, "replace", rename)
+        for renamed in (0, 1):
+            left[:] = [None] * renamed
+            with pytest.raises(Killed):
+                log.log(1, {"value": 1}, log.mark(1, batch_of(1)))
+            assert check_folder(tmp_path) == [0] and sample_steps(tmp_path) == [0]
+        monkeypatch.undo()
+        log.log(1, {"value": 1}, log.mark(1, batch_of(1)))
+    assert check_folder(tmp_path) == [0, 1] == sample_steps(tmp_path)

@@ -1,0 +1,154 @@
+"""What a `RunLog` records of training on several ranks, and the replay of a recorded step in this process."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from reference import small_llama
+from train_helpers import begin, learn, rollout
+
+from single_controller.view.run_files import EVENTS, read_lines, read_run, sample_files
+from workers import RunLog
+from workers.tracking import replay as replaying
+from workers.tracking.replay import ReplayError, replay
+
+SETTINGS = {"lr": 3e-3, "kl_loss_coef": 0.05, "calculate_entropy": True, "balance_data": True, "record_rows": None}
+
+
+def record(group, folder, args, *, steps=4, save_after=1, values=False):
+    """Train, with a checkpoint after one of the steps, and the values of a critic if wanted.
+
+    Returns by step: the data, and the log-probabilities before.
+    """
+    begin(group, {**SETTINGS, **args, "save": str(folder / "checkpoints")}, with_ref=True)
+    trained = []
+    with RunLog.from_args(group.args, run_dir=folder / "run") as log:
+        log.watch(group)
+        for step in range(steps):
+            data = rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=step)
+            if values:
+                data["values"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(step))
+            trained.append((data, group.compute_log_prob(data)))
+            batch = log.mark(step, data)
+            log.log(step, learn(group, step, batch), batch)
+            if step == save_after:
+                group.save_model(step)
+    return trained
+
+
+def advantages_of(data):
+    """GRPO's, by its definition."""
+    rewards, groups = data["rewards"].double(), data["group_ids"]
+    made = torch.zeros_like(rewards)
+    for group in groups.unique():
+        of_group = rewards[groups == group]
+        made[groups == group] = (of_group - of_group.mean()) / (of_group.std() + 1e-6)
+    return made
+
+
+@pytest.mark.parametrize(("ranks", "steps_per_rollout"), [(1, 1), (2, 2)])
+def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
+    fsdp_groups, llama_folder, tmp_path, ranks, steps_per_rollout
+):
+    args = {"hf_checkpoint": llama_folder, "num_steps_per_rollout": steps_per_rollout}
+    trained = record(fsdp_groups(ranks), tmp_path, args)
+    run = tmp_path / "run"
+    for step, (data, log_probs) in enumerate(trained):
+        file, text = sample_files(run, step)
+        arrays, about = np.load(file), json.loads(text.read_bytes())
+        advantages = advantages_of(data)
+        assert len(about["rows"]) == about["batch_rows"] == len(data["input_ids"])
+        for row, number in enumerate(arrays["numbers"]):  # whatever rank has trained it
+            begin_, end = arrays["offsets"][row : row + 2]
+            real = data["attention_mask"][number].bool()
+            assert arrays["tokens"][begin_:end].tolist() == data["input_ids"][number][real].tolist()
+            torch.testing.assert_close(
+                torch.from_numpy(arrays["log_probs"][begin_ + 1 : end]), log_probs[number][real][1:], rtol=0, atol=1e-5
+            )
+            counted = (data["loss_mask"][number][real] != 0).double()
+            torch.testing.assert_close(
+                torch.from_numpy(arrays["advantages"][begin_:end]).double(), counted * advantages[number],
+                rtol=1e-4, atol=1e-4,
+            )  # fmt: skip
+        assert np.isfinite(arrays["token/ref_log_probs"]).all()
+    assert read_run(run)["ranks"] == {
+        "world_size": ranks,
+        "dp_size": ranks,
+        "with_ref": True,
+        "worker_class": "workers.fsdp.fsdp_worker:FSDPTrainWorker",
+    }
+    (saved,) = [line for _, line in read_lines(run / EVENTS) if line["kind"] == "checkpoint"]
+    assert saved["folder"].endswith("rollout_0000001")
+
+    done = replay(run, 3)
+    assert done.begun == 2 and done.exact == (ranks == 1) and done.different == {}, str(done)
+    assert {"loss", "policy_loss", "grad_norm", "entropy", "kl", "reward", "advantage/max"} <= done.recorded.keys()
+    if ranks == 1:  # bit for bit, and from the initial weights too
+        assert {**done.metrics, **done.recorded} == done.metrics
+        assert replay(run, 1).different == {} and replay(run, 1).begun == 0
+        # That the replay can fail: the recorded number of another run.
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        other = json.loads(lines[2])
+        other["metrics"]["grad_norm"] *= 1 + 1e-6
+        (run / "metrics.jsonl").write_text("\n".join([*lines[:2], json.dumps(other), *lines[3:]]) + "\n")
+        assert list(replay(run, 2).different) == ["grad_norm"]
+
+
+def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
+    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, "record_rows": 3}, steps=3, save_after=0)
+    run = tmp_path / "run"
+    with pytest.raises(ReplayError, match=r"step 2 has not all its rows.*checkpoints: 0 in"):
+        replay(run, 2)
+    for file in sample_files(run, 2):
+        file.unlink()
+    with pytest.raises(ReplayError, match="step 2 has no recorded rows"):
+        replay(run, 2)
+    with pytest.raises(ReplayError, match="has no step 7"):
+        replay(run, 7)
+    with pytest.raises(SystemExit) as ended:
+        replaying.main([str(tmp_path), "1"])
+    assert ended.value.code == 1 and "is not a run folder" in capsys.readouterr().err
+
+
+CASES = {
+    "gae": {"advantage_estimator": "gae", "kl_coef": 0.01},
+    "steps": {
+        "rollout_correction": "token_tis",
+        "ppo_epochs": 2,
+        "num_steps_per_rollout": 2,
+        "shuffle_minibatches": True,
+    },
+    "rollout's log-probs": {"use_rollout_logprobs": True},
+    "adaptive KL": {"kl_coef": 0.01, "kl_target": 0.1, "advantage_estimator": "reinforce_plus_plus"},
+    "adapter": {"lora_rank": 4, "kl_loss_coef": 0.0},
+}
+
+
+@pytest.mark.full("replays of several algorithms, and of Megatron's")
+@pytest.mark.parametrize("case", CASES)
+def test_replays_of_one_rank_are_equal_bit_for_bit(fsdp_groups, llama_folder, tmp_path, case):
+    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, **CASES[case]}, values=case == "gae")
+    done = replay(tmp_path / "run", 3)
+    assert done.exact and done.begun == 2 and done.different == {} and len(done.recorded) >= 15, str(done)
+
+
+@pytest.mark.full("replays of several algorithms, and of Megatron's")
+def test_tensor_parallel_step_of_megatron_is_replayed_on_one_rank(megatron_groups, llama_folder, tmp_path):
+    args = {"train_backend": "megatron", "tensor_model_parallel_size": 2, "hf_checkpoint": llama_folder}
+    record(megatron_groups(2), tmp_path, args)
+    done = replay(tmp_path / "run", 3)
+    assert not done.exact and done.begun == 2 and done.different == {}, str(done)
+
+
+@pytest.mark.full("a replay under a debugger, in a process of its own")
+def test_replay_stops_in_a_debugger(fsdp_groups, llama_folder, tmp_path):
+    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder}, steps=1, save_after=None)
+    command = [sys.executable, "-m", "workers.tracking.replay", str(tmp_path / "run"), "0", "--debug"]
+    done = subprocess.run(
+        command, input="next\nnext\nargs\nstep\nwhere\ncontinue\n", capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(Pdb)" in done.stdout and "metrics are equal bit for bit" in done.stdout

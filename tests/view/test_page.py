@@ -1,0 +1,277 @@
+"""The page of finished runs, in a headless Chromium: what a user looks for is there, and hostile text does nothing."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from browser import Browser
+from synthetic_run import STARTED, update, write_lines, write_run, write_samples
+from test_server import HOSTILE
+from waits import within
+
+from single_controller.view.server import ViewServer
+
+pytestmark = pytest.mark.timeout(120)
+
+WORDS = ["The", "answer", "is", "the", "sum", "of", "the", "two", "numbers", ",", "so", "we", "add", "them", ".\n"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def learning(steps, pace):
+    """Metrics as a run has them that learns."""
+    done = 1 - np.exp(-np.arange(steps) / pace)
+    noise = np.random.default_rng(pace).standard_normal((steps, 6))
+    means = np.stack([done, 0.1 - 0.08 * done, 2 - 1.7 * done, 0.4 + 0 * done, 1 + 0 * done, 300 + 500 * done], axis=1)
+    return means + noise * [0.05, 0.02, 0.06, 0.08, 0.3, 30]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The page of two runs: one with everything, and a short one."""
+    folder = tmp_path_factory.mktemp("runs")
+    metrics = ("reward", "loss", "entropy", "grad_norm", "staleness/mean", "completion_tokens")
+    run = write_run(
+        folder / "grpo-7b",
+        steps=400,
+        metrics=metrics,
+        values=learning(400, 80),
+        vocabulary={"file": "vocabulary.jsonl"},
+    )
+    write_run(folder / "grpo-7b-lr2", steps=250, metrics=metrics, values=learning(250, 40))
+    write_lines(run / "vocabulary.jsonl", [{"id": n, "text": f"{WORDS[n % len(WORDS)]} "} for n in range(100)])
+    write_lines(
+        run / "events.jsonl",
+        [
+            *(update(version, version, pause_seconds=0.1) for version in range(1, 400)),
+            {"step": 380, "time": STARTED + 380, "kind": "alarm", "text": "entropy collapsed", "advice": "see entropy"},
+            {"step": 390, "time": STARTED + 390, "kind": "death", "text": "rank 3 died", "group": "rollout", "rank": 3},
+        ],
+    )
+    for step in (398, 399):
+        lengths = np.random.default_rng(step).integers(8, 120, 128)
+        rewards = np.where(np.arange(128) // 8 % 4 == 0, 1.0, np.random.default_rng(step).random(128))
+        rewards[77] = -1.5
+        write_samples(
+            run,
+            step,
+            lengths,
+            prompt=6,
+            rewards=rewards,
+            groups=np.arange(128) // 8,
+            seed=step,
+            texts=[
+                {
+                    "fingerprints": {str(step): f"{step:016x}"},
+                    "columns": {"label": "42"},
+                    "turns": [{"start": 0, "end": 6, "kind": "given"}, {"start": 6, "end": int(n), "kind": "sampled"}],
+                }
+                for n in lengths
+            ],
+        )
+    parts = []
+    for n in range(340, 400):
+        at = STARTED + n
+        parts.append({"group": None, "rank": None, "method": "rollout", "start": at, "end": at + 0.45})
+        parts.append({"group": None, "rank": None, "method": "train", "start": at + 0.5, "end": at + 0.95})
+        for rank in range(4):
+            end = at + 0.2 + 0.06 * rank
+            parts.append({"group": "group rollout", "rank": rank, "method": "generate", "start": at + 0.1, "end": end})
+            parts[-1]["waits"] = {"queue": 0.08, "open": 0.02, "return": 0.01}
+        for rank in range(2):
+            parts.append({"group": "group actor", "rank": rank, "method": "train", "start": at + 0.5, "end": at + 0.9})
+    write_lines(run / "timeline.jsonl", parts)
+    with ViewServer([run, folder / "grpo-7b-lr2"]) as server:
+        threading.Thread(target=server.serve, daemon=True).start()
+        yield server.url
+
+
+def shot(browser, name):
+    if "SCREENSHOTS" in os.environ:
+        browser.screenshot(f"{os.environ['SCREENSHOTS']}/{name}.png")
+
+
+def test_finished_run(browser, url):
+    browser.open(url)
+    browser.wait("document.querySelectorAll('.card').length == 2")
+    page = browser.text()
+    assert "grpo-7b-lr2" in page and "entropy collapsed" in page and "ended: finished" in page and "df2d8c2" in page
+
+    browser.js("document.querySelectorAll('details')[1].open = true")
+    browser.js("document.querySelector('.card').dataset.old = 1")
+    browser.wait("document.querySelector('.card').dataset.old === undefined")  # it was drawn again
+    assert browser.js("[...document.querySelectorAll('details')].map((one) => one.open).join()").startswith(
+        "false,true,f"
+    )
+    assert '"lr": 0.000001' in browser.text()
+
+    browser.js("location.hash = '#curves'")
+    browser.wait("document.querySelectorAll('.chart[data-points]').length == 6")
+    points = browser.js(
+        "[...document.querySelectorAll('.chart')].map((one) => [one.dataset.metric, one.dataset.points])"
+    )
+    assert ["reward", str(400 + 250)] in points
+    drawn = "(c) => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+    assert browser.js(f"[...document.querySelectorAll('canvas')].map({drawn}).every((colors) => colors > 20)")
+    browser.js("document.querySelector('input[type=range]').value = 0.9")
+    browser.js("document.querySelector('input[type=range]').oninput()")
+    shot(browser, "view_curves")
+    browser.js("[...document.querySelectorAll('#runs input')][1].click()")
+    browser.wait("document.querySelector('.chart[data-metric=reward]').dataset.points == '400'")
+
+    browser.js("location.hash = '#timeline'")
+    browser.wait("document.querySelector('canvas')?.dataset.bars > 50")
+    lanes = browser.text("table")
+    assert "group rollout: rank 3" in lanes and "group actor: rank 1" in lanes and "script" in lanes
+    shot(browser, "view_timeline")
+
+    browser.js("location.hash = '#events?kind=death'")
+    browser.wait("document.querySelector('td') && document.querySelector('main').innerText.includes('rank 3 died')")
+    assert browser.js("document.querySelectorAll('tbody tr').length") == 1
+
+
+def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):
+    """The clicks of docs/view.md."""
+    browser.open(url + "#samples")
+    browser.wait("document.querySelector('.grid-row')?.dataset.row")
+    assert "256" not in browser.text("#sample-count") and "128 of 128 samples; 4 of 16 groups" in browser.text(
+        "#sample-count"
+    )
+    shot(browser, "view_samples")
+    first = "document.querySelector('.grid-row')"
+    assert browser.js(f"[{first}.dataset.step, {first}.dataset.row]") == ["399", "77"]
+    browser.js(f"{first}.click()")
+    browser.wait("document.querySelectorAll('.tokens span').length > 5")
+    assert "-1.5" in browser.text() and "label" in browser.text() and "sampled" in browser.text("#tokens")
+    assert "The answer is" in browser.text("#tokens").replace("\n", " ") or "numbers" in browser.text("#tokens")
+    colors = browser.js("[...document.querySelectorAll('.tokens span')].map((one) => one.style.backgroundColor)")
+    assert colors[0] == "" and len(set(colors)) > 3
+    browser.js("document.querySelectorAll('.tokens span')[6].click()")
+    token = browser.text("#token")
+    assert "The update to version 399" in token and f"{399:016x}" in token and "The engine had these weights." in token
+    for color in ("ratio", "advantage", "mask", "version"):
+        browser.js(f"document.querySelector('main select').value = '{color}'")
+        browser.js("document.querySelector('main select').onchange()")
+        assert browser.js("[...document.querySelectorAll('.tokens span')].some((one) => one.style.backgroundColor)"), (
+            color
+        )
+    browser.js("document.querySelector('main select').value = 'advantage'")
+    browser.js("document.querySelector('main select').onchange()")
+    shot(browser, "view_sample")
+    browser.js("[...document.querySelectorAll('#token a')].at(-1).click()")
+    browser.wait("document.querySelector('main').innerText.includes('Updates')")
+    browser.wait("document.querySelectorAll('tbody tr').length == 200")
+    assert browser.errors() == []
+
+
+def test_the_table_scrolls_and_filters(browser, url):
+    browser.open(url + "#samples?step=all&equal=yes")
+    browser.wait("document.querySelector('#sample-count').innerText.startsWith('64 of 256')")
+    browser.js("document.querySelector('.scroll').scrollTop = 1e6")
+    browser.wait("[...document.querySelectorAll('.grid-row')].at(-1)?.dataset.row")
+    assert browser.js("document.querySelectorAll('.grid-row').length") < 60
+    browser.js("document.querySelector('.grid-head button:nth-child(4)').click()")
+    browser.wait("location.hash.includes('sort=completion')")
+
+
+def test_hostile_text_does_nothing(browser, tmp_path):
+    """All at once, in every place that shows text of a run."""
+    texts = [text[:100_000] for text in HOSTILE]
+    run = write_run(
+        tmp_path / "run",
+        name=texts[0],
+        config={text[:100]: text for text in texts},
+        groups=texts[:3],
+        git={"commit": texts[1], "dirty": True},
+        resumed=[{"time": 1, "step": texts[2]}],
+        vocabulary={"file": "vocabulary.jsonl"},
+        ended={"time": 1, "reason": texts[1]},
+    )
+    write_lines(run / "metrics.jsonl", [{"step": 1, "time": 1, "metrics": {text[:200]: 1.0 for text in texts}}])
+    write_lines(run / "vocabulary.jsonl", [{"id": n, "text": texts[n % len(texts)][:2000]} for n in range(100)])
+    kinds = ["alarm", "update", *texts[:3]]
+    write_lines(
+        run / "events.jsonl",
+        [
+            {
+                "step": text[:50],
+                "time": 1.0,
+                "kind": kinds[n % 5],
+                "text": text,
+                "advice": text,
+                "version": text,
+                "digest": text,
+            }
+            for n, text in enumerate(texts)
+        ],
+    )
+    write_lines(
+        run / "timeline.jsonl",
+        [{"group": text[:300], "rank": 1, "method": text[:300], "start": 1, "end": 2} for text in texts],
+    )
+    row = {"finish": texts[1], "columns": {texts[0]: texts[1]}, "reward_parts": {texts[1]: 1.0}, "info": {"x": texts}}
+    row |= {
+        "prompt": texts[0],
+        "turns": [{"start": texts[1], "end": 3, "kind": texts[0]}],
+        "fingerprints": {"1": texts[0]},
+    }
+    write_samples(run, 1, [40] * 12, texts=[row | {"completion": text} for text in texts])
+    with ViewServer([run]) as server:
+        threading.Thread(target=server.serve, daemon=True).start()
+        tabs = [
+            "overview",
+            "curves",
+            "timeline",
+            "ranks",
+            "weights",
+            "samples",
+            "events",
+            "sample?step=1&row=0&token=9",
+        ]
+        tabs += ["sample?step=<script>window.hacked=1</script>&row=0", "<img src=x onerror=window.hacked=1>"]
+        for tab in tabs:
+            browser.open(f"{server.url}#{tab}")
+            browser.wait("(document.querySelector('main').innerText || 'Loading').startsWith('Loading') === false")
+            browser.js("new Promise((done) => setTimeout(done, 100))")
+            assert browser.js("window.hacked") is None, tab
+            assert (
+                browser.js(
+                    "document.querySelectorAll('main script, main img, main svg, main iframe, main style').length"
+                )
+                == 0
+            )
+            assert browser.js(
+                "performance.getEntriesByType('resource').every((one) => one.name.startsWith(location.origin))"
+            )
+        assert "<script>window.hacked" in browser.js("document.title")
+    assert [one for one in browser.log if one["method"] == "Page.javascriptDialogOpening"] == []
+
+
+@pytest.mark.full("large runs on the page")
+@pytest.mark.alone
+def test_large_runs_open_within_two_seconds(browser, tmp_path):
+    """10,000 samples of 1,000 tokens in one step, and 100,000 steps; then the table is scrolled through."""
+    wide, long = write_run(tmp_path / "wide", steps=10), tmp_path / "long"
+    write_run(long, steps=100_000, metrics=[f"metric/{n}" for n in range(20)])
+    write_samples(wide, 1, [1000] * 10_000, texts=[{"completion": "word " * 800}] * 10_000)
+    for run, tab, ready in (
+        (wide, "samples", "document.querySelector('.grid-row')?.dataset.row"),
+        (long, "curves", "document.querySelectorAll('.chart[data-points=\"800\"]').length > 5"),
+    ):
+        with ViewServer([run]) as server:  # which has read nothing yet
+            threading.Thread(target=server.serve, daemon=True).start()
+            browser.open("about:blank")
+            with within(2):
+                browser.open(f"{server.url}#{tab}")
+                browser.wait(ready)
+            if tab == "samples":
+                with within(2):
+                    for share in range(1, 11):
+                        browser.js(f"document.querySelector('.scroll').scrollTop = {share} * 26_000")
+                        browser.wait("[...document.querySelectorAll('.grid-row')].every((one) => one.dataset.row)")

@@ -1,0 +1,146 @@
+"""Why a rank waits, and for whom: from the calls and stacks of a group's ranks."""
+
+import pytest
+
+from single_controller.call.state import RankStatus
+from single_controller.call.transport import Death, RankProcess, RunningCall
+from single_controller.view.group_watch import GroupLook, GroupStatus
+from single_controller.view.rank_waits import collective, frames, waits
+
+HERE = '  File "/home/me/trainer.py", line {line}, in {name}\n    {text}'
+TORCH = (
+    '  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81, in wrapper\n'
+    "    return func(*args, **kwargs)\n"
+    '  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2806, in {name}\n'
+    "    work.wait()"
+)
+PY_SPY = """  Thread 77 (idle): "MainThread"
+      select (selectors.py:415)
+      Worker.main_loop (ray/_private/worker.py:1069)
+      run (my/launcher.py:3)
+  Thread 78 (active): "worker-calls"
+      wait (torch/distributed/distributed_c10d.py:500)
+      broadcast (torch/distributed/distributed_c10d.py:2500)
+      Trainer.load (my/trainer.py:12)"""
+SIGNAL = """  Thread 0x00007f (most recent call first):
+    File "/usr/lib/python3.11/threading.py", line 324 in wait
+  Current thread 0x00007e (most recent call first):
+    File "/home/me/loss.py", line 5 in entropy
+    File "/home/me/trainer.py", line 48 in train"""
+
+
+def at(line, name="train", text="x = 1"):
+    return HERE.format(line=line, name=name, text=text)
+
+
+def within(name, line=48):
+    return at(line, text=f"dist.{name}(loss)") + "\n" + TORCH.format(name=name)
+
+
+def rank(number, *calls, alive=True, answers=True, seconds=10.0):
+    running = tuple(RunningCall(*call) if isinstance(call, tuple) else RunningCall(call, seconds) for call in calls)
+    death = None if alive else Death(1.0, "killed", 0)
+    return RankStatus(
+        number, RankProcess("host", "10.0.0.1", 100 + number), alive, running if answers else None, "", death
+    )
+
+
+def explained(ranks, stacks):
+    return {number: str(wait) for number, wait in waits(ranks, stacks).items()}
+
+
+def test_one_rank_is_late_for_a_collective():
+    ranks = [rank(n, "train") for n in range(4)]
+    stacks = {n: within("all_reduce") for n in (0, 1, 3)} | {2: at(30, "load")}
+    assert explained(ranks, stacks) == {
+        **{n: "waits in all_reduce, for rank 2; at trainer.py:48, in train" for n in (0, 1, 3)},
+        2: "at trainer.py:30, in load; ranks 0, 1, 3 wait for it",
+    }
+
+
+@pytest.mark.parametrize("why", ["dead", "no answer", "ended", "another method"])
+def test_the_missing_rank(why):
+    other = {
+        "dead": rank(1, alive=False),
+        "no answer": rank(1, answers=False),
+        "ended": rank(1),
+        "another method": rank(1, "save", "train"),
+    }[why]
+    found = waits([rank(0, "train"), other], {0: within("barrier"), 1: at(9)})
+    assert found[0].what == "in barrier" and found[0].ranks == (1,) and found[1].awaited == (0,)
+
+
+def test_ranks_in_different_collectives_wait_for_each_other():
+    stacks = {0: within("all_reduce"), 1: within("all_reduce"), 2: within("broadcast", 60)}
+    found = waits([rank(n, "train") for n in range(3)], stacks)
+    assert (found[0].ranks, found[1].ranks, found[2].ranks) == ((2,), (2,), (0, 1))
+
+
+def test_all_in_the_same_collective_wait_for_the_network():
+    found = waits([rank(n, "train") for n in range(3)], {n: within("all_reduce") for n in range(3)})
+    assert [wait.ranks for wait in found.values()] == [(), (), ()]
+
+
+def test_a_call_that_waits_for_another_calls_result():
+    waiting = rank(0, ("score", 3.0, "the result of generate()"))
+    assert explained([waiting], {}) == {0: "waits for the result of generate()"}
+
+
+def test_idle_ranks_wait_for_nothing():
+    assert waits([rank(0), rank(1)], {}) == {}
+
+
+def test_frames_of_all_sources():
+    assert [str(frame) for frame in frames(at(1, "f") + "\n" + at(2, "g"))] == [
+        "trainer.py:1, in f",
+        "trainer.py:2, in g",
+    ]
+    assert [frame.function for frame in frames(PY_SPY)] == ["Trainer.load", "broadcast", "wait"]
+    assert collective(frames(PY_SPY)) == "broadcast"
+    assert [str(frame) for frame in frames(SIGNAL)] == ["trainer.py:48, in train", "loss.py:5, in entropy"]
+    tasks = f"  task:\n{at(7, 'fetch')}\n  task:\n{at(8, 'other')}"
+    assert [str(frame) for frame in frames(tasks)] == ["trainer.py:7, in fetch"]
+    assert frames("") == frames("  no method is running") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("work.wait()", "wait"),
+        ("dist.all_gather_into_tensor(a, b)", "all_gather_into_tensor"),
+        ("broadcaster(x)", ""),
+        ("reduced(x)", ""),
+    ],
+)
+def test_collectives_without_a_frame_of_their_own(text, name):
+    assert collective(frames(at(5, text=text))) == name
+
+
+class TestProblems:
+    def look(self, *ranks, stacks, state="open"):
+        status = GroupStatus("group a", state, "why" if state == "broken" else "", 0, ranks)
+        return GroupLook(status, waits(ranks, stacks), stacks)
+
+    def test_late_only_after_the_limit_and_only_if_others_wait(self):
+        stacks = {0: within("all_reduce"), 1: at(30, "load")}
+        look = self.look(rank(0, "train"), rank(1, "train"), stacks=stacks)
+        assert look.problems(late=11) == []
+        (problem,) = look.problems(late=9)
+        assert (
+            problem == "rank 1 of group a is late: train() for 10.0 s, at trainer.py:30, in load; rank 0 waits for it"
+        )
+        alone = self.look(rank(0), rank(1, "train"), stacks={1: at(30)})
+        assert alone.problems(late=1) == [] and len(alone.problems(late=1, no_progress=9)) == 1
+
+    def test_dead_silent_and_broken(self):
+        look = self.look(rank(0, alive=False), rank(1, answers=False), stacks={}, state="broken")
+        first, second, third = look.problems()
+        assert "is broken: why" in first and "rank 0 of group a is dead: killed" in second and "rank 1" in third
+
+    def test_json_is_plain(self):
+        look = self.look(rank(0, "train"), rank(1, alive=False), stacks={0: within("all_reduce")})
+        found = look.as_json()["ranks"]
+        assert (
+            found[0]["waits_for"] == [1] and found[1]["awaited_by"] == [0] and found[1]["death"]["reason"] == "killed"
+        )
+        assert found[0]["running"] == [{"method": "train", "seconds": 10.0, "waits": ""}]

@@ -1,0 +1,291 @@
+"""Loggers: where a run's metrics go besides its folder. Each library is an optional extra, imported when it is used.
+
+Their own settings hold: where W&B sends (``WANDB_MODE=offline`` for nowhere), ``MLFLOW_TRACKING_URI``,
+``SWANLAB_MODE``, and so on. Each continues the run of a resumed folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from single_controller import GroupMetrics, WorkerGroup
+from workers.extras import require
+
+
+@dataclass(frozen=True)
+class RunAbout:
+    """What a logger shows of a run.
+
+    Attributes:
+        project: what the run is grouped under.
+        name: of the run.
+        id: the same when the run is resumed.
+        resumed: whether it is.
+        folder: for the logger's files.
+        config: the configuration.
+    """
+
+    project: str
+    name: str
+    id: str
+    resumed: bool
+    folder: Path
+    config: Mapping[str, Any]
+
+
+class Logger(ABC):
+    """Sends metrics somewhere.
+
+    Args:
+        about: the run.
+
+    Raises:
+        ImportError: the library is not installed; the message names the extra.
+    """
+
+    extra: str | None = None
+    """The extra to install, and the name of its module."""
+
+    def __init__(self, about: RunAbout) -> None:
+        self.about = about
+        self.library: Any = None if self.extra is None else require(self.extra, extra=self.extra)
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step. A step smaller than before was repeated."""
+
+    def watch(self, group: WorkerGroup) -> None:  # noqa: B027  (most loggers take no groups)
+        """The run has this group. By default, nothing is sent of it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class TensorBoardLogger(Logger):
+    """Event files in the folder ``tensorboard``. Of a step that is repeated, TensorBoard shows the later values."""
+
+    _writer: Any = None
+    _last = -1
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        require("tensorboard", extra="tracking")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = SummaryWriter
+        if not about.resumed:
+            self._writer = SummaryWriter(str(about.folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None or step <= self._last:  # the steps from this one on, of before, are not shown any more
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = self._make(str(self.about.folder), purge_step=step)
+        self._last = step
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a killed run keeps what it has logged
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbLogger(Logger):
+    """Weights & Biases. It ignores steps that are repeated."""
+
+    extra = "wandb"
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        about.folder.mkdir(parents=True, exist_ok=True)
+        self._run = self.library.init(
+            project=about.project,
+            name=about.name,
+            id=about.id,
+            resume="allow",
+            dir=str(about.folder),
+            config=dict(about.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLogger(Logger):
+    """MLflow: at ``MLFLOW_TRACKING_URI``, or else in a file of the folder ``mlflow``."""
+
+    extra = "mlflow"
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = None
+        if uri is None:
+            about.folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{(about.folder / 'mlflow.db').resolve()}"
+            artifacts = (about.folder / "artifacts").resolve().as_uri()
+        self._client = self.library.MlflowClient(tracking_uri=uri)
+        experiment = self._client.get_experiment_by_name(about.project)
+        number = (
+            self._client.create_experiment(about.project, artifacts) if experiment is None else experiment.experiment_id
+        )
+        found = self._client.search_runs([number], f"tags.run_folder = '{about.id}'", max_results=1)
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(number, tags={"run_folder": about.id}, run_name=about.name).info.run_id
+        params = [self.library.entities.Param(_name(name), str(value)[:5000]) for name, value in about.config.items()]
+        for begin in range(0, len(params), 100):  # what a server takes at once
+            self._client.log_batch(self._run, params=params[begin : begin + 100])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        made = [self.library.entities.Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        for begin in range(0, len(made), 1000):
+            self._client.log_batch(self._run, metrics=made[begin : begin + 1000])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _name(name: str) -> str:
+    """A name as MLflow takes it."""
+    return re.sub(r"[^\w\-. /:]", "_", name)
+
+
+class SwanLabLogger(Logger):
+    """SwanLab. Its files are in the folder ``swanlab``."""
+
+    extra = "swanlab"
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        about.folder.mkdir(parents=True, exist_ok=True)
+        self._run = self.library.init(
+            project=about.project,
+            name=about.name,
+            id=about.id,
+            resume="allow",
+            config=dict(about.config),
+            log_dir=str(about.folder),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioLogger(Logger):
+    """Trackio. Its files are where ``TRACKIO_DIR`` says."""
+
+    extra = "trackio"
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        self._run = self.library.init(
+            project=about.project,
+            name=f"{about.name}-{about.id}",
+            config=json.loads(json.dumps(dict(about.config), default=str)),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class JsonLogger(Logger):
+    """``metrics.jsonl`` in the folder ``json``: a line ``{"step", "time", ...metrics}`` for each step, in the chosen
+    names. A step that is repeated has several lines; the last one counts."""
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        about.folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(about.folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = json.dumps({"step": step, "time": time.time(), **metrics})
+        os.write(self._file, line.encode() + b"\n")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class ConsoleLogger(Logger):
+    """A line for each step on stderr."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        said = (f"{name} {value:.4g}" for name, value in metrics.items())
+        sys.stderr.write(f"step {step}: {', '.join(said)}\n")
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class RayLogger(Logger):
+    """Ray's metrics, which an existing Prometheus collects from its nodes: those of steps, and of the groups."""
+
+    def __init__(self, about: RunAbout) -> None:
+        super().__init__(about)
+        self._metrics = GroupMetrics()
+
+    def watch(self, group: WorkerGroup) -> None:
+        self._metrics.add(group)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.log(step, metrics, self.about.name)
+
+    def close(self) -> None:
+        """Look at the groups for the last time."""
+        self._metrics.close()
+
+
+LOGGERS: dict[str, type[Logger]] = {
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+    "swanlab": SwanLabLogger,
+    "trackio": TrackioLogger,
+    "json": JsonLogger,
+    "console": ConsoleLogger,
+    "ray": RayLogger,
+}
+
+
+def check_loggers(names: Any) -> list[str]:
+    """Return the names of loggers, each once.
+
+    Raises:
+        ValueError: one is unknown.
+        TypeError: it is no list of names.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"loggers={names!r}: pass a list of names, such as ['tensorboard', 'wandb']")
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(f"loggers has {name!r}: expected some of {', '.join(LOGGERS)}")
+    return list(dict.fromkeys(names))

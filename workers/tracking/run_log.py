@@ -1,0 +1,465 @@
+"""RunLog: what a run leaves behind: its folder (docs/runs.md), and what other loggers get.
+
+Thread: a `RunLog` with a folder has a daemon thread named "run-log", which writes what happens between two steps:
+deaths, calls that have ended, alarms. It ends when the log is closed or garbage collected.
+Lock: ``_lock`` protects the folder's files and what is remembered of the groups, which that thread, the watchers of the
+groups and the caller's thread use. No worker is called under it: one that hangs must not stop that thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from dispatch.checks import check_count
+from single_controller import GroupClosedError, SingleControllerError
+from single_controller.call.state import Closing
+from workers.tracking.alarms import Alarm, Alarms
+from workers.tracking.loggers import LOGGERS, Logger, RunAbout, check_loggers
+from workers.tracking.metric_names import NAMES, BatchNumbers, renamed
+from workers.tracking.run_about import about_process
+from workers.tracking.run_folder import RunFolder
+from workers.tracking.samples import RowNote, hexadecimal, step_samples, with_record_rows
+from workers.tracking.timeline import CallLines
+
+if TYPE_CHECKING:
+    import numpy as np
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 2.0
+"""How often the thread looks."""
+
+
+class RunLog(Closing):
+    """Metrics by step, and the run's folder. Use it in the driver's script, which has the metrics of all ranks. A
+    context manager.
+
+    Opening the folder of a run that was killed continues it: the first step that is logged replaces what the folder has
+    of that step and those after it. A step that is logged again replaces that step and those after it.
+
+    Args:
+        folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
+        run_dir: the run's folder; "auto" for a new one in ``runs/``. None writes no folder.
+        loggers: where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console, ray.
+            Files go into the run's folder.
+        metric_names: names that the loggers get: "own", "verl" or "slime"; see `workers.tracking.metric_names`. The
+            folder has those of this library.
+        name: of the run; by default that of its folder.
+        project: what loggers group runs under.
+        args: the configuration, to be recorded.
+        tokenizer: what turns token ids into the samples' text, by its method ``decode``; None records ids alone.
+        record_rows: how many rows of each step are recorded; None for all, which `replay` needs, and 0 for none.
+        keep_steps: how many of the latest steps keep their samples.
+        keep_bytes: size of all samples, in bytes, above which the oldest are dropped.
+
+    Attributes:
+        steps: step -> logged metrics, of this process.
+        run_dir: the run's folder; None without one.
+
+    Raises:
+        ImportError: a logger's library is not installed; the message names the extra.
+        TypeError, ValueError: an argument is invalid.
+        RunFolderInUse: another process writes the folder.
+        RunFolderError: the folder has a run of another format.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        run_dir: str | Path | None = "auto",
+        loggers: Sequence[str] = (),
+        metric_names: str = "own",
+        name: str | None = None,
+        project: str = "single-controller",
+        args: Any = None,
+        tokenizer: Any = None,
+        record_rows: int | None = 64,
+        keep_steps: int = 200,
+        keep_bytes: int = 1 << 30,
+    ) -> None:
+        for what, path in (("folder", folder), ("run_dir", run_dir)):
+            if path is not None and not isinstance(path, (str, Path)):
+                raise TypeError(f"RunLog: {what} is {path!r:.80}; pass a path, or None to write no files")
+        if metric_names not in NAMES:
+            raise ValueError(f"metric_names={metric_names!r}: expected one of {', '.join(NAMES)}")
+        chosen = check_loggers(loggers)
+        if folder is not None and "tensorboard" not in chosen:
+            chosen.append("tensorboard")
+        needy = [one for one in chosen if one != "console" and not (one == "tensorboard" and folder is not None)]
+        if run_dir is None and needy:
+            raise ValueError(f"loggers has {needy[0]!r}, whose files go into the run's folder, but run_dir is None")
+        self.steps: dict[int, dict[str, float]] = {}
+        self._seconds: dict[str, float] = {}
+        self._parts: list[dict[str, Any]] = []
+        self._names = metric_names
+        self._config = _plain(args)
+        self._decode: Callable[[Sequence[int]], str] | None = None if tokenizer is None else tokenizer.decode
+        self._limit = None if record_rows is None else check_count("record_rows", record_rows, 0)
+        self._lock = threading.RLock()
+        self._groups: dict[str, tuple[Any, CallLines, int]] = {}  # name -> group, its calls, its generation
+        self._watchers: list[Closing] = []
+        self._actor: Any = None
+        self._train_groups: list[Any] = []
+        self._managers: list[Any] = []
+        self._version, self._checkpoint = 0, None  # of the actor, that events are written of
+        self._known_tokens: set[int] = set()
+        self._failed: set[str] = set()
+        bound = int(self._config.get("max_staleness") or 0) if self._config.get("async_rollout") else 0
+        self._alarms = Alarms(bound)
+        self._folder: RunFolder | None = None
+        self.run_dir: Path | None = None
+        if run_dir is not None:
+            path = Path(time.strftime("runs/%Y%m%d-%H%M%S") + f"-{os.getpid()}") if run_dir == "auto" else Path(run_dir)
+            about = about_process(self._config, name)
+            about["vocabulary"] = None if tokenizer is None else {"file": "vocabulary.jsonl"}
+            self._folder = RunFolder(
+                path,
+                about,
+                keep_steps=check_count("keep_steps", keep_steps),
+                keep_bytes=check_count("keep_bytes", keep_bytes),
+            )
+            self.run_dir = path
+        self._loggers: dict[str, Logger] = {}
+        try:
+            for one in chosen:
+                self._loggers[one] = LOGGERS[one](self._about(one, folder, project))
+        except BaseException:
+            self._end("a logger could not be opened")
+            raise
+        self._stop = threading.Event()
+        if self._folder is not None:
+            threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="run-log", daemon=True).start()
+
+    @classmethod
+    def from_args(cls, args: Any, *, run_dir: str | Path | None = "auto", tokenizer: Any = None) -> Self:
+        """Open the log that a configuration asks for: ``tensorboard_dir``, ``run_dir``, ``loggers``, ``metric_names``,
+        ``record_rows`` and ``record_steps``.
+
+        Args:
+            args: the configuration.
+            run_dir: the folder if the configuration says "auto".
+            tokenizer: see the class.
+        """
+        return cls(
+            args.tensorboard_dir,
+            run_dir=run_dir if args.run_dir == "auto" else args.run_dir,
+            loggers=list(args.loggers),
+            metric_names=args.metric_names,
+            args=args,
+            tokenizer=tokenizer,
+            record_rows=args.record_rows,
+            keep_steps=args.record_steps,
+        )
+
+    # --- for the driver's script --------------------------------------------------------------------------
+
+    def watch(self, *watched: Any) -> None:
+        """Record what these do: calls, deaths, updates of the weights, checkpoints, and what is known of samples.
+
+        Args:
+            watched: train groups, rollout managers, and worker groups.
+        """
+        if self._folder is None:
+            return
+        ranks: dict[str, Any] | None = self._folder.run.get("ranks")
+        for one in watched:
+            if hasattr(one, "async_train"):
+                self._train_groups.append(one)
+                if one.role == "actor":
+                    self._actor = one
+                    workers = one.ready_workers("watch")
+                    ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
+                    ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
+                    self._version, self._checkpoint = one.weight_version, one.last_checkpoint
+                self._watch_group(one.worker_group)
+            elif hasattr(one, "row_notes"):
+                self._managers.append(one)
+                self._watch_group(one.group)
+            else:
+                self._watch_group(one)
+        with self._lock:
+            self._folder.update(groups=list(self._groups), ranks=ranks)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time spent inside to ``seconds/<part>`` of the next logged step."""
+        began, at = time.perf_counter(), time.time()
+        try:
+            yield
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - began
+            if self._folder is not None:
+                self._parts.append({"group": None, "rank": None, "method": part, "start": at, "end": time.time()})
+
+    def mark(self, step: int, batch: Any) -> Any:
+        """Choose the rows of a batch that will be recorded, so that the trainer keeps what it computes for them.
+
+        Args:
+            step: of the run.
+            batch: rollout data.
+
+        Returns:
+            The batch to train on, and to pass to `log`: with the entry ``record_rows``, if rows are recorded.
+        """
+        if self._folder is None or self._limit == 0:
+            return batch
+        marked = with_record_rows(batch, self._limit, step)
+        for manager in self._managers:
+            manager.row_notes.same(batch, marked)
+        return marked
+
+    def log(self, step: int, metrics: Mapping[str, float], batch: Any = None) -> dict[str, float]:
+        """Log a step.
+
+        Args:
+            step: number of the step.
+            metrics: by name. If they have ``tokens`` and something was `timed`, ``tokens_per_second`` is added.
+            batch: what was trained on, from `mark`: its rows are recorded, and metrics of lengths and rewards added.
+
+        Returns:
+            The metrics, including the seconds of each part.
+        """
+        numbers = None if batch is None else BatchNumbers.of(batch)
+        noted = {} if numbers is None else numbers.metrics()
+        noted |= {name: float(value) for name, value in metrics.items()}
+        noted |= {f"seconds/{part}": seconds for part, seconds in self._seconds.items()}
+        whole = sum(self._seconds.values())
+        if whole and "tokens" in noted:
+            noted["tokens_per_second"] = noted["tokens"] / whole
+        self._seconds = {}
+        for later in [one for one in self.steps if one >= step] if step in self.steps else ():
+            del self.steps[later]
+        self.steps[step] = noted
+        self._watch_new_workers()
+        samples, events = self._samples(batch), self._of_actor()
+        if self._folder is not None:
+            with self._lock, self._saving():
+                self._write(self._folder, step, noted, samples, events)
+        with self._lock:
+            alarms = self._alarms.step(noted, time.monotonic())
+        for alarm in alarms:
+            self._raise(alarm, step)
+        if self._loggers:
+            told = renamed(self._names, noted, numbers, self._config)
+            for name, one in self._loggers.items():
+                self._tell(name, lambda one=one: one.log(step, told))  # type: ignore[misc]
+        return noted
+
+    def event(self, kind: str, text: str, step: int | None = None, **fields: Any) -> None:
+        """Write an event into the folder.
+
+        Args:
+            kind: of the event.
+            text: a line for people.
+            step: of the run, if it belongs to one.
+            fields: further entries, as JSON writes them.
+        """
+        if self._folder is not None:
+            with self._lock, self._saving():
+                self._folder.event(kind, text, step, **fields)
+
+    def column(self, name: str) -> list[float]:
+        """Return the values of a metric, in order of the steps that have it."""
+        return [metrics[name] for _, metrics in sorted(self.steps.items()) if name in metrics]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._end("finished")
+
+    def __exit__(self, *error: Any) -> None:
+        self._end("finished" if error[1] is None else f"{type(error[1]).__name__}: {error[1]}"[:2000])
+
+    # --- the inside -----------------------------------------------------------------------------------------
+
+    def _about(self, logger_name: str, folder: str | Path | None, project: str) -> RunAbout:
+        run: Mapping[str, Any] = {} if self._folder is None else self._folder.run
+        where = Path(folder) if logger_name == "tensorboard" and folder is not None else None
+        return RunAbout(
+            project,
+            run.get("name", "run"),
+            run.get("id", "run"),
+            self._folder is not None and self._folder.resumed,
+            where or (self.run_dir or Path()) / logger_name,
+            self._config,
+        )
+
+    def _watch_group(self, group: Any) -> None:
+        with self._lock:
+            known = self._groups.get(group.name)
+            if known is not None and known[0] is group:
+                return
+            first = 0 if known is None else known[1].count
+            self._groups[group.name] = group, CallLines(group, first), group.generation
+        # A rank takes 400 bytes of each call.
+        group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))))
+        self._watchers.append(group.watch(lambda error: self._died(group.name, error)))
+        for name, one in self._loggers.items():
+            self._tell(name, partial(one.watch, group))
+
+    def _watch_new_workers(self) -> None:
+        """Watch the groups that train groups have made anew, as `RayTrainGroup.restart` does."""
+        for one in self._train_groups:
+            with suppress(GroupClosedError):
+                self._watch_group(one.worker_group)
+
+    def _died(self, group: str, error: Any) -> None:
+        host = getattr(error, "host", None)
+        for rank in getattr(error, "ranks", ()):
+            self.event("death", str(error), group=group, rank=rank, host=host, error=type(error).__name__)
+
+    def _samples(self, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+        """Return the samples of a batch, with what the ranks have computed. Not under the lock: it calls the ranks."""
+        if self._folder is None or batch is None or "record_rows" not in batch.keys():  # noqa: SIM118  (a TensorDict)
+            return None
+        computed: Mapping[int, Mapping[str, np.ndarray]] = {}
+        if self._actor is not None:
+            with suppress(SingleControllerError):  # the next call of the group raises it too
+                computed = self._actor.recorded_rows()
+        notes: Sequence[RowNote] | None = None
+        for manager in self._managers:
+            notes = manager.row_notes.of(batch) or notes
+        arrays, about = step_samples(batch, computed, notes, self._decode)
+        about["weight_version"] = None if self._actor is None else self._actor.weight_version
+        return arrays, about
+
+    def _of_actor(self) -> list[dict[str, Any]]:
+        """Return the events of the actor since the last call. Not under the lock: it calls a rank."""
+        actor, events = self._actor, []
+        if self._folder is None or actor is None:
+            return []
+        if actor.weight_version != self._version:
+            self._version = actor.weight_version
+            report = None
+            with suppress(SingleControllerError):  # the next call of the group raises it too
+                report = actor.last_sync()
+            if report is not None:
+                said = f"weights of version {report.version}: {report.nbytes} bytes in {report.seconds:.2f} s"
+                digest = None if report.fingerprint is None else hexadecimal(report.fingerprint)
+                event = {"kind": "update", "text": said, "version": report.version, "bytes": report.nbytes}
+                event |= {name: getattr(report, name) for name in ("seconds", "pause_seconds", "receivers", "patched")}
+                events.append({**event, "proof": report.proved, "digest": digest})
+        if actor.last_checkpoint != self._checkpoint:
+            self._checkpoint = actor.last_checkpoint
+            events.append({"kind": "checkpoint", "text": f"checkpoint {self._checkpoint}", "folder": self._checkpoint})
+        return events
+
+    def _write(
+        self,
+        folder: RunFolder,
+        step: int,
+        metrics: Mapping[str, float],
+        samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None,
+        events: Sequence[dict[str, Any]],
+    ) -> None:
+        """Write a step. Under the lock."""
+        if samples is not None and self._decode is not None:
+            new = set(samples[0]["tokens"].tolist()) - self._known_tokens
+            folder.words({token: self._decode([token]) for token in sorted(new)})
+            self._known_tokens |= new
+        folder.step(step, metrics, samples)
+        for event in events:
+            folder.event(step=step, **event)
+        folder.timeline([{**part, "step": step} for part in self._parts])
+        self._parts = []
+        self._look(step)
+
+    def _look(self, step: int | None = None) -> None:
+        """Write what has happened to the groups. Under the lock."""
+        folder = self._folder
+        if folder is None:
+            return
+        for name, (group, lines, generation) in self._groups.items():
+            folder.timeline(lines.new())
+            if group.generation != generation:
+                self._groups[name] = group, lines, group.generation
+                folder.event("replace", f"workers of {name} were replaced or restarted", step, group=name, rank=None)
+
+    def _tick(self) -> None:
+        """What the thread does."""
+        folder = self._folder
+        if folder is None:
+            return
+        with self._lock, self._saving():
+            self._look()
+        disk = os.statvfs(folder.path)
+        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        with self._lock:
+            alarms = self._alarms.tick(time.monotonic(), free, size)
+        for alarm in alarms:
+            self._raise(alarm, None)
+
+    def _raise(self, alarm: Alarm, step: int | None) -> None:
+        at = "" if step is None else f"step {step}: "
+        logger.warning("%s%s. Look at: %s", at, alarm.text, alarm.advice)
+        self.event("alarm", alarm.text, step, alarm=alarm.name, advice=alarm.advice)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Inside, an error of the disk is logged once and does not end the training."""
+        try:
+            yield
+        except OSError as error:
+            if "folder" not in self._failed:
+                self._failed.add("folder")
+                logger.exception("the run's folder %s cannot be written: %s. Training goes on", self.run_dir, error)
+        else:
+            self._failed.discard("folder")
+
+    def _tell(self, name: str, send: Callable[[], object]) -> None:
+        try:
+            send()
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.exception("the logger %s has failed; training goes on", name)
+                self.event("logger", f"the logger {name} has failed: {error}", logger=name)
+
+    def _end(self, reason: str) -> None:
+        if hasattr(self, "_stop"):
+            self._stop.set()
+        for watcher in self._watchers:
+            watcher.close()
+        self._watchers = []
+        loggers, self._loggers = self._loggers, {}
+        for name, one in loggers.items():
+            self._tell(name, one.close)
+        if self._folder is not None:
+            with self._lock, self._saving():
+                self._look()
+                self._folder.close(reason)
+            self._folder = None
+
+
+def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
+    while not stop.wait(TICK_SECONDS):
+        one = log()
+        if one is None:
+            return
+        try:
+            one._tick()
+        except Exception:
+            logger.exception("recording the run has failed; training goes on")
+        del one  # this thread must not keep it while it waits
+
+
+def _plain(args: Any) -> dict[str, Any]:
+    if args is None:
+        return {}
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(args, DictConfig):
+        made = OmegaConf.to_container(args, resolve=True)
+        return {str(name): value for name, value in made.items()} if isinstance(made, dict) else {}
+    with suppress(TypeError):
+        return dict(args)
+    return dict(vars(args))

@@ -1,0 +1,238 @@
+"""The samples of a step: which rows of a batch are recorded, and the arrays and texts of them. docs/runs.md has the
+format."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from workers.data.rollout_data import RECORD_ROWS, REWARD_PART, token_versions
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.rollout.engines.rollout_engine import Completion
+
+Decode = Callable[[Sequence[int]], str]
+
+_OWN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_probs", "advantages", "rewards"}) | {
+    "group_ids",
+    "weight_versions",
+    "weight_fingerprints",
+    "prompt_lengths",
+    RECORD_ROWS,
+}
+"""Columns that have a place of their own in the format."""
+
+
+class RowNote(NamedTuple):
+    """What is known of a row that is no number.
+
+    Attributes:
+        finish: the finish reason.
+        info: of its session, or None.
+        columns: what its prompt had besides its tokens.
+    """
+
+    finish: str
+    info: Mapping[str, Any] | None
+    columns: Mapping[str, Any]
+
+
+class RowNotes:
+    """The notes of the latest batches, each for as long as the batch exists."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[weakref.ref[Any], list[RowNote]]] = deque(maxlen=8)
+
+    def put(self, batch: Any, completions: Sequence[Completion], columns: Sequence[Mapping[str, Any]]) -> None:
+        """Note the rows of a batch that `collate` has made.
+
+        Args:
+            batch: the batch.
+            completions: as `collate` was given them.
+            columns: what the prompt of each had besides its tokens.
+        """
+        notes = [
+            RowNote(one.finish_reason, one.info, of_prompt)
+            for one, of_prompt in zip(completions, columns, strict=True)
+            for _ in one.rows or (None,)
+        ]
+        self._kept.append((weakref.ref(batch), notes))
+
+    def same(self, batch: Any, other: Any) -> None:
+        """Note that another batch has the same rows. Plain dicts have no notes."""
+        notes = self.of(batch)
+        if notes is not None and not isinstance(other, dict):
+            self._kept.append((weakref.ref(other), notes))
+
+    def of(self, batch: Any) -> list[RowNote] | None:
+        """Return the notes of a batch's rows."""
+        return next((notes for kept, notes in reversed(self._kept) if kept() is batch), None)
+
+
+def with_record_rows(batch: Any, limit: int | None, seed: int) -> Any:
+    """Return a batch with the entry ``record_rows``: all its rows if there are at most ``limit``; else whole groups, as
+    far as they fit: that of the lowest reward, that of the highest, and others by chance.
+
+    Args:
+        batch: rollout data, a TensorDict or a dict of tensors. It is not changed.
+        limit: number of rows; None for all.
+        seed: for the choice.
+    """
+    import torch
+
+    count = len(batch["input_ids"])
+    numbers = torch.arange(count)
+    if limit is not None and count > limit:
+        chosen = torch.tensor(_choose(batch, count, limit, seed))
+        numbers = torch.full((count,), -1).scatter(0, chosen, chosen)
+    if isinstance(batch, dict):
+        return {**batch, RECORD_ROWS: numbers}
+    return batch.clone(recurse=False).update({RECORD_ROWS: numbers})
+
+
+def _choose(batch: Any, count: int, limit: int, seed: int) -> list[int]:
+    names = batch.keys()
+    groups = batch["group_ids"].tolist() if "group_ids" in names else list(range(count))
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    order = list(members)
+    random.Random(seed).shuffle(order)
+    if "rewards" in names:
+        rewards = batch["rewards"].tolist()
+        worst, best = min(range(count), key=rewards.__getitem__), max(range(count), key=rewards.__getitem__)
+        members[groups[worst]].sort(key=rewards.__getitem__)  # of a group that is larger than the limit
+        order = list(dict.fromkeys([groups[worst], groups[best], *order]))
+    return sorted([row for group in order for row in members[group]][:limit])
+
+
+def step_samples(
+    batch: Any,
+    computed: Mapping[int, Mapping[str, np.ndarray]],
+    notes: Sequence[RowNote] | None = None,
+    decode: Decode | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a step's samples, and what the JSON file has.
+
+    Args:
+        batch: rollout data with ``record_rows``.
+        computed: by row, what the trainer computed: see `RayTrainGroup.recorded_rows`.
+        notes: of each row of the batch.
+        decode: turns token ids into text.
+    """
+    at = (batch[RECORD_ROWS] >= 0).nonzero()[:, 0]
+    real = batch["attention_mask"][at].bool()
+    shape = tuple(batch["input_ids"].shape)
+    numbers, lengths = batch[RECORD_ROWS][at].tolist(), real.sum(1).numpy()
+    offsets = np.concatenate([np.zeros(1, np.int64), lengths.cumsum(dtype=np.int64)])
+
+    def flat(value: torch.Tensor, dtype: Any = None) -> np.ndarray:
+        made: np.ndarray = _numpy(value[at][real])
+        return made if dtype is None else made.astype(dtype)
+
+    mask = flat(batch["loss_mask"])
+    whole = mask.dtype.kind in "iub" or bool((mask == mask.astype(np.uint8)).all())
+    arrays = {
+        "offsets": offsets,
+        "numbers": np.array(numbers, np.int64),
+        "starts": real.int().argmax(1).numpy().astype(np.int32),
+        "tokens": flat(batch["input_ids"], np.int32),
+        "loss_mask": mask.astype(np.uint8 if whole else np.float32),
+    }
+    names = [str(name) for name in batch.keys()]  # noqa: SIM118  (a TensorDict iterates over its rows)
+    if "prompt_lengths" in names:
+        arrays["prompt_lengths"] = _numpy(batch["prompt_lengths"][at]).astype(np.int32)
+    else:  # what stands before the first token that is trained
+        arrays["prompt_lengths"] = np.array([_first(mask[begin:end]) for begin, end in pairwise(offsets)], np.int32)
+    if "rollout_log_probs" in names:
+        arrays["rollout_log_probs"] = flat(batch["rollout_log_probs"], np.float32)
+    if (versions := token_versions(batch)) is not None:
+        arrays["versions"] = flat(versions, np.int32)
+    for name, array, dtype in (("rewards", "rewards", np.float32), ("group_ids", "groups", np.int64)):
+        if name in names:
+            arrays[array] = _numpy(batch[name][at]).astype(dtype)
+    for name in {name for columns in computed.values() for name in columns}:
+        column = np.full(int(offsets[-1]), np.nan, np.float32)
+        for row, number in enumerate(numbers):
+            if name in computed.get(number, {}):
+                column[offsets[row] : offsets[row + 1]] = computed[number][name]
+        arrays[name if name in ("log_probs", "advantages") else f"token/{name}"] = column
+    for name in names:
+        value = batch[name]
+        if name in _OWN or not hasattr(value, "dtype"):
+            continue
+        if getattr(value, "is_nested", False):
+            arrays |= _jagged(name, value, at.tolist())
+        elif tuple(value.shape[:2]) == shape:
+            arrays.setdefault(f"token/{name}", flat(value))
+        elif tuple(value.shape[:1]) == shape[:1]:
+            arrays[f"row/{name}"] = _numpy(value[at])
+    parts = {name.removeprefix(REWARD_PART): batch[name].tolist() for name in names if name.startswith(REWARD_PART)}
+    fingerprints = flat(batch["weight_fingerprints"]) if "weight_fingerprints" in names else None
+    rows = []
+    for row, number in enumerate(numbers):
+        begin, end = offsets[row], offsets[row + 1]
+        note = None if notes is None else notes[number]
+        prompt = begin + arrays["prompt_lengths"][row]
+        digests: dict[str, str] = {}
+        if fingerprints is not None and "versions" in arrays:
+            pairs = set(zip(arrays["versions"][begin:end].tolist(), fingerprints[begin:end].tolist(), strict=True))
+            digests = {str(version): hexadecimal(value) for version, value in sorted(pairs) if value != -1}
+        tokens = arrays["tokens"]
+        truncated = "truncated" in names and bool(batch["truncated"][number])
+        rows.append(
+            {
+                "number": number,
+                "finish": note.finish if note is not None else "length" if truncated else None,
+                "reward_parts": {name: values[number] for name, values in parts.items()},
+                "columns": {} if note is None else note.columns,
+                "fingerprints": digests,
+                "prompt": None if decode is None else decode(tokens[begin:prompt].tolist()),
+                "completion": None if decode is None else decode(tokens[prompt:end].tolist()),
+                "info": None if note is None else note.info,
+                "turns": _turns(mask[begin:end]) if note is not None and note.info is not None else None,
+            }
+        )
+    columns = {name: str(batch[name].dtype).removeprefix("torch.") for name in names if hasattr(batch[name], "dtype")}
+    return arrays, {"batch_rows": shape[0], "width": shape[1], "columns": columns, "rows": rows}
+
+
+def hexadecimal(digest: int) -> str:
+    """Return a digest of 64 bits as 16 hexadecimal digits."""
+    return f"{digest & (2**64 - 1):016x}"
+
+
+def _first(mask: np.ndarray) -> int:
+    found = mask.nonzero()[0]
+    return int(found[0]) if len(found) else len(mask)
+
+
+def _turns(mask: np.ndarray) -> list[dict[str, Any]]:
+    """Return the runs of a row's tokens: given ones, and those that the policy sampled."""
+    turns, begin = [], 0
+    for sampled, run in groupby((mask != 0).tolist()):
+        end = begin + sum(1 for _ in run)
+        turns.append({"start": begin, "end": end, "kind": "sampled" if sampled else "given"})
+        begin = end
+    return turns
+
+
+def _jagged(name: str, value: Any, at: Sequence[int]) -> dict[str, np.ndarray]:
+    values, ends = _numpy(value.values()), value.offsets().tolist()
+    parts = [values[ends[row] : ends[row + 1]] for row in at]
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    return {f"jagged/{name}": np.concatenate([values[:0], *parts]), f"jagged/{name}/offsets": offsets}
+
+
+def _numpy(value: torch.Tensor) -> np.ndarray:
+    value = value.detach().cpu()
+    made: np.ndarray = (value.float() if value.dtype.itemsize == 2 and value.is_floating_point() else value).numpy()
+    return made
