@@ -27,7 +27,10 @@ PRELOADED = (
     "ray._private.workers.default_worker",
     "ray._private.workers.setup_worker",
     "ray._private.arrow_serialization",
+    "ray._common.usage.usage_lib",
     "ray._common.pydantic_compat",
+    "pydantic.v1",
+    "pyarrow.json",
     "single_controller.ray.rank.actor",
     "numpy",
     "omegaconf",
@@ -37,16 +40,23 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
     "workers.fsdp.fsdp_worker",
     "workers.megatron.megatron_train_worker",
-    "megatron.core.models.gpt",
+    "workers.megatron.lm_worker",
+    "workers.megatron.mlp",
+    "workers.rollout.rollout_worker",
+    "workers.train.train_group",
+    "workers.weight_sync.arrivals",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",
 )
 """What the server imports."""
 
-RANKS_ONLY = (*(name for name in PRELOADED if name.startswith(("ray.", "single_controller.", "numpy"))), "torch")
+RANKS_ONLY = (*PRELOADED[: PRELOADED.index("omegaconf")], "torch")
 """Enough for workers that use torch and this library's groups only; importing it takes a quarter of the time."""
 
 WITHOUT_RAY = (
+    "pydantic.v1",
+    "pyarrow.json",
     "numpy",
     "omegaconf",
     "tensordict",
