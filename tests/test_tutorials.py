@@ -10,6 +10,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import depth
 import pytest
 import torch
 from demo_runs import ROOT, environment, scalars
@@ -81,8 +82,9 @@ def test_fine_tuning_goes_on_after_a_kill_and_grpo_after_it(run, other_drivers, 
 
 @pytest.mark.timeout(180)
 def test_scores_survive_kills(run):
-    printed = run("score.py")
-    assert re.search(r"3840 rows in [\d.]+ s, 2 restarts", printed), printed
+    batches = 60 if depth.full else 24
+    printed = run("score.py", "--batches", str(batches))
+    assert re.search(rf"{batches * 64} rows in [\d.]+ s, 2 restarts", printed), printed
 
 
 @pytest.mark.timeout(180)
