@@ -54,10 +54,9 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
                 check_model(config, sizes)
             except ValueError as error:
                 raise TrainArgsError(f"train_backend='megatron': {error}") from None
-            of_experts = next((name for name in ("routing_replay", *BALANCING[:2]) if args[name]), None)
-            if of_experts is not None and experts_of(config) is None:
+            if args.routing_replay is not None and experts_of(config) is None:
                 raise TrainArgsError(
-                    f"args.{of_experts}={args[of_experts]!r} needs a mixture of experts, and the model is a "
+                    f"args.routing_replay={args.routing_replay!r} needs a mixture of experts, and the model is a "
                     f"{config.model_type!r}; leave it out"
                 )
 

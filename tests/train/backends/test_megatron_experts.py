@@ -190,7 +190,10 @@ def test_wrong_arguments(megatron_groups, mixture_folder, llama_folder):
         ({"hf_checkpoint": mixture_folder, "expert_model_parallel_size": 3}, "does not divide the group's 2 ranks"),
         ({"hf_checkpoint": llama_folder, **EP2}, "has no experts"),
         ({"hf_checkpoint": llama_folder, "routing_replay": "R3"}, "routing_replay='R3' needs a mixture of experts"),
-        ({"hf_checkpoint": llama_folder, "moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff=0.1 needs a mixture of experts"),
+        (
+            {"hf_checkpoint": llama_folder, "moe_z_loss_coeff": 0.1},
+            "moe_z_loss_coeff=0.1, but a 'llama' has no experts",
+        ),
     ):
         with pytest.raises(TrainArgsError, match=says):
             begin(group, {"train_backend": "megatron", **args})
