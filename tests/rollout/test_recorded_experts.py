@@ -109,6 +109,25 @@ def test_running_request_survives_an_update():
     engine.close()
 
 
+def test_tokens_whose_keys_and_values_were_kept_have_their_experts():
+    """The next turn of a session does not compute its first tokens again, and still has all experts."""
+    engine = HFEngine(QWEN, return_routed_experts=True)
+    engine.keep_prefixes, computed = True, []
+    engine.model.register_forward_pre_hook(
+        lambda _, given, named: computed.append(named["input_ids"].shape) if named else None, with_kwargs=True
+    )
+    how, first = SamplingParams(9), list(range(20, 45))
+    (one,) = engine.generate([first], how, [0])
+    second = [*first, *one.token_ids, 3, 4]
+    computed.clear()
+    for prompts in ([second], [second, [5, 6], [*first[:18], 1], second]):
+        for prompt, done in zip(prompts, engine.generate(prompts, how, range(len(prompts))), strict=True):
+            assert_recorded(engine, prompt, done)
+        assert max(tokens for _, tokens in computed) < 8
+        second = [*second, *done.token_ids, 7]
+    engine.close()
+
+
 def test_without_the_option_nothing_is_recorded():
     engine = HFEngine(QWEN)
     assert engine.routed_experts is False
