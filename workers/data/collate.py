@@ -320,10 +320,10 @@ def with_fingerprints(
     """
     of_worker = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
     rows = completion.rows and [
-        replace(row, completion=with_fingerprints(row.completion, known, worker, row.completion.fingerprints))
-        for row in completion.rows
+        replace(row, completion=with_fingerprints(row.completion, known, worker, before)) for row in completion.rows
     ]
-    return replace(completion, fingerprints={**(before or {}), **of_worker} or None, rows=rows)
+    found = {**(before or {}), **(completion.fingerprints or {}), **of_worker}
+    return replace(completion, fingerprints=found or None, rows=rows)
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:
