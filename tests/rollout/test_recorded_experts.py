@@ -51,7 +51,7 @@ def assert_recorded(engine, prompt, completion, begin=0):
     assert (ids[-1] == -1).all()
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.full("experts in exact mode"))])
 @pytest.mark.parametrize("model", named(MODELS))
 def test_batch_of_prompts(model, exact):
     engine = HFEngine(model, exact=exact, return_routed_experts=True, max_batch_size=3)  # the others join later

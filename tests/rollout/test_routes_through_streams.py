@@ -79,10 +79,10 @@ def test_manager(group, model):
 def test_stream_with_interrupted_completions_and_dynamic_sampling(group, model):
     """Completions continue after updates, also on the other worker, and after their buffer was read from a
     checkpoint."""
-    manager = RolloutManager(group, HOW, reward, samples_per_prompt=4)
+    manager = RolloutManager(group, HOW, reward, samples_per_prompt=3)
     buffer = SampleBuffer(4, max_staleness=2, max_filtered=40)
     with RolloutStream(manager, prompts, buffer, dynamic_sampling=True, update_mode="interrupt") as stream:
-        for version in (1, 2, 3):
+        for version in (1, 2):
             with stream.updating():
                 manager.weight_version = version
                 group.update(version)
@@ -118,7 +118,6 @@ def test_sessions_of_an_agent(folder, model):
     made = RayClassWithInitArgs(Same, AgentEngine, HFEngine, folder, return_routed_experts=True, environment=Turns)
     with LocalWorkerGroup(2, made, threads=True) as group:
         manager = RolloutManager(group, HOW, samples_per_prompt=3)
-        check(manager.generate(prompts(1)[0]), model)
         buffer = SampleBuffer(4, max_staleness=2)
         with RolloutStream(manager, prompts, buffer, update_mode="interrupt") as stream:
             for version in (1, 2):
