@@ -504,8 +504,7 @@ class PolicyTrainWorker(ModelWorker):
         shares = self._advantage_rows(data).shares  # so that a rollout counts once, whatever its number of rows
         parts = {name: float((shares * of_rows).sum()) for name, of_rows in rewards.items()}
         size, missing, known = len(data["input_ids"]), 0, 0
-        shape = RoutingShape.of(self.model.hf_config)
-        if ROUTED_EXPERTS in data and shape is not None:
+        if ROUTED_EXPERTS in data and (shape := RoutingShape.of(self.model.hf_config)) is not None:
             missing, known = missing_routes(data[ROUTED_EXPERTS], shape)
         said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts, missing, known))
         tokens, real, rollouts, size = (sum(part[k] for part in said) for k in range(4))
