@@ -170,7 +170,8 @@ def step_samples(
         if name in _OWN or not hasattr(value, "dtype"):
             continue
         if getattr(value, "is_nested", False):
-            arrays |= _jagged(name, value, at.tolist())
+            if len(numbers) == shape[0]:  # large, and for a replay only, which needs all rows
+                arrays |= _jagged(name, value, at.tolist())
         elif tuple(value.shape[:2]) == shape:
             arrays.setdefault(f"token/{name}", flat(value))
         elif tuple(value.shape[:1]) == shape[:1]:
