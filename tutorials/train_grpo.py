@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import ray
+from byte_tokenizer import byte_tokenizer
 from omegaconf import OmegaConf
 from reward_curve import plot_rewards
 from rl_tasks import DATA_ARGS, DATA_MODEL, TASKS, open_data
@@ -44,6 +45,7 @@ from workers import (
     place,
     read_args,
 )
+from workers.hf_files import read_tokenizer
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -124,8 +126,14 @@ def main():
     else:
         prompts_of_eval = task.held_out()
         reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
-    # The run's folder is opened after Ray has started, whose address it has.
-    with place(args, standby=standby) as placement, RunLog.from_args(args, run_dir=out.with_suffix("")) as log:
+    if task is None:
+        text = read_tokenizer(args) or byte_tokenizer()
+    else:
+        text = task if task.decode else None
+    with (  # the run's folder is opened after Ray has started, whose address it has
+        place(args, standby=standby) as placement,
+        RunLog.from_args(args, run_dir=out.with_suffix(""), tokenizer=text) as log,
+    ):
         ranks = placement.actor.world_size - standby
         options = {"standby": standby}
         if args.train_backend == "megatron" and not placement.actor.use_gpu:
