@@ -123,13 +123,11 @@ def main():
         data, reward, held_out = open_data(args)
         if args.eval_interval and held_out is None:
             sys.exit("eval_interval: set eval_data to files with held-out prompts")
-    else:
-        prompts_of_eval = task.held_out()
-        reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
-    if task is None:
         text = read_tokenizer(args) or byte_tokenizer()
     else:
         text = task if task.decode else None
+        prompts_of_eval = task.held_out()
+        reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
     with (  # the run's folder is opened after Ray has started, whose address it has
         place(args, standby=standby) as placement,
         RunLog.from_args(args, run_dir=out.with_suffix(""), tokenizer=text) as log,
