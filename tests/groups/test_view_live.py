@@ -26,10 +26,12 @@ SECONDS = 2.0
 
 
 def start(*arguments, address=True):
-    """Start ``python -m single_controller``."""
+    """Start ``python -m single_controller``, as from another terminal than that of the driver, whose Ray has told its
+    own children how to authenticate."""
+    shell = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     line = [sys.executable, "-m", "single_controller", *arguments]
     line += ["--address", ray.get_runtime_context().gcs_address] if address else []
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell)
 
 
 def finish(process):
