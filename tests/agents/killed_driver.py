@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 
 from rollout_helpers import BigramEngine, Toy
@@ -117,6 +118,7 @@ def run(folder, group, config):
                     save(batch)
             turns, versions = check_rows(data)
             check_said(data, turns)
+            time.sleep(config["seconds"])  # the training
             append(
                 folder / "trained.jsonl",
                 {"batch": batch, "groups": numbers(data), "turns": turns, "versions": versions},

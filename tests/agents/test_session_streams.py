@@ -170,10 +170,12 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
     """kill -9 of the driver of an asynchronous run while sessions are in the middle, and a start from its checkpoint:
     each group is trained once, with the tokens of a run in which nothing dies, and no environment makes a step again
     that it had made in the checkpoint."""
-    config = {"batch": 3, "samples": 2, "turns": 6, "batches": 2 + 2 * kills, "ray": ray, "updates": updates}
+    config = {"batch": 3, "samples": 2, "turns": 6, "batches": 4 if kills == 1 else 8 * kills}
+    config |= {"ray": ray, "updates": updates, "seconds": 0.3 if ray else 0.05}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
-    environment = {**os.environ, **(request.getfixturevalue("other_drivers") if ray else {})}
+    others = request.getfixturevalue("other_drivers") if ray else {}  # it adds to the environment
+    environment = {**os.environ, **others}
     draw, in_flight, script = random.Random(kills), [], Path(killed_driver.__file__)
     for kill in range(kills):
         with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment) as driver:

@@ -286,6 +286,7 @@ class EngineContract:
             pytest.skip("it plays sessions itself")
         monkeypatch.setattr(subject.engine, "close", lambda: None)  # it is shared
         agents = AgentEngine(subject.engine, environment=Talk, verify=True)
+        assert subject.engine.keep_prefixes and subject.engine.echo_prompts
         prompts = [prompt * 8 for prompt in PROMPTS[:4]]
         differences = []
         try:

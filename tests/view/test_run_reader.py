@@ -132,7 +132,7 @@ class TestSamples:
 
     def test_lines_of_a_step(self, run):
         lengths = [5, 2, 9, 7, 4]
-        rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1, 2]
+        rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [2**62 + 1, 2**62 + 1, 7, 7, -1]
         arrays = write_samples(run, 3, lengths, rewards=rewards, groups=groups)
         arrays["versions"][5 + 2 + 8] = 9  # the last but two of row 2
         np.savez(run / "samples" / "step_00000003.npz", **arrays)
@@ -146,6 +146,7 @@ class TestSamples:
             assert line["oldest"] == (sampled.min() if len(sampled) else -1)
             assert line["newest"] == (sampled.max() if len(sampled) else -1)
             assert line["difference"] == (pytest.approx(apart.mean(), rel=1e-5) if len(apart) else None)
+            assert line["group"] == (0, 0, 1, 1, -1)[row]  # numbers that a browser keeps
             assert line["equal"] == (row < 2) and line["finish"] == ("stop", "length")[row % 2]
 
     def test_sort_filter_and_pages(self, run):

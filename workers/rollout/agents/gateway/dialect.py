@@ -56,8 +56,14 @@ NOT_SUPPORTED = (
     "previous_response_id",
     "functions",
     "top_logprobs",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "structured_outputs",
 )
-"""Fields of requests, of all dialects, that would change what is generated, and that no engine here has."""
+"""Fields of requests, of all dialects, that would change the prompt or what is generated, and that nothing here has.
+How prompts are rendered is an option of `load_renderer`."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 """Fields that a client may send and that have no effect: how to sample is the trainer's decision."""
