@@ -41,6 +41,7 @@ _OURS = "benchmarks.contenders.ours_steps"
 WAYS = {
     # Asynchronous: two processes compute at once, with a thread each, instead of one at a time with two.
     "this library, synchronous": (Contender("ours", "", _OURS), 2),
+    "this library, synchronous, recorded": (Contender("ours", "", _OURS), 2),  # with a run folder
     "this library, asynchronous": (Contender("ours", "", _OURS), 1),
     "this library, vLLM, synchronous": (Contender("ours", "", _OURS), 2),
     "this library, vLLM, asynchronous": (Contender("ours", "", _OURS), 1),

@@ -148,7 +148,8 @@ def _text(seen: dict[str, Any]) -> str:
         parts.append("\n".join(lines))
     if seen["problems"]:
         parts.append("\n".join(["Problems", *(f"  {problem}" for problem in seen["problems"])]))
-    return "\n\n".join(parts)
+    # Texts of a run may have what moves a terminal's cursor, or worse.
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in "\n\n".join(parts))
 
 
 def _redraw(text: str) -> None:

@@ -32,6 +32,7 @@ BUDGETS: dict[str, int] = {
     "tests/groups/test_random_calls.py": 100,
     "tests/groups/test_supervision.py": 100,
     "tests/groups/test_verl_calls.py": 90,
+    "tests/groups/test_view_live.py": 60,
     "tests/groups/test_wire.py": 60,
     "tests/hosts/test_hosts.py": 90,
     "tests/megatron/test_cpu.py": 60,

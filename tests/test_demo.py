@@ -3,8 +3,11 @@ being killed."""
 
 import json
 
+import numpy as np
 import pytest
 from demo_runs import ROOT, WAYS, run, run_resumed, run_with_kills, scalars
+
+from single_controller.view.run_files import read_lines, read_run, sample_files, sample_steps
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -44,6 +47,32 @@ def test_demo_learns(way, tmp_path):
         assert staleness[0] == 0 < max(staleness.values()) <= 1
         differences = {step: value for step, value in differences.items() if staleness[step] == 0}
     assert max(differences.values()) < 1e-4
+    check_run_folder(tmp_path / "curve", rewards, way)
+
+
+def check_run_folder(folder, rewards, way):
+    """The run folder beside the plot has what TensorBoard has, the updates, the calls, and samples of each step."""
+    run = read_run(folder)
+    assert run["ended"]["reason"] == "finished" and len(run["groups"]) == 2 and run["ray_address"]
+    metrics = {line["step"]: line["metrics"] for _, line in read_lines(folder / "metrics.jsonl")}
+    assert {step: of["reward"] for step, of in metrics.items()} == pytest.approx(rewards)
+    updates = [line for _, line in read_lines(folder / "events.jsonl") if line["kind"] == "update"]
+    assert [line["version"] for line in updates] == list(range(1, 31))
+    assert sample_steps(folder) == list(range(30))
+    for step in (0, 29):
+        data, text = sample_files(folder, step)
+        arrays, about = np.load(data), json.loads(text.read_bytes())
+        trained = arrays["loss_mask"] != 0
+        assert np.isfinite(arrays["log_probs"][trained]).all() and np.isfinite(arrays["advantages"][trained]).all()
+        if way != "async":
+            assert np.abs(arrays["log_probs"] - arrays["rollout_log_probs"])[trained].max() < 1e-3
+            # From a token to its version, and to the digest of the update that made it.
+            (version,) = set(arrays["versions"][trained].tolist())
+            digest = next(line["digest"] for line in updates if line["version"] == version)
+            assert all(row["fingerprints"] in ({}, {str(version): digest}) for row in about["rows"])
+        assert {row["finish"] for row in about["rows"]} <= {"stop", "length"}
+    calls = {(line["method"], line["rank"]) for _, line in read_lines(folder / "timeline.jsonl")}
+    assert {("train", None), ("train", 0), ("sync", None), ("rollout", None)} <= calls
 
 
 @pytest.mark.parametrize("how", ["async_rollout=false", "async_rollout=true", "rollout_top_p=0.9"])

@@ -277,6 +277,8 @@ def main():
     print(f"{len(rewards)} rollouts: {parts}; {time.monotonic() - began:.0f} s in all with starting.")
     plot_rewards(out, rewards, task and task.goal)
     print(f"The reward curve is in {out}.")
+    if log.run_dir:
+        print(f"Look at its samples and ranks: python -m single_controller view {log.run_dir}")
     if task and args.num_rollout >= task.args["num_rollout"] and sum(rewards[-5:]) / len(rewards[-5:]) < task.goal:
         sys.exit(f"FAILED: the mean reward of the last five rollouts is below {task.goal}.")
 

@@ -71,7 +71,7 @@ def main():
     tokenizer = read_tokenizer(args) or byte_tokenizer()
     data = SFTData.from_args(args, tokenizer)
     held_out = SFTData.from_args(args, tokenizer, key="eval_data").all() if args.eval_data is not None else None
-    with RunLog(args.tensorboard_dir) as log, RayTrainGroup(args, 1, args.actor_num_gpus_per_node) as group:
+    with RunLog.from_args(args) as log, RayTrainGroup(args, 1, args.actor_num_gpus_per_node) as group:
         start = ray.get(group.async_init())[0]
         if start:
             data.load_state_dict(group.load_driver_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from workers import (
     RolloutManager,
     RolloutStream,
     RolloutWorker,
+    RunLog,
     SamplingParams,
     VLLMEngine,
     place,
@@ -45,7 +47,8 @@ def main() -> None:
         }
     )
     engine, options = (VLLMEngine, {"python": VLLM_PYTHON}) if vllm else (HFEngine, {})
-    with place(args) as placement:
+    recorded = tempfile.mkdtemp() if "recorded" in task.variant else None
+    with place(args) as placement, RunLog.from_args(args, run_dir=recorded) as log:
         actor = RayTrainGroup(args, 1, 1, placement.actor, placement.share)
         ray.get(actor.async_init())
         made = RayClassWithInitArgs(RolloutWorker, engine, task.model, random_weights=True, **options)
@@ -56,6 +59,7 @@ def main() -> None:
             samples_per_prompt=task.samples,
         )
         actor.set_rollout_manager(manager)
+        log.watch(actor, manager)
         stream = RolloutStream.from_args(args, manager, task.prompts_of) if asynchronous else None
         actor.update_weights()
         step = 0
@@ -63,7 +67,10 @@ def main() -> None:
             times = [time.monotonic()]
             data = stream.take() if stream else manager.generate(task.prompts_of(step), rollout_id=step)
             times.append(time.monotonic())
-            ray.get(actor.async_train(step, data))
+            data = log.mark(step, data)
+            metrics = ray.get(actor.async_train(step, data))[0]
+            if recorded:
+                log.log(step, metrics, data)
             times.append(time.monotonic())
             actor.update_weights()
             times.append(time.monotonic())

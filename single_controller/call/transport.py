@@ -28,6 +28,10 @@ class RankProcess(NamedTuple):
     node: str = ""  # the transport's id of the host; empty without one
 
 
+RESULT_OF = "the result of "
+"""How `RunningCall.waits` begins if the rank waits for another call; behind it are the calls, such as "generate()"."""
+
+
 class RunningCall(NamedTuple):
     """A call that a rank runs."""
 

@@ -234,7 +234,8 @@ def _tell(weak: weakref.ref[Receiver], future: cf.Future[RankResult]) -> None:
 class LocalResults:
     """The results of one call. See `single_controller.call.joining.CallResults`. ``futures`` has all called ranks.
 
-    Lock: ``_lock`` protects ``_located``. It is a leaf.
+    Lock: ``_lock`` protects ``_located``. It is a leaf: what is located under it comes from the ranks' `RankResult`s,
+    so no value is decoded and no user's code runs.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class LocalResults:
         self.futures = futures
         self._collecting = tuple(collecting)
         self._outcome = outcome
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._located: dict[tuple[Join, str, int, str], list[Located]] = {}
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:

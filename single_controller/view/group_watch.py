@@ -8,13 +8,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from dispatch.tables import aligned
 from single_controller.call.state import Closing, GroupStatus, RankStatus
+from single_controller.call.transport import RESULT_OF
 from single_controller.ray import inspect_groups
 from single_controller.ray.group_records import GroupRecord, read
 from single_controller.ray.rank.frames import frames_of
@@ -163,7 +164,7 @@ class GroupWatch(Closing):
             ]
             shown = of_group | self._dumped(record, silent, addresses)
             looks.append(GroupLook(status, waits(status.ranks, shown), shown))
-        return looks
+        return _across(looks)
 
     def close(self) -> None:
         """Close the connections."""
@@ -213,6 +214,25 @@ class GroupWatch(Closing):
             rank: self._dumps[addresses[rank]][1] if addresses[rank] in self._dumps else "  its host is being asked"
             for rank in ranks
         }
+
+
+def _across(looks: list[GroupLook]) -> list[GroupLook]:
+    """Say of ranks that wait for another call's result which of the groups runs that call."""
+    runs: dict[str, list[str]] = {}
+    for look in looks:
+        for method in {call.method for rank in look.status.ranks for call in rank.running or ()}:
+            runs.setdefault(f"{RESULT_OF}{method}()", []).append(look.status.name)
+    found = []
+    for look in looks:
+        others = {text: [name for name in names if name != look.status.name] for text, names in runs.items()}
+        known = {
+            rank: wait._replace(what=f"{wait.what} of {' or '.join(names)}")
+            if (names := others.get(wait.what.removeprefix("for ")))
+            else wait
+            for rank, wait in look.waits.items()
+        }
+        found.append(replace(look, waits=known))
+    return found
 
 
 def _at(wait: Wait) -> str:

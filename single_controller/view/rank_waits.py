@@ -76,6 +76,8 @@ def frames(stack: str) -> list[Frame]:
         if _THREAD.match(line):
             threads.append([])
             inward = False
+        elif line.strip() == "task:":  # of an event loop
+            threads.append([])
         elif (match := _FRAME.match(line)) is not None:
             found = match.groupdict()
             text = lines[number + 1].strip() if number + 1 < len(lines) and not _FRAME.match(lines[number + 1]) else ""

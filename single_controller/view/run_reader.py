@@ -26,6 +26,9 @@ from single_controller.view.sample_table import StepTable
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line of a file is skipped."""
 
+LINES_AT_ONCE = 200
+"""Lines that are parsed together."""
+
 WINDOW_BYTES = 8 * 2**20
 """What is read at most of the timeline at once."""
 
@@ -46,7 +49,7 @@ class JsonLines:
         self._inode = 0
         self._last = b""  # the bytes before the offset: whether the file was cut and written anew
 
-    def new(self) -> tuple[bool, list[dict[str, Any]]]:
+    def new(self) -> tuple[bool, Iterator[dict[str, Any]]]:
         """The objects that were appended since the last call. A last line without its end is left for later; a line
         that is no JSON object is skipped.
 
@@ -56,7 +59,7 @@ class JsonLines:
         try:
             file = open(self._path, "rb")  # noqa: SIM115  (the with statement follows)
         except FileNotFoundError:
-            return self._restart(0, bool(self._offset)), []
+            return self._restart(0, bool(self._offset)), iter(())
         with file:
             about = os.fstat(file.fileno())
             anew = False
@@ -72,8 +75,7 @@ class JsonLines:
         if whole:
             self._offset += whole
             self._last = (self._last + text[max(0, whole - 64) : whole])[-64:]
-        lines = text[:whole].decode(errors="replace").split("\n")
-        return anew, [one for line in lines if (one := _object(line)) is not None]
+        return anew, _objects(text[: whole - 1].decode(errors="replace").split("\n") if whole else [])
 
     def _restart(self, inode: int, anew: bool) -> bool:
         self._offset, self._inode, self._last = 0, inode, b""
@@ -188,7 +190,7 @@ class RunReader:
         for record in records:
             self.metrics.add(record)
         anew, records = self._event_lines.new()
-        self.events = records if anew else self.events + records if records else self.events
+        self.events = [*([] if anew else self.events), *records]
 
     def _read_about(self) -> None:
         self._inside(run_files.RUN)
@@ -399,6 +401,19 @@ class Arrays(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._members)
+
+
+def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The lines that are JSON objects. Many at once are read twice as fast as one by one."""
+    for start in range(0, len(lines), LINES_AT_ONCE):
+        part = lines[start : start + LINES_AT_ONCE]
+        try:
+            read = json.loads(f"[{','.join(part)}]")
+        except (ValueError, RecursionError):
+            read = []
+        for one in read if len(read) == len(part) else map(_object, part):
+            if isinstance(one, dict):
+                yield one
 
 
 def _object(line: bytes | str) -> dict[str, Any] | None:

@@ -84,6 +84,9 @@ MAX_POINTS = 4_000
 MAX_BARS = 20_000
 """Parts of a timeline that are sent at most; those next to each other are merged."""
 
+ROW_ARRAYS = frozenset(("numbers", "starts", "prompt_lengths", "rewards", "groups"))
+"""The arrays of samples that have one value for each row."""
+
 REQUEST_SECONDS = 10.0
 """How long a client may take to send its request."""
 
@@ -114,7 +117,7 @@ class ViewServer(Closing):
 
     Raises:
         RunFolderError: a folder is no run folder.
-        OSError: the port is in use.
+        OSError: the port is in use, or is none.
     """
 
     def __init__(self, folders: Sequence[str | Path], port: int = 0, address: str | None = None) -> None:
@@ -128,16 +131,22 @@ class ViewServer(Closing):
         class Handler(_Handler):
             view = server
 
-        self._server = _Server(("127.0.0.1", port), Handler)
+        self._serving = False
+        try:
+            self._server = _Server(("127.0.0.1", port), Handler)
+        except (OSError, OverflowError) as error:
+            raise OSError(f"port {port} of 127.0.0.1 cannot be used: {error}. Choose another one, or 0") from error
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/{self.token}/"
 
     def serve(self) -> None:
         """Answer requests until `close` is called in another thread."""
+        self._serving = True
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
         """Stop answering, and close the connections to clusters."""
-        self._server.shutdown()
+        if self._serving:  # otherwise, shutdown() would wait for ever
+            self._server.shutdown()
         self._server.server_close()
         for live in self._live.values():
             live.close()
@@ -260,18 +269,12 @@ class ViewServer(Closing):
         end = min(stop, begin + max(1, min(query.integer("count", MAX_TOKENS), MAX_TOKENS)))
         per_token, per_row = {}, {}
         for name in arrays:
-            if name.endswith("/offsets") or name.startswith("jagged/"):
+            if name == "offsets" or name.startswith("jagged/") or (values := arrays[name]).ndim != 1:
                 continue
-            values = arrays[name]
-            if (
-                values.ndim == 1
-                and name != "offsets"
-                and len(values) == len(arrays["tokens"])
-                and (name.startswith("token/") or "/" not in name)
-            ):
-                per_token[name.removeprefix("token/")] = _plain(values[begin:end])
-            elif values.ndim == 1 and len(values) == len(table.finish):
+            if name in ROW_ARRAYS or name.startswith("row/"):
                 per_row[name.removeprefix("row/")] = _plain(values[row : row + 1])[0]
+            else:
+                per_token[name.removeprefix("token/")] = _plain(values[begin:end])
         tokens = per_token.pop("tokens", [])
         texts = run.texts(step)
         text = texts[row] if row < len(texts) else {}

@@ -5,10 +5,13 @@ import asyncio
 import json
 import os
 import pickle
+import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import depth
 import pytest
 from agent_helpers import Characters, ScriptEngine, merging_tokenizer
 from hypothesis import given
@@ -18,12 +21,13 @@ from rollout_helpers import BigramEngine
 from workers import AgentEngine, CodeLimits, SamplingParams, SessionLimits, Step, TokenRenderer, ToolEnvironment
 from workers.rollout.agents import sandbox as sandbox_file
 from workers.rollout.agents import tools as tools_file
-from workers.rollout.agents.environment import Action, Environment
+from workers.rollout.agents.environment import Action, Environment, session_metrics
 from workers.rollout.agents.rendering import load_renderer, render_prompt
 from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_manager import RolloutManager
 
 
 def run(coroutine):
@@ -298,24 +302,52 @@ class Repeater(Adder):
     functions = (add, repeat)
 
 
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "{", "}", "[", "]", ", ", ": ", "\n", "{}"),
+    *('"name"', '"arguments"', '"add"', '"repeat"', '"text"', '"a"', '"\\ud83d"', "null", "NaN", "1e999", "-1", "\x00"),
+    *("hello", "1" * 400, "[" * 1000, '{"a":' * 300),
+]
+VALUES = [1, -3, 1.5, "x", "\ud83d", None, True, [1, "a"], {"k": {}}, {}, 10**400, float("inf")]
+
+
+def any_text(draw):
+    """What a policy might write: pieces of calls, and calls in which something is wrong."""
+    if draw.random() < 0.3:
+        return "".join(draw.choices(PIECES, k=draw.randrange(1, 20)))
+    arguments = {draw.choice(["a", "b", "text", "other"]): draw.choice(VALUES) for _ in range(draw.randrange(3))}
+    called = {"name": draw.choice(["add", "repeat", "repeat", "", 1, ["add"]]), "arguments": arguments}
+    called["arguments"] = draw.choice([arguments, arguments, json.dumps(arguments), draw.choice(VALUES)])
+    text = json.dumps(called)
+    if draw.random() < 0.3:
+        place = draw.randrange(len(text))
+        text = text[:place] + draw.choice(PIECES) + text[place + 1 :]
+    return draw.choice(["", "so "]) + f"<tool_call>\n{text}\n</tool_call>" * draw.randrange(1, 3)
+
+
 @pytest.mark.parametrize("renderer", ["token", "qwen3", "default"])
 def test_no_text_of_the_policy_is_an_error_of_its_environment(renderer):
-    tokenizer = merging_tokenizer()
+    tokenizer, draw = merging_tokenizer(), random.Random(3)
     found = {
         "token": lambda: TokenRenderer(Characters()),
         "qwen3": lambda: load_renderer(tokenizer, "qwen3"),
         "default": lambda: load_renderer(tokenizer, "default", tool_parser="qwen3"),
     }[renderer]()
     deep = f'<tool_call>\n{{"name": "repeat", "arguments": {{"text": {"[" * 2000}}}}}\n</tool_call>'
-    script = iter([deep, '<tool_call>\n{"name": "repeat", "arguments": {"text": "\\ud83d"}}\n</tool_call>', "7"])
-    engine = ScriptEngine(lambda *_: next(script), 10_000, tokenizer=Characters() if renderer == "token" else tokenizer)
-    agents = AgentEngine(engine, environment=Repeater, renderer=found)
-    prompt = render_prompt(found, [{"role": "user", "content": "3+4"}], [repeat])
-    (made,) = agents.generate([prompt], SamplingParams(5000), [0])
+    half = '<tool_call>\n{"name": "repeat", "arguments": {"text": "\\ud83d"}}\n</tool_call>'
+    first = iter([deep, half, "7"])
+    spelled = Characters() if renderer == "token" else tokenizer
+    engine = ScriptEngine(lambda *_: next(first, None) or any_text(draw), 10_000, tokenizer=spelled)
+    engine.log_probs = False
+    agents = AgentEngine(engine, environment=Repeater, renderer=found, limits=SessionLimits(turns=3, invalid=None))
+    messages = [{"role": "user", "content": "3+4"}]
+    prompt, how, rows = render_prompt(found, messages, [repeat]), SamplingParams(9000), {"messages": [messages]}
+    (made,) = agents.generate([prompt], how, [0], extras=rows)
+    others = [agents.generate([prompt], how, [0], extras=rows)[0] for _ in range(500 if depth.full else 30)]
     agents.close()
     assert (made.info["end_reason"], made.info["reward"], made.info["turns"]) == ("done", 1.0, 3)
     text = engine.tokenizer.decode(made.token_ids)
     assert "could not be read: nested too deeply" in text and "?" in text
+    assert {one.info["end_reason"] for one in others} <= {"done", "turns"}
 
 
 class Forgets(TokenRenderer):
@@ -388,6 +420,15 @@ def test_conversation_is_rendered_whole_after_its_session_has_moved(turns):
     agents.close()
     whole += [{"role": "assistant", "content": script[1]}, {"role": "tool", "content": "7"}]
     assert made.rows[-1].prompt == render_prompt(first, whole, [add]) and made.info["rerenders"] == 1
+
+
+def test_a_manager_keeps_no_more_of_a_session_than_it_counts():
+    """Nobody has to call `reward_metrics`, and what an environment tells may be large."""
+    info = {"turns": 2, "end_reason": "done", "rerenders": 0, "restarts": 1, "transcript": "x" * 10**6}
+    told = SimpleNamespace(sessions=[])
+    RolloutManager.note_sessions(told, [Completion([], [], "stop", info=info), Completion([], [], "stop")])
+    assert len(pickle.dumps(told.sessions)) < 1000
+    assert session_metrics(told.sessions) == session_metrics([info])
 
 
 @given(turns=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import depth
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
 
@@ -227,6 +228,23 @@ def test_a_prompt_of_tokens_continues_the_longest_path():
     assert [node.parent for node in tree.nodes] == [None, 0, None, 2, 3, 4]
 
 
+def test_a_conversation_does_not_go_through_what_was_sent_as_tokens():
+    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
+        _, token = gateway.open(seed=1)
+        tree, messages = gateway._sessions[token].tree, [user("x")]
+        said = chat(gateway, token, messages).json()["choices"][0]["message"]
+        for prompt in (tree.token_ids(0), [*tree.token_ids(1), 99]):
+            url, headers = f"{gateway.address}/inference/v1/generate", {"x-api-key": token}
+            assert CLIENT.post(url, json={"token_ids": prompt}, headers=headers).status_code == 200
+        chat(gateway, token, messages)  # again
+        chat(gateway, token, [*messages, said, user("y")])
+        prompts = [
+            TokenRenderer(Characters()).render(of, add_generation_prompt=True).token_ids
+            for of in (messages, [*messages, said, user("y")])
+        ]
+        assert gateway.engine.seen[-2:] == prompts
+
+
 def test_nemo_gym_fields_go_out_and_come_back():
     with serving(ScriptEngine(lambda *_: "a b")) as gateway:
         _, token = gateway.open(seed=1, token_ids=True)
@@ -365,6 +383,72 @@ def test_bad_input_gets_the_dialects_error(shared_gateway, path, body, says):
     error = reply.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"]
     assert ("code" in error) == (path != "messages")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TYPED = {"type": "text", "text": "t"}
+WHOLE = {
+    "/v1/chat/completions": {
+        "model": "m", "max_tokens": 5, "temperature": 1.0, "n": 1, "stop": [], "logprobs": True, "tool_choice": "auto",
+        "stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "tools": [TOOL],
+        "messages": [
+            {"role": "system", "content": [TYPED]}, user("x"),
+            said(tool_calls=[{"id": "c", "function": {"name": "f", "arguments": "{}"}}], prompt_token_ids=[1]),
+            {"role": "tool", "content": "r", "tool_call_id": "c"},
+        ],
+    },
+    "/v1/messages": {
+        "model": "m", "max_tokens": 5, "system": [TYPED], "tools": [{"name": "f", "input_schema": {}}], "stream": False,
+        "tool_choice": {"type": "auto"},
+        "messages": [
+            user("x"),
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "t"}, TYPED, {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+            ]},
+            user([{"type": "tool_result", "tool_use_id": "c", "content": [TYPED]}, TYPED]),
+        ],
+    },
+    "/v1/responses": {
+        "model": "m", "max_output_tokens": 5, "instructions": "s", "tools": [{"type": "function", "name": "f"}],
+        "text": {"format": {"type": "text"}}, "stream": True, "metadata": {},
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+        ],
+    },
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 5, "stop_token_ids": [1]}},
+}  # fmt: skip
+VALUES = (None, True, 0, -1, 1.5, "", "x", [], [1], ["x"], [[]], {}, {"a": 1}, [{}], "\ud800", 10**30)
+
+
+def changed(value):
+    """Copies of something in which one part is another value."""
+    for part in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for other in (*VALUES, *changed(value[part])):
+            yield {**value, part: other} if isinstance(value, dict) else [*value[:part], other, *value[part + 1 :]]
+
+
+def test_no_request_is_an_error_of_the_server():
+    """Whatever stands in a field: an answer, or an error that says what is wrong with the request."""
+
+    async def play(gateway):
+        transport, codes = httpx.ASGITransport(app=gateway._front), set()
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for path, whole in WHOLE.items():
+                for number, body in enumerate(changed(whole)):
+                    if depth.full or not number % 7:
+                        _, token = gateway.open()
+                        reply = await client.post(path, content=json.dumps(body), headers={"x-api-key": token})
+                        gateway.close(token)
+                        assert "server_error" not in reply.text, (path, body, reply.text)
+                        codes.add(reply.status_code)
+        return codes
+
+    engine = ScriptEngine(lambda *_: "fine")
+    assert asyncio.run(play(Gateway(engine, TokenRenderer(Characters())))) == {200, 400}
+    engine.close()
 
 
 @pytest.fixture(scope="module")

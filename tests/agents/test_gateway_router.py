@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from urllib.parse import quote
@@ -215,6 +216,69 @@ def test_sessions_can_be_closed_after_the_router_was_stopped():
         assert post(router, token, [user("a")]).status_code == 200
         router.stop()
         assert len(router.close(token).nodes) == 2
+
+
+class Mortal:
+    """A worker that opens sessions, answers "fine", and ends its connections when it reads "poison"."""
+
+    def __init__(self):
+        self.read, self.connections, self.started = 0, 0, threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
+        self.thread.start()
+        self.started.wait(10)
+
+    async def serve(self):
+        server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        self.endpoint = (f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key")
+        self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        self.started.set()
+        await self.ended.wait()
+        server.close()
+
+    async def answer(self, reader, writer):
+        self.connections += 1
+        with suppress(EOFError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                body = await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
+                self.read += b"poison" in body
+                if b"poison" in body:
+                    break
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nfine")
+        writer.close()
+
+
+def test_a_call_that_its_workers_die_of_is_not_given_to_all():
+    workers = [Mortal() for _ in range(gateway_router.MAX_LOSSES + 1)]
+    try:
+        with routing(*(one.endpoint for one in workers)) as router:
+            (_, bad), (_, good) = router.open(), router.open()
+            for _ in range(2):  # its client tries again
+                died = post(router, bad, [user("poison")])
+                assert (died.status_code, died.json()["error"]["code"]) == (500, "failed") and "3 workers" in died.text
+            assert sorted(one.read for one in workers) == [0, 1, 1, 1]
+            assert post(router, good, [user("x")]).text == "fine"
+    finally:
+        for one in workers:
+            one.loop.call_soon_threadsafe(one.ended.set)
+            one.thread.join(10)
+
+
+def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
+    one = Mortal()
+
+    async def play():
+        worker, seen = gateway_router._Worker(*one.endpoint), []
+        for reuse in (60.0, 60.0, 0.0):
+            monkeypatch.setattr(gateway_router, "REUSE_SECONDS", reuse)
+            assert (await worker.send("GET", "/health", {}, b""))[2] == b"fine"
+            seen.append(one.connections)
+        worker.leave()
+        return seen
+
+    assert asyncio.run(play()) == [1, 1, 2]
+    one.loop.call_soon_threadsafe(one.ended.set)
+    one.thread.join(10)
 
 
 def test_a_call_waits_while_no_worker_is_there():

@@ -11,7 +11,7 @@ from workers.rollout.agents.environment import Environment, SessionLimits, Step
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.program import AgentProgram
 from workers.rollout.agents.rendering import PromptMismatchError, TokenRenderer
-from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -196,6 +196,22 @@ def test_calls_that_run_at_once_are_turns_too():
     (done,) = play(engine, [{"question": "x"}])
     assert done.info["reward"] == done.info["turns"] == 3 and done.info["end_reason"] == "turns"
     assert len(done.rows) == 3
+
+
+def test_a_driver_knows_of_a_programs_session_which_begins_again():
+    async def agent(row, base_url, api_key):
+        await asyncio.sleep(0.3)
+        return 1
+
+    engine = engine_of(agent)
+    whole = engine.submit(PROMPT, SamplingParams(9), "a", seed=1)
+    while not (states := engine.progress({})):
+        assert not whole.done()
+    assert states["a"].environment is None and states["a"].tokens == 0
+    told = Completion([], [], "abort", session=states["a"])
+    again = engine.submit(PROMPT, SamplingParams(9), "b", seed=1, partial=told)
+    assert (whole.result(20).info["restarts"], again.result(20).info["restarts"]) == (0, 1)
+    engine.close()
 
 
 def test_a_program_that_is_silent_for_long_keeps_its_session():

@@ -478,6 +478,14 @@ def test_versions_and_fingerprints_reach_the_rows():
     assert data["min_weight_versions"].tolist() == [4, 6]
 
 
+def test_rows_keep_the_fingerprints_of_the_worker_before():
+    """A session that has moved: the worker that ends it does not know the weights of its first turn."""
+    row = Completion([2, 3], [-1.0] * 2, "stop", [4, 6], loss_mask=[1, 1])
+    for one in (row, Completion([2, 3], [-1.0] * 2, "stop", [4, 6], rows=[Row([1], row)] * 2)):
+        data = collate([[1]], [with_fingerprints(one, {6: 66}, 6, {4: 44})])
+        assert data["weight_fingerprints"].tolist() == [[-1, 44, 66]] * len(data)
+
+
 def test_weights_of_rollouts_without_a_token():
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0]])
     weights, count = token_weights(mask, "sequence", totals=torch.tensor([3.0, 3.0, 3.0, 0.0]))

@@ -50,7 +50,8 @@ def test_calls_bytes_and_deaths(pool, told):
             name = group.name
             wait_until(lambda: told["calls"][name, "ping"] == 3 and told["failed_calls"][name, "fail"] == 1)
             stats = group.stats().methods["ping"]
-            assert told["sent_bytes"][name, "ping"] == stats.sent > 0 == told["failed_calls"][name, "ping"]
+            assert told["returned_bytes"][name, "ping"] == stats.returned > 0 == told["failed_calls"][name, "ping"]
+            assert told["sent_bytes"][name, "fail"] == group.stats().methods["fail"].sent > 0
             assert told["call_seconds"][name, "ping"] == pytest.approx(sum(stats.seconds.values()))
             running = group.sleep_on.remote([2], 1.0)
             wait_until(lambda: told["running_calls"][(name,)] == 1 and told["oldest_call_seconds"][(name,)] > 0.2)

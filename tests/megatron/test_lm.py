@@ -5,7 +5,8 @@ import pytest
 import torch
 from lm_configs import LLAMA, SIZES
 from megatron_workers import count_parameters
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from mixtures import by_expert
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from single_controller import WorkerError
 
@@ -242,3 +243,20 @@ def test_model_in_bfloat16(four):
         last = four.train_step(ids)[0]["loss"]
     assert last < first
     assert all(tensor.dtype == torch.bfloat16 for tensor in four.hf_state_dict().values())
+
+
+@rare
+@pytest.mark.parametrize("sizes", [{}, TP2, {**PP2, "expert_tensor_parallel_size": 1}], ids=["dp4", "tp2", "pp2"])
+def test_experts_of_all_ranks_are_gathered(four, sizes):
+    """ep divides dp: rows are cut by dp, and every rank gets its own."""
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16)
+    model = dense(config)
+    four.become(config, {**sizes, "expert_model_parallel_size": 2}, {"lr": 1e-3}, micro_batch_size=2)
+    assert four.layout.sizes["ep"] == 2
+    expected = by_expert(config, weights(model))
+    four.load_hf_state_dict(expected)
+    found = four.hf_state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    ids = tokens(7)
+    assert (four.compute_log_prob(ids) - reference_log_probs(model, ids)).abs().max() < 1e-5

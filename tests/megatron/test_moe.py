@@ -1,12 +1,11 @@
 """Mixtures of experts on four real processes, compared with transformers' models in this one."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import train_model_workers as on_ranks
 from hf_reference import Reference, Whole, batch, joined, whole_weights
 from lm_configs import LLAMA, SIZES
+from mixtures import by_expert, column, drawn_routes, replaying
 from shard_helpers import assert_same
 from transformers import (
     AutoModelForCausalLM,
@@ -46,24 +45,6 @@ pytestmark = pytest.mark.timeout(300)
 rare = pytest.mark.full("layouts and variants of mixtures of experts on Megatron")
 
 
-def by_expert(config, tensors):
-    """Tensors under the names of Hugging Face's checkpoints: transformers' modules have all experts in one."""
-    experts, found = experts_of(config), {}
-    gate, up, down = experts.names
-    for name, tensor in tensors.items():
-        at, _, kind = name.partition(".mlp.experts.")
-        at = f"{at}.{experts.block}.experts"
-        if kind == "gate_up_proj":
-            for number, both in enumerate(tensor):
-                first, second = both.chunk(2)
-                found |= {f"{at}.{number}.{gate}.weight": first, f"{at}.{number}.{up}.weight": second}
-        elif kind == "down_proj":
-            found |= {f"{at}.{number}.{down}.weight": own for number, own in enumerate(tensor)}
-        else:
-            found[name.replace(".mlp.gate.", f".{experts.block}.gate.")] = tensor
-    return found
-
-
 def auxiliary(model, data, coefficients):
     """The auxiliary losses of all rows, each row alone, from transformers' router logits; and (load, loss, z) means."""
     balance = z = 0.0
@@ -71,12 +52,12 @@ def auxiliary(model, data, coefficients):
     for row, mask in enumerate(data["attention_mask"].bool()):
         layers = model(input_ids=data["input_ids"][row, mask][None], output_router_logits=True).router_logits
         for logits in layers:
-            chosen = torch.zeros_like(logits).scatter(1, logits.topk(experts.topk).indices, 1.0)
-            share = chosen.mean(0) / experts.topk
-            balance = balance + len(logits) * experts.count * (share * logits.softmax(-1).mean(0)).sum()
+            chosen = torch.zeros_like(logits).scatter(1, logits.topk(experts.shape.k).indices, 1.0)
+            share = chosen.mean(0) / experts.shape.k
+            balance = balance + len(logits) * experts.shape.experts * (share * logits.softmax(-1).mean(0)).sum()
             z = z + logits.logsumexp(-1).square().sum()
         load = load + torch.stack(
-            [torch.zeros_like(one).scatter(1, one.topk(experts.topk).indices, 1.0).sum(0) for one in layers]
+            [torch.zeros_like(one).scatter(1, one.topk(experts.shape.k).indices, 1.0).sum(0) for one in layers]
         )
     total = float(data["attention_mask"].sum())
     wanted = {
@@ -121,7 +102,7 @@ def compare_gradients(four, model, overrides):
         for name, one in expected.items()
     }
     routers = [name for name in expected if ".gate.weight" in name]
-    assert len(routers) == sum(experts_of(config).layers)
+    assert len(routers) == len(experts_of(config).shape.sparse)
     assert all(expected[name].abs().max() > 1e-5 for name in routers), "without a gradient nothing is compared"
     worst = max(found, key=found.get)
     print(f"gradients: {found[worst]:.1e} of the largest of {worst}; routers {max(found[r] for r in routers):.1e}")
@@ -185,52 +166,6 @@ def test_gradients_and_three_steps_match_transformers(four, saved, name, paralle
 
 
 # --- replay ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def replaying(model, routes):
-    """Let transformers' routers take these experts, where they are not -1, with scores from their own logits.
-
-    Yields what the routers have chosen: by row and layer with experts, (tokens, k).
-    """
-    gates = [(layer.mlp.gate, number) for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
-    taken, normalized = [], experts_of(model.config).normalized
-
-    def hook(layer, first):
-        def take(gate, given, output):
-            if first:
-                taken.append({})
-            logits, _, native = output
-            chosen = native
-            if routes is not None:
-                own = routes[len(taken) - 1][:, layer].long()
-                chosen = torch.where((own >= 0).all(-1, keepdim=True), own, native)
-            scores = logits.softmax(-1).gather(-1, chosen)
-            taken[-1][layer] = chosen
-            return logits, scores / scores.sum(-1, keepdim=True) if normalized else scores, chosen
-
-        return take
-
-    handles = [gate.register_forward_hook(hook(number, at == 0)) for at, (gate, number) in enumerate(gates)]
-    yield taken
-    for handle in handles:
-        handle.remove()
-
-
-def drawn_routes(config, data, seed=3):
-    """Experts that have nothing to do with those of the router; some are left to it."""
-    drawn, experts = torch.Generator().manual_seed(seed), experts_of(config)
-    rows = []
-    for length in data["attention_mask"].sum(1).tolist():
-        orders = torch.rand(length, len(experts.layers), experts.count, generator=drawn).argsort(-1)
-        chosen = orders[..., : experts.topk].short()
-        chosen[torch.rand(chosen.shape[:2], generator=drawn) < 0.2] = -1
-        rows.append(chosen)
-    return rows
-
-
-def column(rows):
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def known_routes(results, rows):
@@ -415,15 +350,6 @@ def test_random_experts_are_those_of_one_process(four):
     assert (first - fifth).abs().max() > 1e-3
 
 
-def test_ranks_and_their_rows(four):
-    """The expert-parallel ranks have rows of their own: ep divides dp."""
-    four.run(on_ranks.make, QWEN3, EP2)
-    layout = four.layout
-    assert layout.sizes["ep"] == 2 and layout.sizes["dp"] == 4
-    dps = [dp for dp, _, _ in four.run(on_ranks.log_probs, batch())]
-    assert sorted(dps) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [
@@ -434,7 +360,7 @@ def test_ranks_and_their_rows(four):
         ),
         (QWEN3, {"expert_tensor_parallel_size": 5}, "width of an expert, 48, is not divisible by expert_tensor_paral"),
         (LLAMA, EP2, "model_type 'llama' has no experts"),
-        (Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 9}), {}, "num_experts_per_tok=9 must be from 1 to the num"),
+        (Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 9}), {}, "num_experts_per_tok=9 must be at most the num"),
         (
             Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 1}, norm_topk_prob=True),
             {},
@@ -453,7 +379,7 @@ def test_what_is_refused(config, sizes, says):
     ("overrides", "says"),
     [
         ({"moe_token_dispatcher_type": "flex"}, "'flex' is not supported; use one of 'alltoall', 'allgather'"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "use one of 'aux_loss', 'seq_aux_loss', 'none'"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "use one of 'seq_aux_loss', 'aux_loss'"),
         ({"moe_aux_loss_coeff": [0.1]}, "must be a number of at least 0"),
         ({"sequence_parallel": True}, "if and only if tensor_model_parallel_size is above 1"),
         ({"moe_router_topk": 3}, "moe_router_topk=3 contradicts the Hugging Face config"),

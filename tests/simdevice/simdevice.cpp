@@ -18,7 +18,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -30,6 +30,7 @@
 #include <sstream>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/library.h>
 
 using c10::Device;
 using c10::DeviceIndex;

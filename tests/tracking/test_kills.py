@@ -1,6 +1,7 @@
 """Runs that are killed with SIGKILL at random moments, and resumed. Each is a fork of this process: the driver's own
 part, without Ray."""
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -46,7 +47,8 @@ def kill_and_resume(tmp_path, kills, seed):
             time.sleep(0.002)  # others are killed while they open the folder
         driver.join(draw.uniform(0.0, 0.1))
         alive = driver.exitcode is None
-        os.kill(driver.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(driver.pid, signal.SIGKILL)
         driver.join()
         landed += alive
         if (folder / "run.json").exists():
@@ -61,8 +63,10 @@ def kill_and_resume(tmp_path, kills, seed):
     check_clean(folder, STEPS)
     run = read_run(folder)
     assert run["ended"]["reason"] == "finished" and run["resumed"]
-    kinds = [line["kind"] for _, line in read_lines(folder / EVENTS)]
-    assert kinds.count("start") == 1 and kinds.count("resume") == len(run["resumed"])
+    # A kill may fall between a change of run.json and its event, which is written next.
+    steps = [line["step"] for _, line in read_lines(folder / EVENTS) if line["kind"] == "resume"]
+    noted = iter(one["step"] for one in run["resumed"])
+    assert all(step in noted for step in steps) and len(run["resumed"]) - len(steps) <= kills
     return most
 
 

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waits import wait_until
 
-from single_controller.view.run_files import EVENTS, read_lines
+from single_controller.view.run_files import EVENTS, METRICS, read_lines
 from workers import RunLog
 from workers.tracking.loggers import LOGGERS, Logger
 
@@ -168,6 +168,29 @@ def test_trackio(tmp_path, monkeypatch):
     have("trackio")
     write(tmp_path / "run", ["trackio"])
     assert of_trackio(tmp_path / "trackio") == table()
+
+
+def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch):
+    for name, value in {
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "SWANLAB_MODE": "offline",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for library in ("wandb", "mlflow", "swanlab", "trackio"):
+        have(library)
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")  # where it was imported before
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    folder = write(tmp_path / "run", list(LOGGERS))
+    told = of_json(folder)
+    assert told == table() and of_tensorboard(folder) == table() and of_swanlab(folder) == told
+    assert of_mlflow(folder) == {name.replace("@", "_"): values for name, values in told.items()}
+    wait_until(lambda: of_wandb(folder) == told)
+    assert of_trackio(tmp_path / "trackio") == told
+    own = {line["step"]: line["metrics"] for _, line in read_lines(folder / METRICS)}
+    assert own == dict(enumerate(STEPS))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, logger in LOGGERS.items() if logger.extra))

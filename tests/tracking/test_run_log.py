@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from run_batches import batch_of, check_clean
+from run_batches import batch_of, check_clean, check_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
@@ -261,3 +261,44 @@ def test_wrong_arguments(tmp_path):
     with pytest.raises(TypeError, match="run_dir is 3; pass a path, or None"):
         RunLog(run_dir=3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_leaves_is_cleared(tmp_path):
+    """A line of which only the beginning was written, and a file that was not renamed yet."""
+    with RunLog(run_dir=tmp_path) as log:
+        for step in range(3):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+    for file in tmp_path.glob("*.jsonl"):
+        with open(file, "ab") as torn:
+            torn.write(b'{"step": 3, "time": 17')
+    (tmp_path / "samples" / ".step_00000009.npz.new").write_bytes(b"PK")
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(3, {"value": 9}, log.mark(3, batch_of(3)))
+    check_clean(tmp_path, 4)
+
+
+def test_a_step_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    """As if the process were killed at each of the renames of a step."""
+
+    class Killed(BaseException):
+        pass
+
+    real, left = os.replace, []  # how many more renames succeed
+
+    def rename(source, target):
+        if not left:
+            raise Killed
+        left.pop()
+        real(source, target)
+
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(0, {"value": 0}, log.mark(0, batch_of(0)))
+        monkeypatch.setattr(os, "replace", rename)
+        for renamed in (0, 1):
+            left[:] = [None] * renamed
+            with pytest.raises(Killed):
+                log.log(1, {"value": 1}, log.mark(1, batch_of(1)))
+            assert check_folder(tmp_path) == [0] and sample_steps(tmp_path) == [0]
+        monkeypatch.undo()
+        log.log(1, {"value": 1}, log.mark(1, batch_of(1)))
+    assert check_folder(tmp_path) == [0, 1] == sample_steps(tmp_path)

@@ -185,7 +185,7 @@ def token(weights):
 
 
 def exchange(tensors, one, other, name=None):
-    """Exchange two tensors; with ``name``, two rows of that tensor. They are (a dict or list's) own memory."""
+    """Exchange two tensors of a dict; with ``name``, two experts of that tensor."""
     one, other = (tensors[one], tensors[other]) if name is None else (tensors[name][one], tensors[name][other])
     kept = one.clone()
     one.copy_(other)
@@ -439,14 +439,16 @@ def flipped(payload, name, bit):
 def swapped(payload, one, other, name):
     """The payload of whole tensors with two of them exchanged, or two experts of one of them, if it has both."""
     pairs = [(spec, parts[-1].clone()) for spec, parts in pieces_of(payload)]
-    tensors = {spec.name: (spec, tensor) for spec, tensor in pairs}
-    if name is None and one in tensors and other in tensors:
-        exchange({key: tensor for key, (_, tensor) in tensors.items()}, one, other)
-    elif name in tensors:
-        spec, tensor = tensors[name]
-        (begin, end), *_ = spec.box
-        if begin <= one < end and begin <= other < end:
-            exchange({name: tensor}, one - begin, other - begin, name)
+    if name is None:
+        found = {spec.name: tensor for spec, tensor in pairs}
+    else:
+        of = [(spec.box[0], tensor) for spec, tensor in pairs if spec.name == name]
+        found = {
+            expert: next((tensor[expert - begin] for (begin, end), tensor in of if begin <= expert < end), None)
+            for expert in (one, other)
+        }
+    if found.get(one) is not None and found.get(other) is not None:
+        exchange(found, one, other)
     return Payload(payload.pieces, [tensor for _, tensor in pairs])
 
 

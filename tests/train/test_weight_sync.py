@@ -1,6 +1,7 @@
 """Weights from train ranks, each holding a part, to rollout workers: complete, each element once, with a version."""
 
 import json
+import re
 
 import pytest
 import sync_workers
@@ -19,7 +20,7 @@ from sync_helpers import (
     same,
     two_senders,
 )
-from sync_workers import FROZEN, SHAPES, model
+from sync_workers import FROZEN, MODELS, SHAPES, model
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup, WorkerError, colocate
 from workers.weight_sync import WeightSender, WeightSyncError
@@ -326,3 +327,88 @@ def test_invalid_options_are_rejected(rollouts):
         sender.send(1, [], verify="all")
     with pytest.raises(WeightSyncError, match="must be a group of rollout workers"):
         WeightSender("store", lambda: 3).send(1, [])
+
+
+# --- mixtures of experts: 64 experts in each of 4 layers --------------------------------------------------------------
+
+
+BUCKET = 24 << 10
+OF_EXPERTS = sum(tensor.nbytes for tensor in sync_workers.stacked().values())
+WAYS = [("stacked", "one_by_one"), ("one_by_one", "stacked"), ("stacked", "stacked"), ("stacked", "like_mixtral"),
+        ("like_mixtral", "stacked")]  # fmt: skip
+
+
+def holds(rollout, version, of):
+    expected = MODELS[of](version=version)
+    return rollout.current_weight_version() == [version] * 2 and all(
+        equal(found, expected) for found in rollout.weights()
+    )
+
+
+@pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "store"))
+def test_every_expert_arrives_and_is_proved(train, rollout, transport, tmp_path):
+    train.connect(rollout, transport, **options(transport, tmp_path) | {"bucket_bytes": BUCKET})
+    version = 0
+    for held, of in WAYS:
+        rollout.equip(of=of)
+        for division in ("rows", "stages"):
+            version += 1
+            reports = train.update(version, division, held)
+            assert holds(rollout, version, of), (held, of, division)
+            assert {report.proved for report in reports} == {"engine"}
+            assert sum(report.nbytes for report in reports) == OF_EXPERTS, "each byte is sent once"
+            assert reports[0].buckets <= 2 * OF_EXPERTS / BUCKET, "several experts in each"
+            print(
+                f"{transport}: {held} to {of}, {division}: {OF_EXPERTS} bytes in {reports[0].buckets} buckets, "
+                f"{reports[0].seconds:.2f} s"
+            )
+
+
+@pytest.mark.parametrize("transport", mostly_full(full, DIRECT))
+def test_differences_of_experts(train, rollout, transport):
+    """Each update changes one expert of each layer, and its row of the router."""
+    for held, of in WAYS[:3]:
+        rollout.equip(of=of)
+        train.connect(rollout, transport, bucket_bytes=BUCKET, delta=True)
+        assert sum(report.nbytes for report in train.update(1, "rows", held)) == OF_EXPERTS
+        for version in (2, 3):
+            reports = train.update(version, "rows", held)
+            assert holds(rollout, version, of)
+            assert reports[0].patched == 2 and {report.proved for report in reports} == {"engine"}
+            assert sum(report.nbytes for report in reports) < OF_EXPERTS / 8
+
+
+@pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "store"))
+@pytest.mark.parametrize(("held", "of"), mostly_full(full, WAYS[:3], WAYS[0]))
+def test_exchanged_experts_are_both_named(train, rollout, transport, held, of, tmp_path):
+    """On the way, and by the engine: 3 and 5 of layer 1."""
+    rollout.equip(of=of)
+    train.connect(rollout, transport, **options(transport, tmp_path) | {"bucket_bytes": 1 << 20})
+    train.update(1, "copies", held)
+    experts = "model.layers.1.mlp.experts"
+    if of == "stacked":
+        swap = (3, 5, f"{experts}.gate_up_proj")
+        both = [f"{experts}.gate_up_proj[{one}]" for one in (3, 5)]
+    else:
+        both = [f"{experts}.{one}.gate_proj.weight" for one in (3, 5)]
+        swap = (*both, None)
+    for sender in (0, 1):  # one of them has it
+        try:
+            train.update(2, "copies", held, swaps=(sender, *swap))
+        except WorkerError as error:
+            told = str(error)
+            assert isinstance(error, WeightSyncError)
+            assert "did not arrive as it was sent" in told
+            assert f"{both[0]} (has the bytes of {both[1]})" in told
+            assert rollout.current_weight_version() == [1, 1], "the engines never saw it"
+            break
+    else:
+        pytest.fail("no sender had the experts")
+    rollout.configure(rank=1, exchange=swap)
+    with pytest.raises(WeightSyncError, match=r"rollout rank 1: ToyEngine does not hold what was sent.* 2 ") as caught:
+        train.update(3, "copies", held)
+    for one, other in (both, both[::-1]):
+        assert re.search(re.escape(f"{one} (has the bytes of {other})"), str(caught.value))
+    rollout.configure(rank=1)
+    train.update(4, "copies", held)
+    assert holds(rollout, 4, of)

@@ -75,32 +75,44 @@ def users_file(tmp_path):
     return file
 
 
-def mypy(python, file):
-    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--config-file", "mypy.ini", file.name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=file.parent, timeout=100)
-    return [int(line) for line in re.findall(r"^train\.py:(\d+): error: ", done.stdout, re.MULTILINE)], done.stdout
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The folder in which mypy keeps what it has found about the library."""
+    return tmp_path_factory.mktemp("cache")
 
 
-def pyright(python, file):
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, file.name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=file.parent, timeout=100)
+def mypy(python, cache, *files):
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--config-file", "mypy.ini"]
+    names = [file.name for file in files]
+    done = subprocess.run(
+        [*command, "--cache-dir", cache, *names], capture_output=True, text=True, cwd=files[0].parent, timeout=100
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    errors = [re.match(r"(.+?):(\d+): error: ", line) for line in done.stdout.splitlines()]
+    return [int(error[2]) for error in errors if error and error[1] in names], done.stdout + done.stderr
+
+
+def pyright(python, cache, *files):
+    names = [file.name for file in files]
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=files[0].parent, timeout=100)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
     return [one["range"]["start"]["line"] + 1 for one in errors], done.stdout
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_checker_knows_the_types_of_an_editable_install(python, users_file, checker):
+def test_checker_knows_the_types_of_an_editable_install(python, cache, users_file, checker):
     wrong = [number for number, line in enumerate(users_file.read_text().splitlines(), 1) if "# wrong" in line]
-    found, output = checker(python, users_file)
+    found, output = checker(python, cache, users_file)
     assert found == wrong, output
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
-@pytest.mark.parametrize("script", ["score", "distill"])
-def test_checker_accepts_the_tutorials(python, users_file, checker, script):
-    for file in (ROOT / "tutorials").glob(f"{script}*.py"):
-        shutil.copy(file, users_file.parent)
-    shutil.copy(ROOT / "tutorials" / f"{script}.py", users_file)
-    (users_file.parent / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    found, output = checker(python, users_file)
+def test_checker_accepts_the_tutorials(python, cache, users_file, checker):
+    folder, scripts = users_file.parent, ("score", "distill")
+    for file in (file for script in scripts for file in (ROOT / "tutorials").glob(f"{script}*.py")):
+        shutil.copy(file, folder)
+    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    found, output = checker(python, cache, *(folder / f"{script}.py" for script in scripts))
     assert found == [], output

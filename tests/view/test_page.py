@@ -8,6 +8,7 @@ import pytest
 from browser import Browser
 from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 from test_server import HOSTILE
+from waits import within
 
 from single_controller.view.server import ViewServer
 
@@ -48,7 +49,7 @@ def url(tmp_path_factory):
     write_lines(
         run / "events.jsonl",
         [
-            *(update(version, version) for version in range(1, 400)),
+            *(update(version, version, pause_seconds=0.1) for version in range(1, 400)),
             {"step": 380, "time": STARTED + 380, "kind": "alarm", "text": "entropy collapsed", "advice": "see entropy"},
             {"step": 390, "time": STARTED + 390, "kind": "death", "text": "rank 3 died", "group": "rollout", "rank": 3},
         ],
@@ -81,7 +82,8 @@ def url(tmp_path_factory):
         parts.append({"group": None, "rank": None, "method": "train", "start": at + 0.5, "end": at + 0.95})
         for rank in range(4):
             end = at + 0.2 + 0.06 * rank
-            parts.append({"group": "group rollout", "rank": rank, "method": "generate", "start": at, "end": end})
+            parts.append({"group": "group rollout", "rank": rank, "method": "generate", "start": at + 0.1, "end": end})
+            parts[-1]["waits"] = {"queue": 0.08, "open": 0.02, "return": 0.01}
         for rank in range(2):
             parts.append({"group": "group actor", "rank": rank, "method": "train", "start": at + 0.5, "end": at + 0.9})
     write_lines(run / "timeline.jsonl", parts)
@@ -100,6 +102,14 @@ def test_finished_run(browser, url):
     browser.wait("document.querySelectorAll('.card').length == 2")
     page = browser.text()
     assert "grpo-7b-lr2" in page and "entropy collapsed" in page and "ended: finished" in page and "df2d8c2" in page
+
+    browser.js("document.querySelectorAll('details')[1].open = true")
+    browser.js("document.querySelector('.card').dataset.old = 1")
+    browser.wait("document.querySelector('.card').dataset.old === undefined")  # it was drawn again
+    assert browser.js("[...document.querySelectorAll('details')].map((one) => one.open).join()").startswith(
+        "false,true,f"
+    )
+    assert '"lr": 0.000001' in browser.text()
 
     browser.js("location.hash = '#curves'")
     browser.wait("document.querySelectorAll('.chart[data-points]').length == 6")
@@ -241,3 +251,27 @@ def test_hostile_text_does_nothing(browser, tmp_path):
             )
         assert "<script>window.hacked" in browser.js("document.title")
     assert [one for one in browser.log if one["method"] == "Page.javascriptDialogOpening"] == []
+
+
+@pytest.mark.full("large runs on the page")
+@pytest.mark.alone
+def test_large_runs_open_within_two_seconds(browser, tmp_path):
+    """10,000 samples of 1,000 tokens in one step, and 100,000 steps; then the table is scrolled through."""
+    wide, long = write_run(tmp_path / "wide", steps=10), tmp_path / "long"
+    write_run(long, steps=100_000, metrics=[f"metric/{n}" for n in range(20)])
+    write_samples(wide, 1, [1000] * 10_000, texts=[{"completion": "word " * 800}] * 10_000)
+    for run, tab, ready in (
+        (wide, "samples", "document.querySelector('.grid-row')?.dataset.row"),
+        (long, "curves", "document.querySelectorAll('.chart[data-points=\"800\"]').length > 5"),
+    ):
+        with ViewServer([run]) as server:  # which has read nothing yet
+            threading.Thread(target=server.serve, daemon=True).start()
+            browser.open("about:blank")
+            with within(2):
+                browser.open(f"{server.url}#{tab}")
+                browser.wait(ready)
+            if tab == "samples":
+                with within(2):
+                    for share in range(1, 11):
+                        browser.js(f"document.querySelector('.scroll').scrollTop = {share} * 26_000")
+                        browser.wait("[...document.querySelectorAll('.grid-row')].every((one) => one.dataset.row)")

@@ -98,6 +98,8 @@ def test_frames_of_all_sources():
     assert [frame.function for frame in frames(PY_SPY)] == ["Trainer.load", "broadcast", "wait"]
     assert collective(frames(PY_SPY)) == "broadcast"
     assert [str(frame) for frame in frames(SIGNAL)] == ["trainer.py:48, in train", "loss.py:5, in entropy"]
+    tasks = f"  task:\n{at(7, 'fetch')}\n  task:\n{at(8, 'other')}"
+    assert [str(frame) for frame in frames(tasks)] == ["trainer.py:7, in fetch"]
     assert frames("") == frames("  no method is running") == []
 
 

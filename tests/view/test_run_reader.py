@@ -3,11 +3,15 @@
 import json
 import math
 import os
+import re
+import socket
+import subprocess
 
 import numpy as np
 import pytest
 from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 
+from single_controller.__main__ import _text
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.run_reader import Arrays, RunReader
 from single_controller.view.sample_table import Filter, select
@@ -98,6 +102,28 @@ class TestFolder:
         assert "no step" in RunReader(write_run(tmp_path / "silent", ended=False)).silent(60)
         assert RunReader(write_run(tmp_path / "ended")).silent(60) is None
 
+    def test_state_of_a_run_whose_process_is_gone(self, tmp_path):
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        for name, pid, state in (("a", os.getpid(), "running"), ("b", gone.pid, "killed")):
+            process = {"host": socket.gethostname(), "pid": pid, "argv": []}
+            assert RunReader(write_run(tmp_path / name, ended=False, process=process)).summary()["state"] == state
+
+
+def test_text_for_a_terminal_has_no_control_characters(tmp_path):
+    alarm = {"step": 1, "time": 1.0, "kind": "alarm", "text": "entropy\x1b[2J\x9b1m\r\u202e collapsed"}
+    run = write_run(tmp_path / "run", steps=5, name="mine\x07")
+    write_lines(run / "events.jsonl", [alarm])
+    reader = RunReader(run)
+    reader.refresh()
+    text = _text({"text": [], "run": reader.summary(), "problems": ["a\tb"]})
+    assert "mine?: ended: finished, step 4\n" in text and "  alarm at step 1: entropy?[2J?1m?? collapsed\n" in text
+    assert (
+        "no group is running" in text
+        and text.endswith("Problems\n  a?b")
+        and re.search(r"^  loss -?[0-9.]+$", text, re.M)
+    )
+
 
 class TestSamples:
     @pytest.fixture
@@ -106,7 +132,7 @@ class TestSamples:
 
     def test_lines_of_a_step(self, run):
         lengths = [5, 2, 9, 7, 4]
-        rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1, 2]
+        rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [2**62 + 1, 2**62 + 1, 7, 7, -1]
         arrays = write_samples(run, 3, lengths, rewards=rewards, groups=groups)
         arrays["versions"][5 + 2 + 8] = 9  # the last but two of row 2
         np.savez(run / "samples" / "step_00000003.npz", **arrays)
@@ -120,6 +146,7 @@ class TestSamples:
             assert line["oldest"] == (sampled.min() if len(sampled) else -1)
             assert line["newest"] == (sampled.max() if len(sampled) else -1)
             assert line["difference"] == (pytest.approx(apart.mean(), rel=1e-5) if len(apart) else None)
+            assert line["group"] == (0, 0, 1, 1, -1)[row]  # numbers that a browser keeps
             assert line["equal"] == (row < 2) and line["finish"] == ("stop", "length")[row % 2]
 
     def test_sort_filter_and_pages(self, run):

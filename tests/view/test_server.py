@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from synthetic_run import update, write_lines, write_run, write_samples
 
+from single_controller.__main__ import main
 from single_controller.view.server import PAGE, ViewServer
 
 SECRET = "the secret of another folder"
@@ -76,6 +77,23 @@ def api(server, path):
     return json.loads(body)
 
 
+def test_command_refuses_what_is_no_run(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    for arguments in (["view", str(tmp_path)], ["view", str(tmp_path / "run"), str(tmp_path / "none")]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 1 and "is not a run folder" in capsys.readouterr().err
+
+
+def test_port_in_use_is_said(tmp_path):
+    run = write_run(tmp_path / "run")
+    with ViewServer([run]) as server:  # and closes one that has never served
+        port = urllib.parse.urlsplit(server.url).port
+        for wrong in (port, 99999999):
+            with pytest.raises(OSError, match=f"port {wrong} of 127.0.0.1 cannot be used"):
+                ViewServer([run], port=wrong)
+
+
 class TestAnswers:
     def test_runs(self, served):
         first, second = api(served, "runs")["runs"]
@@ -102,6 +120,7 @@ class TestAnswers:
         assert found["columns"]["rollout_log_probs"][:2] == [None, None]  # the prompt's: NaN in the file
         assert found["updates"]["5"]["digest"] == f"{5:016x}" and found["text"]["fingerprints"] == {"5": "0" * 16}
         assert [one["row"] for one in found["group"]] == [0, 1]
+        assert found["row_columns"] == {"numbers": 1, "prompt_lengths": 2, "rewards": 1, "groups": 0}
         later = api(served, "sample?step=5&row=2&first=2990&count=100")
         assert (later["first"], len(later["tokens"]), later["length"]) == (2990, 10, 3000)
 

@@ -52,6 +52,8 @@ def left_behind():
         ({"logprobs_mode": "raw_logprobs"}, "'logprobs_mode' is always 'processed_logits', got 'raw_logprobs'"),
         ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is always 1, got 2"),
         ({"enable_chunked_prefill": True}, "'enable_chunked_prefill' is always False on the CPU, got True"),
+        ({"enable_return_routed_experts": True}, "Model Runner V2 alone, which needs Triton.*routing_replay='R2'"),
+        ({"return_routed_experts": True}, "return_routed_experts=True is not possible"),
         ({"enable_expert_parallel": True}, "'enable_expert_parallel' is always False on the CPU, got True"),
         ({"dtype": "float32"}, "'dtype' is set by VLLMEngine's own argument 'param_dtype'"),
     ],

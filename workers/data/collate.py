@@ -245,7 +245,7 @@ def _routed_experts(prompts: Sequence[Sequence[int]], completions: Sequence[Comp
         ids.extend(of.ids)
         offsets.append(offsets[-1] + count)
     values = torch.frombuffer(ids, dtype=torch.int16).clone() if ids else torch.zeros(0, dtype=torch.int16)
-    return jagged.build(values.view(-1, layers, k), torch.tensor(offsets), 0)  # type: ignore[no-any-return]
+    return jagged.build(values.view(-1, layers, k), torch.tensor(offsets), 0)
 
 
 def not_per_token(completion: Completion) -> str | None:
@@ -320,10 +320,10 @@ def with_fingerprints(
     """
     of_worker = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
     rows = completion.rows and [
-        replace(row, completion=with_fingerprints(row.completion, known, worker, row.completion.fingerprints))
-        for row in completion.rows
+        replace(row, completion=with_fingerprints(row.completion, known, worker, before)) for row in completion.rows
     ]
-    return replace(completion, fingerprints={**(before or {}), **of_worker} or None, rows=rows)
+    found = {**(before or {}), **(completion.fingerprints or {}), **of_worker}
+    return replace(completion, fingerprints=found or None, rows=rows)
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:

@@ -245,7 +245,7 @@ def restore_routes(
         for row, own in zip(part.rows.tolist(), of_places.unflatten(0, part.input_ids.shape), strict=True):
             rows[row] = own[: lengths[row]]
     offsets = torch.tensor([0, *accumulate(lengths)])
-    return jagged.build(torch.cat([recorded[0][:0], *rows]), offsets, 0)  # type: ignore[no-any-return]
+    return jagged.build(torch.cat([recorded[0][:0], *rows]), offsets, 0)
 
 
 def sum_reports(reports: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str], torch.Tensor]:

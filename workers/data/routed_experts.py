@@ -225,7 +225,7 @@ class RoutingMeter:
         return made | ({"replay/overlap": same / replayed} if replayed else {})
 
 
-def missing_routes(routes: torch.Tensor, shape: RoutingShape) -> tuple[int, int]:
+def missing_routes(routes: Any, shape: RoutingShape) -> tuple[int, int]:
     """Return how many tokens of the column have no experts in some layer, and how many tokens there are. A row's last
     token counts in neither."""
     import torch

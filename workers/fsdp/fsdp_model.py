@@ -232,10 +232,11 @@ class FSDPTrainModel(TrainModel):
     def log_probs_and_routes(
         self, data: Mapping[str, torch.Tensor], temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        recorded: list[torch.Tensor] = []
+        routers, recorded = self._routers, list[torch.Tensor]()
+        if routers is None:
+            raise RuntimeError("log_probs_and_routes() needs FSDPOptions(routing_replay=True)")
 
         def run(part: MicroBatch) -> torch.Tensor:
-            routers = _present(self._routers)
             routers.record()
             outputs = self._outputs(part, temperature, False)
             experts = routers.recorded()

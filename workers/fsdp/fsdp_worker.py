@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workers.data.routed_experts import RoutingShape
 from workers.device import dtype_of, every_backend, take_device
 from workers.distributed import initialize_distributed, new_rows
 from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
@@ -31,16 +32,23 @@ class FSDPTrainWorker(PolicyTrainWorker):
         size = args.sequence_parallel_size
         if ranks % size:
             raise TrainArgsError(f"sequence_parallel_size={size} does not divide the group's {ranks} ranks")
-        if size > 1 and (args.moe_aux_loss_coeff or args.moe_z_loss_coeff):
+        balanced = [name for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if args[name]]
+        if balanced and size > 1:
             raise TrainArgsError(
-                f"moe_aux_loss_coeff={args.moe_aux_loss_coeff} and moe_z_loss_coeff={args.moe_z_loss_coeff} must be 0 "
-                f"with sequence_parallel_size={size}, whose ranks do not see whole rows"
+                f"args.{balanced[0]}={args[balanced[0]]} is not possible with sequence_parallel_size={size}, whose "
+                "ranks do not see whole rows; leave one of them out"
             )
-        if not args.debug_rollout_only and size > 1 and (config := known_config(args)) is not None:
-            try:
-                check_sliceable(config, size)
-            except ValueError as error:
-                raise TrainArgsError(str(error)) from None
+        if args.debug_rollout_only or not (balanced or size > 1) or (config := known_config(args)) is None:
+            return
+        try:
+            check_sliceable(config, size)
+        except ValueError as error:
+            raise TrainArgsError(str(error)) from None
+        if balanced and RoutingShape.of(config) is None:
+            raise TrainArgsError(
+                f"args.{balanced[0]}={args[balanced[0]]} needs a mixture of experts, and the model is a "
+                f"{config.model_type!r}; leave it out"
+            )
 
     def begin(self) -> None:
         self.device = take_device(self.local_rank, self.device_ids)

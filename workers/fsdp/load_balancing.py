@@ -1,15 +1,4 @@
-"""Auxiliary losses of a mixture of experts, for models of transformers.
-
-With E experts, of which a token goes to k, a layer's load-balancing loss of a batch of n tokens is
-
-    E / (k * n) * sum over experts of (tokens that chose the expert) * (mean score of the expert)
-
-(Fedus et al., 2021, arXiv:2101.03961). It is k times smaller than that of transformers, and is 1 if the load is even. A
-batch is a row, or all rows of a micro-batch on a rank. Batches are weighted by their tokens, so the loss of a step is a
-mean over its tokens, and with rows as batches it does not depend on micro-batches, packing or ranks. The z-loss is the
-mean of the squared logsumexp of the router's logits (Zoph et al., 2022, arXiv:2202.08906). Both are sums over layers.
-The losses are of the router's own choice, also where other routes are taken.
-"""
+"""Auxiliary losses of a mixture of experts, for models of transformers; see `workers.algorithms.expert_losses`."""
 
 from __future__ import annotations
 
@@ -20,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from workers.algorithms.expert_losses import expert_losses
 from workers.data.micro_batches import MicroBatch
 from workers.data.packing import PackedRows
 from workers.hf_routing import Routers
@@ -73,23 +63,12 @@ class LoadBalancing:
         places = None if part.packed is None else _places(part.packed).to(real.device)
         total = torch.zeros([], device=real.device)
         for logits in of_layers:
-            losses = torch.stack(self._losses(_of_rows(logits.float(), places, real.shape), real))
+            of_rows = _of_rows(logits.float(), places, real.shape)
+            losses = torch.stack(expert_losses(of_rows, self._routers.shape.k, real, by_row=self._by_row))
             total = total + (losses * losses.new_tensor(self._coefficients)).sum() / self._total
             if self._sums is not None:
                 self._sums += losses.detach() / len(of_layers)
         return total
-
-    def _losses(self, logits: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over the tokens of both losses of a layer. ``logits``: (b, s, E)."""
-        experts, k, weights = logits.shape[-1], self._routers.shape.k, real[..., None].float()
-        scores = (logits.softmax(-1) * weights).sum(1)
-        with torch.no_grad():
-            chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(k, dim=-1).indices, 1.0)
-            counts, tokens = (chosen * weights).sum(1), real.sum(1).float()
-        if not self._by_row:
-            scores, counts, tokens = scores.sum(0, True), counts.sum(0, True), tokens.sum(0, True)
-        balance = ((counts * scores).sum(-1) * experts / (k * tokens.clamp(min=1.0))).sum()
-        return balance, (logits.logsumexp(-1).square() * real).sum()
 
     def end_step(self) -> dict[str, float]:
         """End a step. All ranks call it. Returns the losses as means over layers, the same on every rank."""

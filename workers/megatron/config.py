@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from workers.data.routed_experts import RoutingShape
 from workers.device import dtype_of, has_cuda
 from workers.extras import require
 
@@ -26,7 +27,7 @@ RANK_KEYS = ("pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_ra
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 """The ``model_type`` of Hugging Face configs that Megatron models can be made from."""
 
-LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+LOAD_BALANCING = ("seq_aux_loss", "aux_loss")
 """The ``moe_router_load_balancing_type`` that `workers.megatron.moe` has."""
 
 DISPATCHERS = ("alltoall", "allgather")
@@ -190,21 +191,17 @@ class Experts:
     """The mixture of experts of a Hugging Face config.
 
     Attributes:
-        count: number of experts of a layer.
-        topk: how many of them a token goes to.
+        shape: how many there are, in which layers, and how many compute a token.
         width: size of an expert's hidden layer.
         normalized: whether the scores of a token's experts are divided by their sum.
-        layers: for each layer 1 if it has experts, 0 if it has one feed-forward network.
         shared_width: size of the hidden layer of the expert that every token goes to; None without one.
-        block: what the Hugging Face checkpoint calls such a layer's feed-forward part.
+        block: what the Hugging Face checkpoint calls the feed-forward part of a layer with experts.
         names: what it calls an expert's gate, up and down projections.
     """
 
-    count: int
-    topk: int
+    shape: RoutingShape
     width: int
     normalized: bool
-    layers: tuple[int, ...]
     shared_width: int | None = None
     block: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -212,26 +209,13 @@ class Experts:
 
 def experts_of(hf_config: Any) -> Experts | None:
     """The mixture of experts of a config in `SUPPORTED_MODELS`; None without one."""
-    kind, layers = hf_config.model_type, int(hf_config.num_hidden_layers)
-    if kind == "mixtral":
-        return Experts(
-            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, True,
-            (1,) * layers, block="block_sparse_moe", names=("w1", "w3", "w2"),
-        )  # fmt: skip
-    if kind not in ("qwen2_moe", "qwen3_moe") or not hf_config.num_experts:
+    kind = hf_config.model_type
+    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe") or (shape := RoutingShape.of(hf_config)) is None:
         return None
-    with_experts = tuple(
-        int(number not in hf_config.mlp_only_layers and (number + 1) % hf_config.decoder_sparse_step == 0)
-        for number in range(layers)
-    )
-    return Experts(
-        hf_config.num_experts,
-        hf_config.num_experts_per_tok,
-        hf_config.moe_intermediate_size,
-        bool(hf_config.norm_topk_prob),
-        with_experts,
-        hf_config.shared_expert_intermediate_size if kind == "qwen2_moe" else None,
-    )
+    if kind == "mixtral":
+        return Experts(shape, hf_config.intermediate_size, True, None, "block_sparse_moe", ("w1", "w3", "w2"))
+    shared = hf_config.shared_expert_intermediate_size if kind == "qwen2_moe" else None
+    return Experts(shape, hf_config.moe_intermediate_size, bool(hf_config.norm_topk_prob), shared)
 
 
 def window_layers(hf_config: Any) -> tuple[int | None, list[int]]:
@@ -399,10 +383,10 @@ def _experts_structure(experts: Experts | None) -> dict[str, Any]:
     if experts is None:
         return {"num_moe_experts": None}
     return {
-        "num_moe_experts": experts.count,
+        "num_moe_experts": experts.shape.experts,
         "moe_ffn_hidden_size": experts.width,
-        "moe_layer_freq": list(experts.layers),
-        "moe_router_topk": experts.topk,
+        "moe_layer_freq": [int(layer in experts.shape.sparse) for layer in range(experts.shape.layers)],
+        "moe_router_topk": experts.shape.k,
         # The softmax of the chosen logits is that of all logits, divided by its sum over the chosen.
         "moe_router_pre_softmax": not experts.normalized,
         "moe_shared_expert_intermediate_size": experts.shared_width,
@@ -425,8 +409,8 @@ def _experts_fields(hf_config: Any, overrides: Mapping[str, Any], sizes: Mapping
     if experts_of(hf_config) is None:
         return {}
     balancing, dispatcher = (
-        overrides.get("moe_router_load_balancing_type", "aux_loss"),
-        overrides.get("moe_token_dispatcher_type", "alltoall"),
+        overrides.get("moe_router_load_balancing_type", LOAD_BALANCING[0]),
+        overrides.get("moe_token_dispatcher_type", DISPATCHERS[0]),
     )
     for name, value, choices in (
         ("moe_router_load_balancing_type", balancing, LOAD_BALANCING),
@@ -445,7 +429,11 @@ def _experts_fields(hf_config: Any, overrides: Mapping[str, Any], sizes: Mapping
             f"sequence_parallel={overrides['sequence_parallel']!r}: a mixture of experts needs sequence parallelism if "
             "and only if tensor_model_parallel_size is above 1; remove the override"
         )
-    return {"moe_token_dispatcher_type": "alltoall", "sequence_parallel": parallel}
+    return {
+        "moe_token_dispatcher_type": DISPATCHERS[0],
+        "moe_router_load_balancing_type": LOAD_BALANCING[0],
+        "sequence_parallel": parallel,
+    }
 
 
 def check_model(hf_config: Any, sizes: Mapping[str, Any]) -> None:
@@ -490,14 +478,15 @@ def _refuse_model(hf_config: Any) -> None:
 
 
 def _refuse_experts(experts: Experts) -> None:
-    if not 1 <= experts.topk <= experts.count:
-        raise ValueError(f"num_experts_per_tok={experts.topk} must be from 1 to the number of experts, {experts.count}")
-    if experts.topk == 1 and experts.normalized:
+    k, count = experts.shape.k, experts.shape.experts
+    if k > count:
+        raise ValueError(f"num_experts_per_tok={k} must be at most the number of experts, {count}")
+    if k == 1 and experts.normalized:
         raise ValueError(
             "num_experts_per_tok=1 with normalized scores is not supported: each token's only score would be 1, and "
             "the router would get no gradient"
         )
-    if not any(experts.layers):
+    if not experts.shape.sparse:
         raise ValueError("mlp_only_layers and decoder_sparse_step leave no layer with experts; use a dense model_type")
 
 
@@ -518,7 +507,7 @@ def _check_divisible(hf_config: Any, sizes: Mapping[str, Any]) -> None:
         raise ValueError(f"expert_model_parallel_size={ep}, but model_type {hf_config.model_type!r} has no experts")
     if experts is not None:
         for what, count, name, size in (
-            ("number of experts", experts.count, "expert_model_parallel_size", ep),
+            ("number of experts", experts.shape.experts, "expert_model_parallel_size", ep),
             ("width of an expert", experts.width, "expert_tensor_parallel_size", etp),
             ("width of the shared expert", experts.shared_width or 0, "tensor_model_parallel_size", tp),
         ):

@@ -97,6 +97,7 @@ def _install() -> bool:
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     random.CudaRNGStatesTracker = _cpu_tracker(random)
     random.initialize_rng_tracker(force_reset=True)
+    _rewrite_recomputation(random.CheckpointFunction)
     _use_gloo_for_nccl()
     _dispatch_tokens_on_cpu()
     return True
@@ -172,6 +173,17 @@ def _cpu_tracker(random: Any) -> type[Any]:
                 torch.set_rng_state(outside)
 
     return CpuRNGStatesTracker
+
+
+def _rewrite_recomputation(function: Any) -> None:
+    """Let activations be computed again in the mode: torch runs backward passes outside the mode that called them."""
+    backward = function.backward
+
+    def in_mode(*args: Any) -> Any:
+        with _mode_class()():
+            return backward(*args)
+
+    function.backward = staticmethod(in_mode)
 
 
 class _NoStream:

@@ -234,8 +234,8 @@ def _expert_shapes(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], set[int]
     if experts is None:
         return {}, set()
     hidden, at = int(hf_config.hidden_size), experts.block
-    shapes: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (experts.count, hidden)}
-    widths = {f"{at}.experts.{number}": experts.width for number in range(experts.count)}
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (experts.shape.experts, hidden)}
+    widths = {f"{at}.experts.{number}": experts.width for number in range(experts.shape.experts)}
     names = dict.fromkeys(widths, experts.names)
     if experts.shared_width is not None:
         widths[f"{at}.shared_expert"] = experts.shared_width
@@ -245,7 +245,7 @@ def _expert_shapes(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], set[int]
         gate, up, down = names[expert]
         shapes |= {f"{expert}.{gate}.weight": (width, hidden), f"{expert}.{up}.weight": (width, hidden)}
         shapes[f"{expert}.{down}.weight"] = (hidden, width)
-    return shapes, {number for number, with_experts in enumerate(experts.layers) if with_experts}
+    return shapes, set(experts.shape.sparse)
 
 
 # --- reading and writing --------------------------------------------------------------------------------

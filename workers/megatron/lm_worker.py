@@ -153,19 +153,24 @@ class MegatronLMWorker(MegatronWorker):
 
     @register({"dispatch_fn": _to_all, "collect_fn": _merge})
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights as the Hugging Face model's ``state_dict()`` has them, whole, on the CPU. The driver gets one
-        dict; each pipeline stage sends its own weights once."""
+        """The weights as the Hugging Face model's ``state_dict()`` has them, whole, on the CPU; each expert under its
+        name in Hugging Face's checkpoints. The driver gets one dict; each pipeline stage sends its own weights once."""
         from megatron.core import parallel_state
 
         from workers.megatron.config import tied
         from workers.megatron.hf_weights import EMBEDDING, HEAD, distinct_weights
 
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True):
-            return {}
-        weights = distinct_weights(self.model.models, self.model.hf_config)
-        whole = ((name, tensor) for weight in weights for name, tensor in weight.whole())  # gathered by all tp ranks
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         first = not parallel_state.get_tensor_model_parallel_rank()
-        state = {name: tensor.cpu() for name, tensor in whole if first}
+        of_experts = (
+            parallel_state.get_expert_data_parallel_rank(),
+            not parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        state: dict[str, torch.Tensor] = {}
+        for weight in distinct_weights(self.model.models, self.model.hf_config):
+            copy, sends = of_experts if weight.expert else (replica, first)
+            if not copy:  # all its tensor-parallel ranks gather it
+                state |= {name: tensor.cpu() for name, tensor in weight.whole() if sends}
         if tied(self.model.hf_config) and EMBEDDING in state:
             state[HEAD] = state[EMBEDDING]
         return state

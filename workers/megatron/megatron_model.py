@@ -36,7 +36,7 @@ from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """A Llama, Mistral, Qwen2 or Qwen3 on megatron-core, whose model parallelism must be initialised in the process.
+    """A decoder of `SUPPORTED_MODELS` on megatron-core, whose model parallelism must be initialised in the process.
 
     Each dp rank gets rows of its own; the tp and pp ranks of one dp rank get the same rows.
 
@@ -94,10 +94,10 @@ class MegatronTrainModel(TrainModel):
                     compute_output_in_float32(model.output_layer)
         self._interleaved = len(self.models) > 1
         self._routing: Any = None
-        if self.config.num_moe_experts:
-            from workers.megatron.moe import Routing
+        if (shape := RoutingShape.of(hf_config)) is not None:
+            from workers.megatron.moe import ExpertRouting
 
-            self._routing = Routing(self.models, self.config, RoutingShape.of(hf_config))
+            self._routing = ExpertRouting(self.models, self.config, shape)
         self.config.variable_seq_lengths = not self._interleaved
         self._chunks = self._wrapped()
         # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
@@ -308,7 +308,7 @@ class MegatronTrainModel(TrainModel):
         """Tell the routers about a micro-batch, padded to this shape."""
         if self._routing is None:
             return nullcontext()
-        from workers.megatron.moe import Tokens
+        from workers.megatron.moe import RoutedTokens
 
         real = torch.zeros_like(batch.attention_mask) if batch.is_filler else batch.attention_mask
         real, routes = _padded(real, rows, tokens), batch.routed_experts
@@ -316,7 +316,7 @@ class MegatronTrainModel(TrainModel):
             routes = routes.unflatten(0, batch.input_ids.shape).permute(2, 3, 0, 1)
             routes = to_device(_padded(routes, rows, tokens, NATIVE).permute(3, 2, 0, 1).contiguous(), self.device)
         given: AbstractContextManager[None] = self._routing.forward(
-            Tokens(number, to_device(real.t().contiguous(), self.device), routes)
+            RoutedTokens(number, to_device(real.t().contiguous(), self.device), routes)
         )
         return given
 

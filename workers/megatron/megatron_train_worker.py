@@ -16,6 +16,9 @@ from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
 from workers.train.policy_worker import PolicyTrainWorker
 
+BALANCING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+"""Arguments that are fields of megatron's ``TransformerConfig`` too."""
+
 
 class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     """One rank of training on megatron-core. ``args.tensor_model_parallel_size`` and
@@ -84,9 +87,8 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
     def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
         args = self.args
         overrides = dict(args.megatron_overrides)
-        if args.moe_aux_loss_coeff or args.moe_z_loss_coeff:
-            names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
-            overrides = {name: args[name] for name in names} | overrides
+        if experts_of(hf_config) is not None:
+            overrides = {**{name: args[name] for name in BALANCING}, **overrides}
         if args.gradient_checkpointing:
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip

@@ -2,7 +2,7 @@
 
 Megatron's router weighs the auxiliary losses of tensor-parallel ranks by their own tokens only, knows no padding behind
 the first pipeline stage, and keeps replayed routes in a registry of all models of the process. `MoERouter` gets what it
-needs to know of a micro-batch from the `Routing` of its model.
+needs to know of a micro-batch from the `ExpertRouting` of its model.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
+from workers.algorithms.expert_losses import expert_losses
 from workers.data.routed_experts import NATIVE, RoutingMeter, RoutingShape
 
 
@@ -77,7 +78,7 @@ class Norm(nn.RMSNorm):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RoutedTokens:
     """What the routers need to know of a micro-batch of b rows of s tokens.
 
     Attributes:
@@ -91,25 +92,18 @@ class Tokens:
     real: torch.Tensor
     routes: torch.Tensor | None = None
 
-    def slice_of(self, rank: int, ranks: int) -> Tokens:
+    def slice_of(self, rank: int, ranks: int) -> RoutedTokens:
         """Return a tensor-parallel rank's slice of the sequence."""
         size = len(self.real) // ranks
         span = slice(rank * size, (rank + 1) * size)
         return replace(self, real=self.real[span], routes=None if self.routes is None else self.routes[span])
 
 
-class Routing:
+class ExpertRouting:
     """What the routers of one model share: the tokens that they route, and what they report.
 
-    The auxiliary losses of a step are means over its real tokens, on all dp ranks, so that they do not depend on how
-    the rows are cut into micro-batches or spread over ranks; only what ``moe_router_load_balancing_type`` calls a batch
-    does: "aux_loss" balances the tokens of a micro-batch, "seq_aux_loss" those of a row. It is the sum over layers of
-
-        coefficient * E / (k * n) * sum over experts of (tokens that chose the expert) * (mean score of the expert)
-
-    with E experts and n tokens in the batch, weighted by n (Fedus et al., 2021, arXiv:2101.03961). The z-loss is the
-    mean of the squared logsumexp of the logits (Zoph et al., 2022, arXiv:2202.08906). Scores and choices of the losses
-    are the router's own, also where routes are replayed.
+    The auxiliary losses of a step are those of `workers.algorithms.expert_losses`, as means over the real tokens of all
+    dp ranks.
 
     Args:
         models: this rank's GPTModels.
@@ -117,6 +111,7 @@ class Routing:
         shape: of the whole model.
 
     Attributes:
+        coefficients: of the load-balancing loss and of the z-loss.
         tokens: of the micro-batch whose forward pass runs; None outside.
         total: number of real tokens of the step, on all dp ranks.
         recorded: by number of the micro-batch, (s, b, layers, k) int16, the experts that its tokens went to, `NATIVE`
@@ -125,10 +120,12 @@ class Routing:
 
     def __init__(self, models: Sequence[nn.Module], config: TransformerConfig, shape: RoutingShape) -> None:
         self.config, self.shape = config, shape
+        coefficients: Any = (config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
+        self.coefficients = tuple(float(coefficient or 0.0) for coefficient in coefficients)
         self.routers = [module for model in models for module in model.modules() if isinstance(module, MoERouter)]
         for router in self.routers:
             router.shared = self
-        self.tokens: Tokens | None = None
+        self.tokens: RoutedTokens | None = None
         self.total = 1.0
         self.recorded: dict[int, torch.Tensor] | None = None
         self._meter: RoutingMeter | None = None
@@ -144,7 +141,7 @@ class Routing:
 
     def end_step(self) -> dict[str, float]:
         """End a training step. All ranks call it. Return metrics, the same on every rank: those of `RoutingMeter`, and
-        the auxiliary losses as means over layers."""
+        the auxiliary losses as means over layers, unless their coefficients are 0."""
         for router in self.routers:
             router.waiting.clear()
         meter, self._meter = self._meter, None
@@ -153,12 +150,14 @@ class Routing:
         sums = torch.cat([meter.sums(), self._losses])
         dist.all_reduce(sums)  # each rank has tokens and layers of its own
         sums = sums.cpu()
-        balance, z = (sums[-2:] / self.total / len(self.shape.sparse)).tolist()
-        losses = {"moe/load_balancing_loss": balance, "moe/z_loss": z}
-        return RoutingMeter.metrics(sums[:-2], self.shape) | losses
+        found = RoutingMeter.metrics(sums[:-2], self.shape)
+        if any(self.coefficients):
+            balance, z = (sums[-2:] / self.total / len(self.shape.sparse)).tolist()
+            found |= {"moe/load_balancing_loss": balance, "moe/z_loss": z}
+        return found
 
     @contextmanager
-    def forward(self, tokens: Tokens) -> Iterator[None]:
+    def forward(self, tokens: RoutedTokens) -> Iterator[None]:
         """Within it the models' forward pass of a micro-batch runs. Its recomputation runs outside."""
         if self.config.sequence_parallel:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -169,7 +168,7 @@ class Routing:
         finally:
             self.tokens = None
 
-    def count(self, layer: int, chosen: torch.Tensor, native: torch.Tensor, tokens: Tokens) -> None:
+    def count(self, layer: int, chosen: torch.Tensor, native: torch.Tensor, tokens: RoutedTokens) -> None:
         """Add what a router has chosen.
 
         Args:
@@ -194,20 +193,20 @@ class Routing:
 
 
 class MoERouter(TopKRouter):
-    """Softmax over the experts and the best k, or given ones; see `Routing`.
+    """Softmax over the experts and the best k, or given ones; see `ExpertRouting`.
 
     Attributes:
-        shared: the `Routing` of its model.
+        shared: the `ExpertRouting` of its model.
         waiting: the tokens of the micro-batches whose backward pass has not begun, in the order of their forward
             passes. Every schedule runs the backward passes of a chunk in that order, so a recomputation is that of the
             first one.
     """
 
-    shared: Routing
+    shared: ExpertRouting
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.waiting: deque[Tokens] = deque()
+        self.waiting: deque[RoutedTokens] = deque()
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits, (s, b, experts). Megatron-core 0.16's own raises NameError without Transformer Engine."""
@@ -215,7 +214,9 @@ class MoERouter(TopKRouter):
         dtype = kinds.get(self.config.moe_router_dtype or "", input.dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
-    def routing_of(self, logits: torch.Tensor, tokens: Tokens, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing_of(
+        self, logits: torch.Tensor, tokens: RoutedTokens, recomputed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route a micro-batch.
 
         Args:
@@ -233,13 +234,13 @@ class MoERouter(TopKRouter):
         )
         if not recomputed:
             self.shared.count(layer, choice.chosen, choice.native, tokens)
-        if self.training and (self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff):
-            balance, z = self._losses(logits, choice.native, tokens)
+        if self.training and any(self.shared.coefficients):
+            balance, z = self._losses(logits, tokens)
             if not recomputed:
                 self.shared.add_losses(balance, z)
             if torch.is_grad_enabled():
-                coefficients = float(self.config.moe_aux_loss_coeff or 0.0), float(self.config.moe_z_loss_coeff or 0.0)
-                loss = (coefficients[0] * balance + coefficients[1] * z) / self.shared.total
+                of_balance, of_z = self.shared.coefficients
+                loss = (of_balance * balance + of_z * z) / self.shared.total
                 probs = MoEAuxLossAutoScaler.apply(probs, loss)
         return probs, chosen
 
@@ -252,24 +253,16 @@ class MoERouter(TopKRouter):
         logits = self.gating(input)
         return self.routing_of(logits.view(-1, logits.shape[-1]), tokens, recomputed)
 
-    def _losses(self, logits: torch.Tensor, native: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of the sums over its tokens of the two losses; the gradient of the other tensor-parallel
-        ranks' shares is theirs."""
-        experts, logits, real = logits.shape[-1], logits.float(), tokens.real
-        shape = (*real.shape, experts)
-        scores = (logits.softmax(-1) * real.reshape(-1, 1)).view(shape).sum(0)
-        with torch.no_grad():
-            chosen = torch.zeros_like(logits).scatter_(1, native, 1.0) * real.reshape(-1, 1)
-            counts = torch.cat([chosen.view(shape).sum(0), real.sum(0)[:, None]], 1)  # (b, experts + 1)
-            if self.config.sequence_parallel:
-                dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
-        if self.config.moe_router_load_balancing_type != "seq_aux_loss":
-            counts, scores = counts.sum(0, keepdim=True), scores.sum(0, keepdim=True)
-        of_batch = (counts[:, :-1] * scores).sum(1) * experts / (self.topk * counts[:, -1].clamp(min=1.0))
-        balance = of_batch.sum()
-        if self.config.moe_router_load_balancing_type == "none":
-            balance = balance * 0.0
-        return balance, (logits.logsumexp(-1).square() * real.reshape(-1)).sum()
+    def _losses(self, logits: torch.Tensor, tokens: RoutedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """The auxiliary losses, as sums over this rank's tokens."""
+        sliced = self.config.sequence_parallel
+        return expert_losses(
+            logits.unflatten(0, tokens.real.shape).transpose(0, 1),
+            self.topk,
+            tokens.real.t(),
+            by_row=self.config.moe_router_load_balancing_type == "seq_aux_loss",
+            group=parallel_state.get_tensor_model_parallel_group() if sliced else None,
+        )
 
 
 class _Choice:

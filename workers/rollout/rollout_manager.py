@@ -20,7 +20,7 @@ from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
 from workers.data.collate import collate
 from workers.data.rollout_data import unique_groups
-from workers.rollout.agents.environment import session_metrics
+from workers.rollout.agents.environment import COUNTED, session_metrics
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
 from workers.rollout.rewards.reward_calls import RewardFunction, Sample
 from workers.rollout.rewards.reward_runner import REWARD_CONCURRENCY, RewardRunner
@@ -247,7 +247,9 @@ class RolloutManager:
 
     def note_sessions(self, completions: Sequence[Completion]) -> None:
         """Note what `reward_metrics` tells about sessions; other completions are ignored."""
-        self.sessions.extend(one.info for one in completions if one.info is not None and "end_reason" in one.info)
+        for one in completions:
+            if one.info is not None and "end_reason" in one.info:  # not the whole, which may be large
+                self.sessions.append({name: one.info[name] for name in COUNTED if name in one.info})
 
     def close(self) -> None:
         """End the threads and processes of the reward function. The group is not closed."""

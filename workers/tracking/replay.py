@@ -12,8 +12,8 @@ rank has the same numbers, bit for bit. With more ranks, sums are taken in anoth
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +37,6 @@ from workers.train.train_worker import worker_class
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Relative difference of metrics that a run of several ranks may have, in float32."""
@@ -122,10 +120,10 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     several = ranks["world_size"] > 1
     if several and args.shuffle_minibatches and args.num_steps_per_rollout > 1:
         raise ReplayError("the run shuffles each rank's rows (shuffle_minibatches), which one rank cannot repeat")
-    checkpoint, begin = _begin(args, step, folder)
+    checkpoint, begin = _begin([run["config"].get(name) for name in ("load", "save")], step, folder)
     args["load"] = None if checkpoint is None else str(checkpoint.parent)
     args["ckpt_step"] = None if checkpoint is None else begin - 1
-    made = ClassWithInitArgs(_class(args))
+    made = ClassWithInitArgs(_class(ranks["worker_class"]))
     with LocalWorkerGroup(1, made) as group:
         group.init(args, "actor", ranks["with_ref"])
         for number in range(begin, step + 1):
@@ -155,23 +153,33 @@ def _args(run: Mapping[str, Any]) -> Any:
     return args
 
 
-def _class(args: Any) -> type[Any]:
-    from workers.device import has_cuda
+def _class(path: str) -> type[Any]:
+    """Import the class of the run's train workers."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ReplayError(
+            f"the run's train workers are of the class {path}, which cannot be imported here: {error}. Run the replay "
+            "from the script's folder, and define the class in a module of its own"
+        ) from None
+    return worker_class("", found)
 
-    if args.train_backend == "megatron" and not has_cuda():
-        from workers.megatron.cpu import CpuMegatronTrainWorker  # Megatron itself needs CUDA
 
-        return CpuMegatronTrainWorker
-    return worker_class(args.train_backend)
-
-
-def _begin(args: Any, step: int, folder: Path) -> tuple[Path | None, int]:
+def _begin(saved: Sequence[str | None], step: int, folder: Path) -> tuple[Path | None, int]:
     """Return the checkpoint to begin with, None for the initial weights, and the first step to train.
+
+    Args:
+        saved: folders with checkpoints.
+        step: to be replayed.
+        folder: the run's.
 
     Raises:
         ReplayError: not all rows of the steps from there on are recorded.
     """
-    found = {number: path for where in (args.load, args.save) for number, path in complete_checkpoints(where).items()}
+    found = {number: path for where in saved for number, path in complete_checkpoints(where).items()}
     whole = {number for number in sample_steps(folder) if number <= step and _complete(folder, number)}
     begin = step
     while begin in whole and begin - 1 not in found and begin > 0:
@@ -182,7 +190,7 @@ def _begin(args: Any, step: int, folder: Path) -> tuple[Path | None, int]:
     known = ", ".join(str(number) for number in sorted(found) if number < step) or "none"
     raise ReplayError(
         f"step {begin} {what}, and there is no later checkpoint before step {step} (checkpoints: {known} in "
-        f"load={args.load!r} and save={args.save!r}). Record with record_rows=null, and save more often or keep more "
+        f"load={saved[0]!r} and save={saved[1]!r}). Record with record_rows=null, and save more often or keep more "
         "steps (record_steps)"
     )
 

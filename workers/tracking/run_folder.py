@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import logging
 import os
 import re
 import secrets
@@ -35,6 +36,8 @@ from single_controller.view.run_files import (
     sample_files,
     sample_steps,
 )
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 _LOG_BYTES = 64 << 20
@@ -167,11 +170,13 @@ class RunFolder(Closing):
         self._lock = open(self.path / LOCK, "w")  # noqa: SIM115  (held until the folder is closed)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise RunFolderInUse(
                 f"{self.path} is written by another process; pass another run_dir, or end that process"
             ) from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s); let no other run write it", self.path, error)
         self.resumed = (self.path / RUN).exists()
         now = time.time()
         self.run: dict[str, Any] = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dispatch.checks import check_count
-from single_controller import SingleControllerError
+from single_controller import GroupClosedError, SingleControllerError
 from single_controller.call.state import Closing
 from workers.tracking.alarms import Alarm, Alarms
 from workers.tracking.loggers import LOGGERS, Logger, RunAbout, check_loggers
@@ -109,6 +109,7 @@ class RunLog(Closing):
         self._groups: dict[str, tuple[Any, CallLines, int]] = {}  # name -> group, its calls, its generation
         self._watchers: list[Closing] = []
         self._actor: Any = None
+        self._train_groups: list[Any] = []
         self._managers: list[Any] = []
         self._version, self._checkpoint = 0, None  # of the actor, that events are written of
         self._known_tokens: set[int] = set()
@@ -173,10 +174,12 @@ class RunLog(Closing):
         ranks: dict[str, Any] | None = self._folder.run.get("ranks")
         for one in watched:
             if hasattr(one, "async_train"):
+                self._train_groups.append(one)
                 if one.role == "actor":
                     self._actor = one
                     workers = one.ready_workers("watch")
                     ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
+                    ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
                     self._version, self._checkpoint = one.weight_version, one.last_checkpoint
                 self._watch_group(one.worker_group)
             elif hasattr(one, "row_notes"):
@@ -237,6 +240,7 @@ class RunLog(Closing):
         for later in [one for one in self.steps if one >= step] if step in self.steps else ():
             del self.steps[later]
         self.steps[step] = noted
+        self._watch_new_workers()
         samples, events = self._samples(batch), self._of_actor()
         if self._folder is not None:
             with self._lock, self._saving():
@@ -294,12 +298,19 @@ class RunLog(Closing):
             known = self._groups.get(group.name)
             if known is not None and known[0] is group:
                 return
-            self._groups[group.name] = group, CallLines(group), group.generation
+            first = 0 if known is None else known[1].count
+            self._groups[group.name] = group, CallLines(group, first), group.generation
         # A rank takes 400 bytes of each call.
         group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))))
         self._watchers.append(group.watch(lambda error: self._died(group.name, error)))
         for name, one in self._loggers.items():
             self._tell(name, partial(one.watch, group))
+
+    def _watch_new_workers(self) -> None:
+        """Watch the groups that train groups have made anew, as `RayTrainGroup.restart` does."""
+        for one in self._train_groups:
+            with suppress(GroupClosedError):
+                self._watch_group(one.worker_group)
 
     def _died(self, group: str, error: Any) -> None:
         host = getattr(error, "host", None)

@@ -175,6 +175,7 @@ def step_samples(
             arrays.setdefault(f"token/{name}", flat(value))
         elif tuple(value.shape[:1]) == shape[:1]:
             arrays[f"row/{name}"] = _numpy(value[at])
+    parts = {name.removeprefix(REWARD_PART): batch[name].tolist() for name in names if name.startswith(REWARD_PART)}
     fingerprints = flat(batch["weight_fingerprints"]) if "weight_fingerprints" in names else None
     rows = []
     for row, number in enumerate(numbers):
@@ -191,11 +192,7 @@ def step_samples(
             {
                 "number": number,
                 "finish": note.finish if note is not None else "length" if truncated else None,
-                "reward_parts": {
-                    name.removeprefix(REWARD_PART): float(batch[name][number])
-                    for name in names
-                    if name.startswith(REWARD_PART)
-                },
+                "reward_parts": {name: values[number] for name, values in parts.items()},
                 "columns": {} if note is None else note.columns,
                 "fingerprints": digests,
                 "prompt": None if decode is None else decode(tokens[begin:prompt].tolist()),

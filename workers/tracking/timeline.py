@@ -21,10 +21,15 @@ class CallLines:
 
     Args:
         group: a `WorkerGroup`.
+        first: number of its first call.
+
+    Attributes:
+        count: number of the next call.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, first: int = 0) -> None:
         self._group = group
+        self.count = first
         self._written: set[tuple[float, str]] = set()
         self._numbers: dict[tuple[float, str], int] = {}
 
@@ -33,11 +38,12 @@ class CallLines:
         calls = list(self._group.stats().calls)
         known = {(call.begun, call.method) for call in calls}
         self._written &= known
+        self._numbers = {key: number for key, number in self._numbers.items() if key in known}
         lines: list[dict[str, Any]] = []
         for call in calls:
             key = call.begun, call.method
             if key not in self._numbers:
-                self._numbers[key] = len(self._numbers)
+                self._numbers[key], self.count = self.count, self.count + 1
             if call.settled and key not in self._written:
                 self._written.add(key)
                 if call.failed or call.settled - call.begun >= SHORT_SECONDS:

@@ -140,7 +140,7 @@ class TrainArgs:
     routing_replay: str | None = _key(
         None,
         "compute each token with recorded experts: those of the rollout (R3), or those of the trainer's own pass for "
-        "old log-probabilities (R2); see docs/training.md",
+        "old log-probabilities (R2); see docs/routing-replay.md",
         choices=("R2", "R3"),
     )
     use_routing_replay: bool = _key(False, "slime's name for routing_replay=R2")

@@ -14,7 +14,7 @@ from workers.data.micro_batches import MicroBatch
 from workers.data.rollout_data import RECORD_ROWS
 from workers.train.train_model import TokenLoss, TokenOutputs
 
-COMPUTED = ("advantages", "ref_log_probs", "values", "old_log_probs", "correction_weights")
+COMPUTED = ("advantages", "ref_log_probs", "values", "correction_weights")
 """Entries that a rank adds to its rows."""
 
 
@@ -76,4 +76,6 @@ class KeptRows:
                 for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
             ]
             columns["log_probs"] = torch.cat(of_rows).numpy() if of_rows else np.zeros(0, np.float32)
+        elif "old_log_probs" in data:
+            columns["log_probs"] = data["old_log_probs"][at][real].float().numpy()
         return {"numbers": numbers.numpy(), "lengths": lengths.numpy(), "columns": columns}

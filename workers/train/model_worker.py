@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from single_controller.ray.results import fetch
 from workers.data.balance import sequence_cost
-from workers.data.routed_experts import RoutingShape
 from workers.device import empty_cache, free_device_memory, has_accelerator, use_device
 from workers.device_memory import DeviceMemory
 from workers.distributed import end_process_groups, gathered, process_groups, rank_by_rank
 from workers.extras import require
 from workers.hf_export import export_hf
-from workers.hf_files import known_config, read_config, read_tokenizer, refuse_no_model, vocab_size_of
+from workers.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.recovery.peer_snapshots import PeerSnapshots
 from workers.recovery.snapshot_choice import Recovery, Versions
 from workers.recovery.weight_backup import WeightBackup, live_tensors, write_snapshot
@@ -65,9 +64,6 @@ class ModelWorker(TrainWorker):
             raise TrainArgsError(
                 "init(with_ref=True) needs enable_weights_backuper=True, which keeps the reference's weights"
             )
-        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if args[name] and (config := known_config(args)) is not None and RoutingShape.of(config) is None:
-                raise TrainArgsError(f"{name}={args[name]}, but a {config.model_type!r} has no experts; set it to 0")
 
     # --- what a backend implements ----------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ class PolicyTrainWorker(ModelWorker):
         lr = 0.0
         totals = None
         kept = self._kept = KeptRows(data) if RECORD_ROWS in data and self.role == "actor" else None
-        # Old log-probabilities of the trainer are better: those of the first pass are after earlier steps.
+        # The trainer's old log-probabilities are of before the first step, those of a later pass are not.
         watches = kept is not None and ("old_log_probs" not in data or args.use_rollout_logprobs)
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
@@ -504,8 +504,7 @@ class PolicyTrainWorker(ModelWorker):
         shares = self._advantage_rows(data).shares  # so that a rollout counts once, whatever its number of rows
         parts = {name: float((shares * of_rows).sum()) for name, of_rows in rewards.items()}
         size, missing, known = len(data["input_ids"]), 0, 0
-        shape = RoutingShape.of(self.model.hf_config)
-        if ROUTED_EXPERTS in data and shape is not None:
+        if ROUTED_EXPERTS in data and (shape := RoutingShape.of(self.model.hf_config)) is not None:
             missing, known = missing_routes(data[ROUTED_EXPERTS], shape)
         said = self._over_dp((tokens, real, float(shares.sum()), size, self._staleness(data), parts, missing, known))
         tokens, real, rollouts, size = (sum(part[k] for part in said) for k in range(4))

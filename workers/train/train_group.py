@@ -415,6 +415,11 @@ class RayTrainGroup:
         return workers
 
     @property
+    def actor_cls(self) -> type[TrainWorker]:
+        """The class of the workers."""
+        return self._class
+
+    @property
     def with_ref(self) -> bool:
         """Whether `async_init` was asked to keep a reference's weights."""
         return bool(self._with_ref)
@@ -552,9 +557,9 @@ class RayTrainGroup:
         not negative.
 
         Returns:
-            The entry -> by name, one float32 number per real token of the row: ``log_probs`` under the policy before
-            the row's first optimizer step, ``advantages``, and what else the configuration needs, of ``old_log_probs``
-            (before the first step of the rollout), ``ref_log_probs``, ``values`` and ``correction_weights``.
+            The entry -> by name, one float32 number per real token of the row: ``log_probs`` (``old_log_probs`` where
+            the configuration needs them, else before the row's first optimizer step), ``advantages``, and what else the
+            configuration needs, of ``ref_log_probs``, ``values`` and ``correction_weights``.
         """
         rows: dict[int, dict[str, np.ndarray]] = {}
         for of_rank in self.ready_workers("recorded_rows").recorded_rows():

@@ -81,6 +81,7 @@ class ExpertNames:
         if name in self._wanted:
             return None
         key = _key(name)
+        found: list[tuple[Any, Box, tuple[int, ...]]]
         if isinstance(key, str):
             found = [(key, whole(shape), (0,) * len(shape))]
         elif len(key) == 3:

@@ -21,7 +21,7 @@ from dispatch.register import label, method_spec
 from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
 from single_controller.call.joining import CallResults, Located, RankResult
-from single_controller.call.transport import RunningCall
+from single_controller.call.transport import RESULT_OF, RunningCall
 from single_controller.call.worker.worker import RankInfo, RoleWorkers, Worker, assign
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Executor:
             if referring or any(isinstance(value, DeferredArgument) for value in arguments.values()):
                 alike = True  # until all ranks know that what they wait for has come
                 others = [value.source.label for value in arguments.values() if isinstance(value, DeferredArgument)]
-                self._deferred[entry] = "the result of " + (", ".join(f"{name}()" for name in others) or "a Ray task")
+                self._deferred[entry] = RESULT_OF + (", ".join(f"{name}()" for name in others) or "a Ray task")
                 located, rows, real = self._locate(message, arguments)
                 alike = False
                 self._resolve(message, arguments, located)

@@ -7,18 +7,26 @@ const LOOK_SECONDS = 0.7;
 export async function overview(here) {
   const problems = el("div", { id: "problems" });
   const place = el("div");
-  const draw = () => place.replaceChildren(el("div", { class: "cards" }, page.runs.map(card)));
+  const draw = () => {
+    const open = [...place.querySelectorAll("details")].map((one) => one.open);
+    place.replaceChildren(el("div", { class: "cards" }, page.runs.map(card)));
+    place.querySelectorAll("details").forEach((one, i) => { one.open = open[i] ?? false; });
+  };
   show(problems, place);
   draw();
+  let looking = false;
   const look = async () => {
-    const found = await Promise.all(page.runs.filter((one) => !one.about.ended).map((one) => api("live", { run: one.run })));
+    if (looking) return;  // a cluster that does not respond takes long to say so
+    looking = true;
+    const found = await Promise.all(page.runs.filter((one) => !one.about.ended).map((one) => api("live", { run: one.run }).catch(() => ({ problems: [] }))));
+    looking = false;
     if (!here()) return;
     const lines = [...new Set(found.flatMap((one) => one.problems))];
     problems.replaceChildren(...(lines.length ? [el("h2", { class: "bad" }, "Problems now"), el("ul", { class: "list" }, lines.map((one) => el("li", {}, one))),
       el("p", {}, el("a", { href: address("ranks") }, "Ranks"), " shows where each rank is.")] : []));
   };
   look();
-  return { refresh: async () => { draw(); await look(); } };
+  return { refresh: async () => { draw(); look(); } };
 }
 
 function card(one) {
@@ -50,7 +58,11 @@ export async function ranks(here) {
   const opened = new Set();
   show(el("div", { class: "bar" }, runChooser(), el("span", { class: "quiet" }, "What each rank does now. Click a rank for its stack.")), place);
   let timer = null;
-  const render = (seen) => place.replaceChildren(...draw(seen, opened, () => render(seen)));
+  const render = (seen) => {
+    const scrolled = new Map([...place.querySelectorAll("pre")].map((one) => [one.dataset.of, [one.scrollLeft, one.scrollTop]]));
+    place.replaceChildren(...draw(seen, opened, () => render(seen)));
+    place.querySelectorAll("pre").forEach((one) => { [one.scrollLeft, one.scrollTop] = scrolled.get(one.dataset.of) ?? [0, 0]; });
+  };
   const look = async () => {
     try {
       const seen = await api("live", { run: run().run });
@@ -92,7 +104,7 @@ function draw(seen, opened, redraw) {
         el("td", { class: "quiet" }, rank.death ? `${clock(rank.death.at)}: ${rank.death.reason}` : ""));
       line.onkeydown = (event) => { if (event.key === "Enter") line.onclick(); };
       body.append(line);
-      if (isOpen && rank.stack) body.append(el("tr", {}, el("td"), el("td", { colSpan: 5 }, el("pre", { class: "stack", data: { rank: rank.rank } }, rank.stack))));
+      if (isOpen && rank.stack) body.append(el("tr", {}, el("td"), el("td", { colSpan: 5 }, el("pre", { class: "stack", data: { rank: rank.rank, of: key } }, rank.stack))));
     }
     parts.push(el("table", {}, el("thead", {}, el("tr", {}, ["rank", "host, pid", "runs", "waits", "at", "last death"].map((head) => el("th", {}, head)))), body));
   }

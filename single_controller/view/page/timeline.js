@@ -12,7 +12,7 @@ function colorOf(name) {
 
 export async function timeline(here) {
   const canvas = el("canvas", { label: "timeline" });
-  const about = el("span", { class: "quiet" }), detail = el("p", { class: "quiet" }, "Move over a part to see it. Scroll with Ctrl to zoom, drag to move.");
+  const about = el("span", { class: "quiet" }), detail = el("p", { class: "quiet" }, "Move over a part to see it. Scroll with Ctrl to zoom, drag to move. Thin lines are waits, shaded times are pauses of the rollout for an update.");
   const idle = el("table");
   let seen = { lanes: [], bars: [], events: [], span: null }, begin = Number(page.params.get("begin")) || null, end = Number(page.params.get("end")) || null, asked = 0;
   const follow = el("input", { type: "checkbox", checked: !end && !run().about.ended, onchange: () => { if (follow.checked) { end = null; begin = null; load(); } } });
@@ -52,8 +52,12 @@ export async function timeline(here) {
     });
     pen.save(); pen.beginPath(); pen.rect(LEFT, 0, width - LEFT, height); pen.clip();
     for (const bar of seen.bars) {
-      const [lane, from, to, method, count, , failed] = bar;
+      const [lane, from, to, method, count, waited, failed] = bar;
       const x = LEFT + from * scale, w = Math.max(1, (to - from) * scale), y = HEAD + LANE * lane + 2;
+      if (count === 1 && waited * scale > 1) {  // earlier calls, or the arguments
+        pen.fillStyle = ink("--line");
+        pen.fillRect(x - waited * scale, y + LANE / 2 - 4, waited * scale, 3);
+      }
       pen.fillStyle = failed ? ink("--bad") : colorOf(method);
       pen.globalAlpha = bar === hover ? 1 : 0.8;
       pen.fillRect(x, y, w, LANE - 5);
@@ -62,6 +66,11 @@ export async function timeline(here) {
     }
     for (const event of seen.events) {
       const x = LEFT + (event.time - begin) * scale;
+      if (event.kind === "update" && typeof event.pause_seconds === "number") {
+        pen.fillStyle = ink("--warn"); pen.globalAlpha = 0.15;
+        pen.fillRect(x - event.pause_seconds * scale, HEAD, event.pause_seconds * scale, height);
+        pen.globalAlpha = 1;
+      }
       pen.fillStyle = { death: ink("--bad"), alarm: ink("--warn"), replace: ink("--good") }[event.kind] || ink("--accent");
       pen.fillRect(x, HEAD - 6, 1.5, height);
     }
@@ -83,7 +92,7 @@ export async function timeline(here) {
     const bar = seen.bars.find((one) => one[0] === lane && one[1] - slack <= time && time <= one[2] + slack);
     const near = seen.events.find((one) => Math.abs(one.time - at(event)) < slack * 2);
     if (bar) detail.textContent = `${title(seen.lanes[lane])}: ${bar[3]}${bar[4] > 1 ? ` × ${bar[4]}` : ""}, ${seconds(bar[2] - bar[1])}${bar[5] ? `, waited ${seconds(bar[5])} before` : ""}${bar[6] ? ", failed" : ""}`;
-    else if (near) detail.textContent = `${near.kind}, step ${near.step ?? "–"}: ${near.text ?? ""}`;
+    else if (near) detail.textContent = `${near.kind}, step ${near.step ?? "–"}: ${near.text ?? ""}${typeof near.pause_seconds === "number" ? `, paused ${seconds(near.pause_seconds)}` : ""}`;
     draw(bar);
   };
   canvas.onpointerdown = (event) => { from = { x: event.offsetX, begin, end }; canvas.setPointerCapture(event.pointerId); };

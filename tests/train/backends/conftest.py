@@ -3,6 +3,7 @@
 import pytest
 from devices import DEVICES, ON_DEVICE, need
 from folder_scope import shared
+from mixtures import small_mixture
 from reference import small_llama
 from train_helpers import rollout, saved
 
@@ -44,6 +45,12 @@ def groups_of(backend, pool, actor_cls=None):
 def llama_folder(tmp_path_factory):
     """The folder of a small Llama with random weights."""
     return saved(small_llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def mixture_folder(tmp_path_factory):
+    """The folder of a small mixture of experts with random weights."""
+    return saved(small_mixture(), tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.fixture(scope="session")

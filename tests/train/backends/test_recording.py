@@ -18,14 +18,19 @@ from workers.tracking.replay import ReplayError, replay
 SETTINGS = {"lr": 3e-3, "kl_loss_coef": 0.05, "calculate_entropy": True, "balance_data": True, "record_rows": None}
 
 
-def record(group, folder, args, *, steps=4, save_after=1):
-    """Train, with a checkpoint after one of the steps. Returns by step: the data, and the log-probabilities before."""
+def record(group, folder, args, *, steps=4, save_after=1, values=False):
+    """Train, with a checkpoint after one of the steps, and the values of a critic if wanted.
+
+    Returns by step: the data, and the log-probabilities before.
+    """
     begin(group, {**SETTINGS, **args, "save": str(folder / "checkpoints")}, with_ref=True)
     trained = []
     with RunLog.from_args(group.args, run_dir=folder / "run") as log:
         log.watch(group)
         for step in range(steps):
             data = rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=step)
+            if values:
+                data["values"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(step))
             trained.append((data, group.compute_log_prob(data)))
             batch = log.mark(step, data)
             log.log(step, learn(group, step, batch), batch)
@@ -69,7 +74,12 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
                 rtol=1e-4, atol=1e-4,
             )  # fmt: skip
         assert np.isfinite(arrays["token/ref_log_probs"]).all()
-    assert read_run(run)["ranks"] == {"world_size": ranks, "dp_size": ranks, "with_ref": True}
+    assert read_run(run)["ranks"] == {
+        "world_size": ranks,
+        "dp_size": ranks,
+        "with_ref": True,
+        "worker_class": "workers.fsdp.fsdp_worker:FSDPTrainWorker",
+    }
     (saved,) = [line for _, line in read_lines(run / EVENTS) if line["kind"] == "checkpoint"]
     assert saved["folder"].endswith("rollout_0000001")
 
@@ -101,6 +111,36 @@ def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         replaying.main([str(tmp_path), "1"])
     assert ended.value.code == 1 and "is not a run folder" in capsys.readouterr().err
+
+
+CASES = {
+    "gae": {"advantage_estimator": "gae", "kl_coef": 0.01},
+    "steps": {
+        "rollout_correction": "token_tis",
+        "ppo_epochs": 2,
+        "num_steps_per_rollout": 2,
+        "shuffle_minibatches": True,
+    },
+    "rollout's log-probs": {"use_rollout_logprobs": True},
+    "adaptive KL": {"kl_coef": 0.01, "kl_target": 0.1, "advantage_estimator": "reinforce_plus_plus"},
+    "adapter": {"lora_rank": 4, "kl_loss_coef": 0.0},
+}
+
+
+@pytest.mark.full("replays of several algorithms, and of Megatron's")
+@pytest.mark.parametrize("case", CASES)
+def test_replays_of_one_rank_are_equal_bit_for_bit(fsdp_groups, llama_folder, tmp_path, case):
+    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, **CASES[case]}, values=case == "gae")
+    done = replay(tmp_path / "run", 3)
+    assert done.exact and done.begun == 2 and done.different == {} and len(done.recorded) >= 15, str(done)
+
+
+@pytest.mark.full("replays of several algorithms, and of Megatron's")
+def test_tensor_parallel_step_of_megatron_is_replayed_on_one_rank(megatron_groups, llama_folder, tmp_path):
+    args = {"train_backend": "megatron", "tensor_model_parallel_size": 2, "hf_checkpoint": llama_folder}
+    record(megatron_groups(2), tmp_path, args)
+    done = replay(tmp_path / "run", 3)
+    assert not done.exact and done.begun == 2 and done.different == {}, str(done)
 
 
 @pytest.mark.full("a replay under a debugger, in a process of its own")

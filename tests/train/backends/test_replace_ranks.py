@@ -13,10 +13,12 @@ pytestmark = pytest.mark.timeout(180)
 FSDP = {"train_backend": "fsdp"}
 MEGATRON = {"train_backend": "megatron"}
 TP2 = {"tensor_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 
 # name -> ranks, ranks with the same state, arguments
 WAYS = {
     "fsdp2": (2, 1, {**FSDP}),
+    "fsdp2-mixture": (2, 1, {**FSDP, "moe_aux_loss_coeff": 0.05}),
     "fsdp2-lora": (2, 1, {**FSDP, "lora_rank": 4}),
     "hsdp4": (4, 2, {**FSDP, "fsdp_shard_size": 2}),
     "sp2-dp2": (4, 1, {**FSDP, "sequence_parallel_size": 2}),
@@ -24,6 +26,10 @@ WAYS = {
     "dp2-distributed": (2, 1, {**MEGATRON, "use_distributed_optimizer": True}),
     "dp2-distributed-bf16": (2, 1, {**MEGATRON, "use_distributed_optimizer": True, "param_dtype": "bf16"}),
     "dp2": (2, 2, {**MEGATRON}),
+    "ep2": (2, 1, {**MEGATRON, **EP2}),
+    "ep2-distributed": (2, 1, {**MEGATRON, **EP2, "use_distributed_optimizer": True}),
+    "ep2-dp4": (4, 2, {**MEGATRON, **EP2}),
+    "tp2-ep2-dp4": (4, 2, {**MEGATRON, **TP2, **EP2, "expert_tensor_parallel_size": 1}),
     "dp2-fp16": (2, 2, {**MEGATRON, "param_dtype": "fp16"}),
 }
 FAST = {"fsdp2"}
@@ -67,12 +73,13 @@ rare = pytest.mark.full("rare ways to recover")
 
 
 @pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
-def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder):
+def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder, mixture_folder):
     """Every metric and the whole state, with what else changes from rollout to rollout: the order of the rows, the KL
     coefficient, the learning rate."""
     ranks, replicas, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
-    args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
+    folder = mixture_folder if args.keys() & {*EP2, "moe_aux_loss_coeff"} else llama_folder
+    args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8, "num_steps_per_rollout": 2, "shuffle_minibatches": True,
             "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_target": 1e-3,
             "kl_horizon": 20}  # fmt: skip

@@ -1,7 +1,7 @@
 """Train groups that go on with fewer data-parallel ranks, and take ranks back, from snapshots in memory."""
 
 import pytest
-from test_replace_ranks import is_sent, kill, same, states
+from test_replace_ranks import EP2, is_sent, kill, same, states
 from train_helpers import begin, learn, rollout, small_llama
 from waits import wait_until
 
@@ -20,6 +20,7 @@ WAYS = {
     "sp2-dp2": (4, 2, {**FSDP, "sequence_parallel_size": 2}),
     "dp2": (2, 1, MEGATRON),
     "tp2-dp2": (4, 2, {**MEGATRON, "tensor_model_parallel_size": 2}),
+    "ep2-dp4": (4, 2, {**MEGATRON, **EP2}),
     "pp2-dp2": (4, 2, {**MEGATRON, "pipeline_model_parallel_size": 2}),
 }
 FAST = {"fsdp2"}
@@ -32,12 +33,13 @@ def sent(group):
 
 @pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
 def test_training_goes_on_with_fewer_ranks_and_with_all_again(
-    way, fsdp_groups, megatron_groups, llama_folder, monkeypatch
+    way, fsdp_groups, megatron_groups, llama_folder, mixture_folder, monkeypatch
 ):
     ranks, fewer, args = WAYS[way]
     group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
     monkeypatch.setattr(group, "_on_death", "shrink")
-    args = {**args, "hf_checkpoint": llama_folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
+    folder = mixture_folder if args.keys() & EP2.keys() else llama_folder
+    args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
     rollouts = [rollout(small_llama(), prompts=5, samples=3, seed=seed) for seed in range(5)]
     begin(group, args, with_ref=True)

@@ -16,7 +16,7 @@ from reference import ReferenceGRPO
 from rollout_helpers import plain_model
 from tensordict import TensorDict
 from train_helpers import begin, learn, saved
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from single_controller import Dispatch, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError, WorkerError, register
 from workers.rollout.engines.hf_engine import HFEngine
@@ -44,6 +44,8 @@ CONFIGS = {
     "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
 }
 OTHERS = {
+    "mixture": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                              mlp_only_layers=[0], norm_topk_prob=True, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, head_dim=16, sliding_window=4),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, rope_parameters={
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}),
@@ -53,6 +55,11 @@ LAYOUTS = {
     "fsdp": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+}
+OF_EXPERTS = {
+    "ep2": {"expert_model_parallel_size": 2},
+    "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "etp2": {"tensor_model_parallel_size": 2},
 }
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [0, 31]]
 HOW = SamplingParams(8, temperature=0.7, stop_token_ids=(6, 17))
@@ -122,7 +129,8 @@ def trainer(fsdp_groups, megatron_groups, folders, tmp_path):
             pytest.skip("the rollout workers are on other devices; see tests/simdevice/on_device/test_two_ranks.py")
         group = (fsdp_groups if layout == "fsdp" else megatron_groups)(2)
         group.weight_version = 0
-        given = {"hf_checkpoint": folders[tie], "lr": 1e-2, "temperature": HOW.temperature, **LAYOUTS[layout], **args}
+        sizes = {**LAYOUTS, **OF_EXPERTS}[layout]
+        given = {"hf_checkpoint": folders[tie], "lr": 1e-2, "temperature": HOW.temperature, **sizes, **args}
         if given.get("update_weights_transport") == "disk":
             given["update_weights_disk_dir"] = str(tmp_path / "sync")
         begin(group, given)
@@ -168,6 +176,9 @@ def combinations():
         yield pytest.param(layout, tie, transport, marks=() if (row + column) % 2 == kind else other)
     for layout in LAYOUTS:
         yield layout, "tied", "device"
+    experts = pytest.mark.full("weights of experts on Megatron over each transport")
+    for layout, transport in (("ep2", "store"), ("ep2", "device"), ("tp2 ep2", "group"), ("etp2", "disk")):
+        yield pytest.param(layout, "mixture", transport, marks=experts)
     yield "tp2", "qwen3", "store"
     yield "pp2", "mistral", "group"
 
@@ -190,7 +201,8 @@ def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout,
     torch.testing.assert_close(data["rollout_log_probs"], expected, atol=1e-4, rtol=0)
     learn(train, 0, data)
     assert difference(train, data) > 1e-2
-    assert train.update_weights() == 2
+    assert train.update_weights(verify="full") == 2
+    assert train.last_sync().proved == "engine"
     data = manager.generate(PROMPTS, rollout_id=1)
     assert data["max_weight_versions"].tolist() == [2] * 2 * len(PROMPTS)
     assert difference(train, data) < 1e-4

@@ -350,11 +350,15 @@ def session_reward(
     return float(info["reward"])
 
 
+COUNTED = ("turns", "end_reason", "restarts", "rerenders")
+"""What `session_metrics` reads of a session."""
+
+
 def session_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return what became of sessions.
 
     Args:
-        infos: `Completion.info` of each.
+        infos: `Completion.info` of each, or the entries `COUNTED` of it.
 
     Returns:
         ``sessions/turns``, the mean; ``sessions/ended/REASON``, the share of each end reason, that of "error" always;

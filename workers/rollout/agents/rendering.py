@@ -426,6 +426,13 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(_in_order.encode(value).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def unreadable(call: Any) -> str | None:
+    """Why a parsed tool call is none; None if it is one. The package ``renderers`` takes any JSON for a name."""
+    if str(call.status) != "ok":
+        return str(call.status)
+    return None if isinstance(call.name, str) and call.name else "missing_name"
+
+
 def assistant_message(parsed: Any, name: str = "call") -> dict[str, Any]:
     """A parsed completion as a message. Tool calls that could not be read stay in the content as they were written,
     and are listed under ``invalid_tool_calls``.
@@ -438,14 +445,14 @@ def assistant_message(parsed: Any, name: str = "call") -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     invalid: list[dict[str, str]] = []
     for call in parsed.tool_calls:
-        if str(call.status) == "ok" and call.name:
+        if (why := unreadable(call)) is None:
             given = call.arguments
             text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
             function = {"name": call.name, "arguments": text}
             calls.append({"id": call.id or f"{name}_{len(calls)}", "type": "function", "function": function})
         else:
             content += call.raw
-            invalid.append({"raw": call.raw, "status": str(call.status)})
+            invalid.append({"raw": call.raw, "status": why})
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if parsed.reasoning_content:
         message["reasoning_content"] = parsed.reasoning_content

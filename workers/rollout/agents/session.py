@@ -22,7 +22,7 @@ from workers.rollout.agents.environment import (
     checked_step,
 )
 from workers.rollout.agents.program import ProgramEnvironment
-from workers.rollout.agents.rendering import check_prompt, read_response
+from workers.rollout.agents.rendering import check_prompt, read_response, unreadable
 from workers.rollout.agents.rows import completion_of
 from workers.rollout.agents.tools import ToolCall
 from workers.rollout.agents.trajectory import Node, Trajectory
@@ -282,6 +282,7 @@ class Session:
         if not isinstance(environment, Environment):
             raise RolloutError(f"AgentEngine: the environment is {environment!r:.80}, which is no Environment")
         if isinstance(environment, ProgramEnvironment):
+            self._save()  # for the driver, which counts the sessions that begin again
             return await self._play_program(environment)
         if self._continued:
             if self._state_of_environment is None:
@@ -388,11 +389,12 @@ class Session:
         parsed, message = read_response(self._renderer, ids, prompt, specs, f"call_{self._turns}")
         calls, named = [], iter(message.get("tool_calls", ()))
         for one in parsed.tool_calls:
-            if str(one.status) == "ok" and one.name:
+            if (why := unreadable(one)) is None:
                 of = next(named)
                 calls.append(ToolCall(one.name, of["function"]["arguments"], of["id"]))
             else:
-                calls.append(ToolCall(one.name, "", one.id or "", f"{one.status}: {one.raw}"[:200]))
+                name = one.name if isinstance(one.name, str) else None
+                calls.append(ToolCall(name, "", one.id or "", f"{why}: {one.raw}"[:200]))
         return Action(ids, reason, message, calls)
 
     # --- observations ---------------------------------------------------------------------------------------------

@@ -71,6 +71,9 @@ PREFIX = "vllm-engine-"
 UNLOCKED_SECONDS = 60.0
 """How old a folder may be that its process has not locked yet."""
 
+_EXPERTS = {"return_routed_experts", "enable_return_routed_experts"}
+"""HFEngine's argument and vLLM's for `Completion.routed_experts`."""
+
 _OWN = {"model": "model", "dtype": "param_dtype"}
 """vLLM's arguments that `VLLMEngine` has under another name."""
 
@@ -117,11 +120,17 @@ def arguments_for(vllm: Any, engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the caller's arguments and `VLLMEngine`'s own.
 
     Raises:
-        TypeError: vLLM has no such argument, or `VLLMEngine` sets it itself.
+        TypeError: vLLM has no such argument, or `VLLMEngine` sets it itself or cannot have it.
     """
     fixed = FIXED if has_accelerator() else FIXED | FIXED_ON_CPU
     known = {field.name for field in dataclasses.fields(vllm.EngineArgs) if not field.name.startswith("_")}
     for name, value in engine_args.items():
+        if name in _EXPERTS and value:
+            raise TypeError(
+                f"VLLMEngine: {name}=True is not possible: vLLM returns routed experts with its Model Runner V2 alone, "
+                "which needs Triton, and whose sampler cannot tell log-probabilities before top-k and top-p. Use "
+                "HFEngine, or train with routing_replay='R2', which needs none of the rollout"
+            )
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -39,6 +39,13 @@ SILENCE_SECONDS = 20.0
 
 RETRY_SECONDS = 0.1
 
+REUSE_SECONDS = 60.0
+"""How long a connection to a worker may have been idle. After 75 s the worker closes it, perhaps just as a request is
+on its way, and that would look like the worker's death."""
+
+MAX_LOSSES = 3
+"""A session that as many workers in a row have died of gets errors: a call of its own may be the reason."""
+
 
 class WorkerGoneError(ConnectionError):
     """A worker's gateway cannot be reached."""
@@ -53,7 +60,7 @@ class _Worker:
     up: bool = True
     sessions: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)  # and since when
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -73,10 +80,11 @@ class _Worker:
         head += [f"{name}: {value}" for name, value in headers.items()]
         request = "\r\n".join([*head, "", ""]).encode("latin-1") + body
         try:
-            while self.idle and self.idle[-1][0].at_eof():
+            oldest = time.monotonic() - REUSE_SECONDS
+            while self.idle and (self.idle[-1][0].at_eof() or self.idle[-1][2] < oldest):
                 self.idle.pop()[1].close()
             if self.idle:
-                reader, writer = self.idle.pop()
+                reader, writer, _ = self.idle.pop()
             else:
                 url = urlsplit(self.address)
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -96,7 +104,7 @@ class _Worker:
             raise WorkerGoneError(f"{self.address}: {type(error).__name__}: {error}") from error
         finally:
             if whole:
-                self.idle.append((reader, writer))
+                self.idle.append((reader, writer, time.monotonic()))
             else:
                 writer.transport.abort()
 
@@ -118,6 +126,7 @@ class _Session:
         journal: a line of JSON for each node.
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
+        lost: the workers that were gone before they had answered, since the last answer.
         use: its calls.
     """
 
@@ -125,6 +134,7 @@ class _Session:
     journal: list[bytes] = field(default_factory=list)
     worker: _Worker | None = None
     moves: int = 0
+    lost: set[_Worker] = field(default_factory=set)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     use: Use = field(default_factory=Use)
 
@@ -311,6 +321,12 @@ class GatewayRouter:
             session = self._sessions.get(call.token)
             if session is None:
                 raise GatewayError("token", "the session was closed")
+            if len(session.lost) >= MAX_LOSSES:
+                raise GatewayError(
+                    "failed",
+                    f"{len(session.lost)} workers in a row have died while they answered the session's calls; one of "
+                    "these may be the reason, so no further worker gets them",
+                )
             worker = await self._placed(call.token, session)
             moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
             try:
@@ -318,6 +334,8 @@ class GatewayRouter:
             except WorkerGoneError as error:
                 if session.moves == moves:
                     session.worker = None
+                if worker in self._workers:  # not one that was replaced
+                    session.lost.add(worker)
                 self._lost(worker, str(error))
                 continue
             # Between sending and here the loop ran other calls, which may have moved the session.
@@ -327,6 +345,7 @@ class GatewayRouter:
                 worker.sessions.discard(call.token)
                 session.worker = None
                 continue
+            session.lost.clear()
             count = int(given.get(NODES_HEADER, 0))
             # Before the client gets the reply: what it has seen must survive the worker.
             with self._lock:

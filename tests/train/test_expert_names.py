@@ -1,7 +1,6 @@
-"""Weights of mixtures of experts on their way: trainer and engine have them in one tensor per layer or in three per
-expert, and every expert is proved. 64 experts in each of 4 layers."""
+"""Names of experts: trainer and engine have them in one tensor per layer or in three per expert. The updates themselves
+are tested in test_weight_sync.py."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +8,12 @@ import sync_workers
 import torch
 from model_types import config_of, model_of
 from safetensors.torch import load_file
-from sync_helpers import DIRECT, TRANSPORTS, equal, mostly_full, options, pool_of_two, receivers, two_senders
+from sync_helpers import equal, mostly_full
 from sync_workers import COLUMNS, EXPERTS, MODELS, ROWS
 from transformers import AutoModelForCausalLM
 
-from single_controller import WorkerError
 from workers.hf_export import export_hf
 from workers.hf_files import checkpoint_shapes
-from workers.weight_sync import WeightSyncError
 from workers.weight_sync.digest import digest, digests
 from workers.weight_sync.expert_names import ExpertNames, one_by_one
 from workers.weight_sync.weight_plan import Shard, make_plan, volume
@@ -148,103 +145,3 @@ def test_rounds_are_filled_by_bytes():
         sizes = [sum(4 * volume(piece.box) for of in one.values() for piece in of) for one in rounds]
         assert max(sizes) <= bucket and sum(sizes) == WHOLE
         assert len(rounds) <= 2 * WHOLE / bucket
-
-
-# --- updates ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool(ray_cluster):
-    with pool_of_two() as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def train(pool):
-    with two_senders(pool) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def rollout(pool):
-    with receivers(pool) as group:
-        yield group
-
-
-def holds(rollout, version, of):
-    expected = MODELS[of](version=version)
-    return rollout.current_weight_version() == [version] * 2 and all(
-        equal(found, expected) for found in rollout.weights()
-    )
-
-
-full = "weights of experts by the other transports"
-
-
-@pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "store"))
-def test_every_expert_arrives_and_is_proved(train, rollout, transport, tmp_path):
-    train.connect(rollout, transport, **options(transport, tmp_path) | {"bucket_bytes": BUCKET})
-    version = 0
-    for held, of in WAYS[:5]:
-        rollout.equip(of=of)
-        for division in ("rows", "stages"):
-            version += 1
-            reports = train.update(version, division, held)
-            assert holds(rollout, version, of), (held, of, division)
-            assert {report.proved for report in reports} == {"engine"}
-            assert sum(report.nbytes for report in reports) == WHOLE, "each byte is sent once"
-            assert reports[0].buckets <= 2 * WHOLE / BUCKET, "several experts in each"
-            print(
-                f"{transport}: {held} to {of}, {division}: {WHOLE} bytes in {reports[0].buckets} buckets, "
-                f"{reports[0].seconds:.2f} s"
-            )
-
-
-@pytest.mark.parametrize("transport", mostly_full(full, DIRECT, "store"))
-def test_differences_of_experts(train, rollout, transport):
-    """Each update changes one expert of each layer, and its row of the router."""
-    for held, of in WAYS[:3]:
-        rollout.equip(of=of)
-        train.connect(rollout, transport, bucket_bytes=BUCKET, delta=True)
-        assert sum(report.nbytes for report in train.update(1, "rows", held)) == WHOLE
-        for version in (2, 3):
-            reports = train.update(version, "rows", held)
-            assert holds(rollout, version, of)
-            assert reports[0].patched == 2 and {report.proved for report in reports} == {"engine"}
-            assert sum(report.nbytes for report in reports) < WHOLE / 8
-
-
-@pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "store"))
-@pytest.mark.parametrize(("held", "of"), WAYS[:3])
-def test_exchanged_experts_are_both_named(train, rollout, transport, held, of, tmp_path):
-    """On the way, and by the engine: 3 and 5 of layer 1."""
-    rollout.equip(of=of)
-    train.connect(rollout, transport, **options(transport, tmp_path) | {"bucket_bytes": 1 << 20})
-    train.update(1, "copies", held)
-    experts = "model.layers.1.mlp.experts"
-    if of == "stacked":
-        swap = (3, 5, f"{experts}.gate_up_proj")
-        both = [f"{experts}.gate_up_proj[{one}]" for one in (3, 5)]
-    else:
-        both = [f"{experts}.{one}.gate_proj.weight" for one in (3, 5)]
-        swap = (*both, None)
-    for sender in (0, 1):  # one of them has it
-        try:
-            train.update(2, "copies", held, swaps=(sender, *swap))
-        except WorkerError as error:
-            told = str(error)
-            assert isinstance(error, WeightSyncError)
-            assert "did not arrive as it was sent" in told
-            assert f"{both[0]} (has the bytes of {both[1]})" in told
-            assert rollout.current_weight_version() == [1, 1], "the engines never saw it"
-            break
-    else:
-        pytest.fail("no sender had the experts")
-    rollout.configure(rank=1, exchange=swap)
-    with pytest.raises(WeightSyncError, match=r"rollout rank 1: ToyEngine does not hold what was sent.* 2 ") as caught:
-        train.update(3, "copies", held)
-    for one, other in (both, both[::-1]):
-        assert re.search(re.escape(f"{one} (has the bytes of {other})"), str(caught.value))
-    rollout.configure(rank=1)
-    train.update(4, "copies", held)
-    assert holds(rollout, 4, of)
