@@ -73,7 +73,7 @@ class PolicyTrainWorker(ModelWorker):
         if args.rollout_data_postprocess_path is None:
             replays = _replays_rollout(args, role)
             config = known_config(args) if replays else None
-            read = rows if replays else without_routes(rows)
+            read = without_routes(rows) if hasattr(rows, "keys") and not replays else rows
             check_rollout_data(read, args.vocab_size or known_vocab_size(args), config and RoutingShape.of(config))
             check_entries({*rows.keys(), *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
