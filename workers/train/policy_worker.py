@@ -523,7 +523,8 @@ class PolicyTrainWorker(ModelWorker):
         ranks."""
         of_rank = values[data["loss_mask"] != 0].double()
         said = (len(of_rank), float(of_rank.sum()), *map(float, of_rank.aminmax())) if len(of_rank) else None
-        parts = [part for part in self._over_dp(said) if part is not None]
+        # The other stages have no log-probabilities or values, from which the numbers may be made.
+        parts = [part for part in self._over_dp(self.of_last_stage(said)) if part is not None]
         if not parts:
             return {}
         mean = sum(part[1] for part in parts) / sum(part[0] for part in parts)
