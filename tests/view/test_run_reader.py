@@ -1,17 +1,19 @@
 """RunReader: run folders as docs/runs.md describes them, while they are written, cut, and damaged."""
 
+import io
 import json
 import math
 import os
 import re
 import socket
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 
-from single_controller.__main__ import _text
+from single_controller.__main__ import _redraw, _text
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.run_reader import Arrays, RunReader
 from single_controller.view.sample_table import Filter, select
@@ -123,6 +125,20 @@ def test_text_for_a_terminal_has_no_control_characters(tmp_path):
         and text.endswith("Problems\n  a?b")
         and re.search(r"^  loss -?[0-9.]+$", text, re.M)
     )
+
+
+def test_terminal_is_redrawn_within_its_size(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 10)))
+    _redraw("\n".join(f"{n} {'x' * 100}" for n in range(30)))
+    said = sys.stdout.getvalue()
+    assert said.startswith("\x1b[H") and said.endswith("\x1b[J") and said.count("\n") == 9
+    lines = [line.removesuffix("\x1b[K") for line in said.splitlines()]
+    assert "Ctrl-C" in lines[0] and max(map(len, lines[1:-1])) == 40 and lines[-2] == "... 23 more lines"
 
 
 class TestSamples:
