@@ -132,6 +132,7 @@ MAY_IMPORT = {
         "dispatch",
         "single_controller",
         "single_controller.call",
+        "single_controller.local",
         "single_controller.ray",
         "single_controller.view",
         "single_controller.wire",

@@ -6,6 +6,7 @@ PYTHONPATH on the node, because a shell runs the ``py_executable`` of a runtime_
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Collection
@@ -222,14 +223,6 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def tcp_connections() -> list[Any]:
-    """The TCP sockets of this process, with ``fd``, ``laddr``, ``raddr`` and ``status``, as psutil describes them."""
-    import psutil
-
-    process = psutil.Process()
-    return list(getattr(process, "net_connections", process.connections)("tcp"))  # the user's may be older than Ray's
-
-
 def resident_memory() -> int:
     """The memory of this process in bytes."""
     import psutil
@@ -242,6 +235,20 @@ def ray_worker() -> Any:
     from ray._private.worker import global_worker
 
     return global_worker
+
+
+def use_token_of_this_host() -> None:
+    """Authenticate connections with the token of this host, if there is one, unless ``RAY_AUTH_MODE`` is set.
+
+    Ray does that for clusters that it starts or finds itself, but not for an explicit address.
+    """
+    import ray._raylet as raylet
+
+    loader: Any = getattr(raylet, "AuthenticationTokenLoader")  # noqa: B009  (written in Cython, without types)
+    config: Any = getattr(raylet, "Config")  # noqa: B009  (likewise)
+    if "RAY_AUTH_MODE" not in os.environ and loader.instance().has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        config.initialize("")
 
 
 def exit_process(error: SystemExit) -> None:

@@ -127,7 +127,7 @@ class GroupWatch(Closing):
         self._name = name
         self._links: dict[WireAddress, Link] = {}
         self._dumps: dict[WireAddress, tuple[float, str]] = {}  # stacks of ranks that do not answer, and since when
-        self._tasks: dict[Any, tuple[float, list[WireAddress]]] = {}  # that read such stacks on other hosts
+        self._tasks: dict[Any, list[WireAddress]] = {}  # that read such stacks on other hosts
         self._node: str = ray.get_runtime_context().get_node_id()
         self._here = socket.gethostname()
 
@@ -144,7 +144,7 @@ class GroupWatch(Closing):
         groups = inspect_groups.chosen(records, self._name)
         living = [inspect_groups.living_ranks(record, records) for record in groups]
         self._connect({address for addresses in living for address in addresses.values()}, seconds)
-        running, stacks = self._ask(living, "status", seconds), dict[tuple[int, int], str]()
+        running = self._ask(living, "status", seconds)
         statuses = []
         for number, record in enumerate(groups):
             of_group = {rank: answer for (group, rank), answer in running.items() if group == number}
@@ -153,7 +153,7 @@ class GroupWatch(Closing):
             {rank: address for rank, address in addresses.items() if status.ranks[rank].running}
             for status, addresses in zip(statuses, living, strict=True)
         ]
-        stacks |= {key: one.text for key, one in self._ask(busy, "stacks", seconds).items() if one.ok}
+        stacks = {key: one.text for key, one in self._ask(busy, "stacks", seconds).items() if one.ok}
         looks = []
         for number, (record, status, addresses) in enumerate(zip(groups, statuses, living, strict=True)):
             of_group = {rank: text for (group, rank), text in stacks.items() if group == number}
@@ -189,27 +189,25 @@ class GroupWatch(Closing):
         """The frames of ranks that do not answer: read here if they run on this host, otherwise by tasks on theirs,
         whose results a later look shows."""
         now = time.monotonic()
-        for task, (_, of_task) in list(self._tasks.items()):
+        for task, of_task in list(self._tasks.items()):
             if ray.wait([task], timeout=0)[0]:
                 del self._tasks[task]
                 for number, text in inspect_groups.dumped(task, range(len(of_task))).items():
                     self._dumps[of_task[number]] = now, text
-        asked = {address for _, of_task in self._tasks.values() for address in of_task}
+        asked = {address for of_task in self._tasks.values() for address in of_task}
         due = [
             rank
             for rank in ranks
             if addresses[rank] not in asked
             and (addresses[rank] not in self._dumps or now - self._dumps[addresses[rank]][0] > DUMP_AGAIN_SECONDS)
         ]
-        for rank in due:
-            location, address = record.ranks[rank].location, addresses[rank]
-            if location.node_id == self._node and location.hostname == self._here:
-                if time.monotonic() - now > DUMP_SECONDS:
-                    break  # the rest in the next look
-                self._dumps[address] = now, frames_of(address.pid, address.frames)
-            else:
-                for task, on_node in inspect_groups.dump_tasks(record, [rank], native=False).items():
-                    self._tasks[task] = now, [addresses[one] for one in on_node]
+        places = {rank: record.ranks[rank].location for rank in due}
+        here = [rank for rank, place in places.items() if (place.node_id, place.hostname) == (self._node, self._here)]
+        for task, on_node in inspect_groups.dump_tasks(record, sorted(set(due) - set(here)), native=False).items():
+            self._tasks[task] = [addresses[rank] for rank in on_node]
+        for rank in here:
+            if time.monotonic() - now < DUMP_SECONDS:  # the rest in the next look
+                self._dumps[addresses[rank]] = now, frames_of(addresses[rank].pid, addresses[rank].frames)
         return {
             rank: self._dumps[addresses[rank]][1] if addresses[rank] in self._dumps else "  its host is being asked"
             for rank in ranks

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from single_controller.call.state import Closing
+from single_controller.ray.compat import interface_of, use_token_of_this_host
 from single_controller.view.group_watch import GroupWatch
 
 CONNECT_SECONDS = 5.0
@@ -51,6 +52,8 @@ def connect(address: str | None) -> str:
             raise ConnectionError(
                 f"no Ray cluster responds at {address!r}: {error}. Give its address with --address"
             ) from None
+        if is_own(address):  # to another host, a token goes only if the user has set RAY_AUTH_MODE
+            use_token_of_this_host()
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -58,6 +61,12 @@ def connect(address: str | None) -> str:
             f"no Ray cluster responds at {address!r}. Give its address with --address. ({error})"
         ) from error
     return address
+
+
+def is_own(address: str) -> bool:
+    """Whether an address of the form host:port is on this host."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "127.0.0.1", "::1") or interface_of(host) is not None
 
 
 class Live(Closing):
@@ -114,6 +123,9 @@ class Live(Closing):
             ray.shutdown()
 
     def close(self) -> None:
-        """Close the connections, if there are any."""
-        with self._looking:
-            self.disconnect()
+        """Close the connections, if there are any. One that is being opened ends with the process."""
+        if self._looking.acquire(timeout=CONNECT_SECONDS):
+            try:
+                self.disconnect()
+            finally:
+                self._looking.release()

@@ -23,7 +23,8 @@ NUMBERS = (
 )
 """The columns that are numbers. ``oldest`` and ``newest`` are weight versions, -1 where they are not known.
 ``difference``: mean of |log-prob of the trainer - log-prob of the engine| over trained tokens. ``equal``: whether all
-rewards of the row's group are equal, and the group has several rows."""
+rewards of the row's group are equal, and the group has several rows. ``group``: from 0 in each step, because the ids of
+groups have 63 bits, of which a browser's numbers keep 53."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class StepTable:
             return found
 
         prompts = of_rows("prompt_lengths", 0)
-        rewards, groups = of_rows("rewards", np.nan).astype(np.float64), of_rows("groups", -1)
+        rewards, groups = of_rows("rewards", np.nan).astype(np.float64), of_rows("groups", -1).astype(np.int64)
         oldest = newest = np.full(rows, -1)
         if "versions" in arrays:
             versions = np.asarray(arrays["versions"])
@@ -88,7 +89,7 @@ class StepTable:
             "completion": lengths - prompts,
             "oldest": oldest,
             "newest": newest,
-            "group": groups,
+            "group": _numbered(groups),
             "difference": difference,
             "equal": _equal(groups, rewards),
         }
@@ -162,6 +163,14 @@ def _by_row(reduce: np.ufunc, values: np.ndarray, offsets: np.ndarray, empty: fl
         return np.full(len(lengths), empty)
     found = reduce.reduceat(values, np.minimum(offsets[:-1], len(values) - 1))
     return np.where(lengths > 0, found, empty)
+
+
+def _numbered(groups: np.ndarray) -> np.ndarray:
+    """Number groups from 0 in the order of their first rows; -1 stays."""
+    numbers, known = np.full(len(groups), -1), groups != -1
+    _, first, of_row = np.unique(groups[known], return_index=True, return_inverse=True)
+    numbers[known] = np.argsort(np.argsort(first))[of_row]
+    return numbers
 
 
 def _equal(groups: np.ndarray, rewards: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from single_controller.call.state import Closing
-from single_controller.view.live import Live
+from single_controller.view.live import Live, is_own
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.run_reader import RunReader
 from single_controller.view.sample_table import NUMBERS, Filter, select
@@ -321,8 +321,10 @@ class ViewServer(Closing):
         address = self._address or (address if isinstance(address, str) else None)
         if ended and self._address is None:
             return {"ended": ended, "groups": [], "problems": []}
-        if address is None:
-            return {"error": "run.json has no ray_address: give it with --address", "groups": [], "problems": []}
+        if address is None or (self._address is None and not is_own(address)):
+            # A folder from elsewhere must not decide whom this process trusts: records of groups are pickles.
+            where = "run.json has no ray_address" if address is None else f"its cluster, {address}, is on another host"
+            return {"error": f"{where}: give it with --address", "groups": [], "problems": []}
         others = [one for known, one in self._live.items() if known != address]
         live = self._live.setdefault(address, Live(address))
         for other in others:  # a process has one connection to Ray

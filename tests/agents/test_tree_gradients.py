@@ -88,7 +88,7 @@ def of_rows(model, made, aggregation, packed, most):
     loss = policy_loss(lambda tokens: ppo_clip_loss(tokens, args))
     model.zero_grad()
     for part in parts:
-        loss(FSDPTrainModel._outputs(backend, part, 1.0, False), part)[0].backward()
+        loss(FSDPTrainModel._outputs_of(backend, part, 1.0, False), part)[0].backward()
     computed, real = sum(part.computed for part in parts), sum(part.real for part in parts)
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}, computed, real
 

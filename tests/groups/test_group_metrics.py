@@ -67,6 +67,7 @@ def test_calls_bytes_and_deaths(pool, told):
         assert not thread.is_alive()
 
 
+@pytest.mark.full("late ranks in the metrics of groups, and what a look costs")
 def test_late_ranks(pool, told, monkeypatch):
     monkeypatch.setattr(group_metrics, "LATE_LOG_SECONDS", 0.2)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="late_") as group:
@@ -91,6 +92,7 @@ def test_metrics_of_a_run(ray_cluster, told, tmp_path):
     group.close()
 
 
+@pytest.mark.full("late ranks in the metrics of groups, and what a look costs")
 def test_look_costs_little(pool):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="cheap_") as group:
         for _ in range(5):

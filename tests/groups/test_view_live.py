@@ -26,10 +26,12 @@ SECONDS = 2.0
 
 
 def start(*arguments, address=True):
-    """Start ``python -m single_controller``."""
+    """Start ``python -m single_controller``, as from another terminal than that of the driver, whose Ray has told its
+    own children how to authenticate."""
+    shell = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     line = [sys.executable, "-m", "single_controller", *arguments]
     line += ["--address", ray.get_runtime_context().gcs_address] if address else []
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell)
 
 
 def finish(process):
@@ -135,6 +137,9 @@ def test_rank_whose_c_code_holds_the_lock(pool):
         assert "hang_in_c_on" in look.waits[1].where
         (problem,) = look.problems()
         assert "rank 1" in problem and "does not answer" in problem and "hang_in_c_on" in problem
+        watch._node, watch._dumps = "another host", {}  # from there, a task on the rank's host reads it
+        assert watch.look(0.3)[0].stacks[1] == "  its host is being asked"
+        wait_until(lambda: "hang_in_c_on" in watch.look(0.3)[0].stacks[1], 45)
 
 
 def test_wait_for_the_result_of_another_group(pool):

@@ -1,17 +1,19 @@
 """RunReader: run folders as docs/runs.md describes them, while they are written, cut, and damaged."""
 
+import io
 import json
 import math
 import os
 import re
 import socket
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 
-from single_controller.__main__ import _text
+from single_controller.__main__ import _redraw, _text
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.run_reader import Arrays, RunReader
 from single_controller.view.sample_table import Filter, select
@@ -125,6 +127,20 @@ def test_text_for_a_terminal_has_no_control_characters(tmp_path):
     )
 
 
+def test_terminal_is_redrawn_within_its_size(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 10)))
+    _redraw("\n".join(f"{n} {'x' * 100}" for n in range(30)))
+    said = sys.stdout.getvalue()
+    assert said.startswith("\x1b[H") and said.endswith("\x1b[J") and said.count("\n") == 9
+    lines = [line.removesuffix("\x1b[K") for line in said.splitlines()]
+    assert "Ctrl-C" in lines[0] and max(map(len, lines[1:-1])) == 40 and lines[-2] == "... 23 more lines"
+
+
 class TestSamples:
     @pytest.fixture
     def run(self, tmp_path):
@@ -132,7 +148,7 @@ class TestSamples:
 
     def test_lines_of_a_step(self, run):
         lengths = [5, 2, 9, 7, 4]
-        rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1, 2]
+        rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [2**62 + 1, 2**62 + 1, 7, 7, -1]
         arrays = write_samples(run, 3, lengths, rewards=rewards, groups=groups)
         arrays["versions"][5 + 2 + 8] = 9  # the last but two of row 2
         np.savez(run / "samples" / "step_00000003.npz", **arrays)
@@ -146,6 +162,7 @@ class TestSamples:
             assert line["oldest"] == (sampled.min() if len(sampled) else -1)
             assert line["newest"] == (sampled.max() if len(sampled) else -1)
             assert line["difference"] == (pytest.approx(apart.mean(), rel=1e-5) if len(apart) else None)
+            assert line["group"] == (0, 0, 1, 1, -1)[row]  # numbers that a browser keeps
             assert line["equal"] == (row < 2) and line["finish"] == ("stop", "length")[row % 2]
 
     def test_sort_filter_and_pages(self, run):

@@ -225,6 +225,18 @@ class TestRefusals:
             assert all(byte >= 32 for byte in body)  # control characters are escaped
             assert json.loads(body)["text"]["completion"][:20_000] == text[:20_000]
 
+    @pytest.mark.parametrize(
+        "address", ["192.0.2.77:6379", "evil.example:6379", "ray://evil.example:10001", "x" * 3000, ""]
+    )
+    def test_a_folder_from_elsewhere_names_no_cluster(self, tmp_path, address):
+        run = write_run(tmp_path / "run", ended=False, ray_address=address)
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            begin = time.monotonic()
+            found = api(server, "live")
+            assert "--address" in found["error"] and time.monotonic() - begin < 5
+            assert not server._live
+
     def test_slow_clients_do_not_hold_up_others(self, served):
         url = urllib.parse.urlsplit(served.url)
         with socket.create_connection((url.hostname, url.port)) as slow:
