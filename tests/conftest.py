@@ -43,7 +43,7 @@ import depth  # noqa: E402
 import devices  # noqa: E402
 import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
-from fork_workers import forked_workers  # noqa: E402
+from fork_workers import PRESTART, forked_workers  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("suite", deadline=None)  # property tests say nothing of time, and a busy machine is slow
@@ -65,6 +65,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     depth.full = config.getoption("--full")
     config.stash[LEFT_OUT] = Counter()
+    if (
+        not depth.full
+    ):  # also in scripts that start a Ray of their own: it would start a worker for each CPU, used or not
+        os.environ[PRESTART] = "0"
 
 
 # --- Tests left out ------------------------------------------------------------------------------------------

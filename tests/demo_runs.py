@@ -29,6 +29,7 @@ WAYS = {
     "vllm": ("engine=vllm",),
     "lora": ("lora_rank=8",),
     "moe": ("moe=true",),
+    "moe-megatron": ("moe=true", "train_backend=megatron", "ep=2"),
     "moe-vllm": ("moe=true", "engine=vllm"),
     "async": ("async_rollout=true", "max_staleness=1", "update_weights_mode=interrupt"),
 }

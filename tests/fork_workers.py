@@ -27,7 +27,10 @@ PRELOADED = (
     "ray._private.workers.default_worker",
     "ray._private.workers.setup_worker",
     "ray._private.arrow_serialization",
+    "ray._common.usage.usage_lib",
     "ray._common.pydantic_compat",
+    "pydantic.v1",
+    "pyarrow.json",
     "single_controller.ray.rank.actor",
     "numpy",
     "omegaconf",
@@ -37,16 +40,23 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
     "workers.fsdp.fsdp_worker",
     "workers.megatron.megatron_train_worker",
-    "megatron.core.models.gpt",
+    "workers.megatron.lm_worker",
+    "workers.megatron.mlp",
+    "workers.rollout.rollout_worker",
+    "workers.train.train_group",
+    "workers.weight_sync.arrivals",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",
 )
 """What the server imports."""
 
-RANKS_ONLY = (*(name for name in PRELOADED if name.startswith(("ray.", "single_controller.", "numpy"))), "torch")
+RANKS_ONLY = (*PRELOADED[: PRELOADED.index("omegaconf")], "torch")
 """Enough for workers that use torch and this library's groups only; importing it takes a quarter of the time."""
 
 WITHOUT_RAY = (
+    "pydantic.v1",
+    "pyarrow.json",
     "numpy",
     "omegaconf",
     "tensordict",
@@ -104,7 +114,6 @@ def forked_workers(modules=PRELOADED):
             import ray
 
             sys.executable = python
-            os.environ.pop(PRESTART, None)
             raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
             job = ray.get_runtime_context().get_job_id()
             read_when_loaded = {"RAY_AUTH_MODE": "token", "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(raylet)}
@@ -122,12 +131,15 @@ def forked_workers(modules=PRELOADED):
             return address
 
         sys.executable = str(program)
+        prestart = os.environ.get(PRESTART)
         os.environ[PRESTART] = "0"  # or Ray would start workers before there is a server that forks them
         try:
             yield start_server
         finally:
-            os.environ.pop(PRESTART, None)
             sys.executable = python
+            os.environ.pop(PRESTART)
+            if prestart is not None:
+                os.environ[PRESTART] = prestart
 
 
 def fork_script(address, *arguments, environment):

@@ -28,6 +28,7 @@ class Task:
         args: training arguments for it.
         agent: keyword arguments of an `AgentEngine`, for a task of several turns.
         config: entries of the model's config.
+        decode: turns tokens into text, for the run's samples; None for tokens that are numbers.
     """
 
     reward: Callable[..., float]
@@ -38,6 +39,7 @@ class Task:
     args: dict[str, Any]
     agent: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    decode: Callable[[list[int]], str] | None = None
 
     def columns(self, prompts: list[list[int]]) -> dict[str, list[Any]]:
         """Return what the environments get of each prompt."""
@@ -126,6 +128,7 @@ TASKS = {
         },
         config={"initializer_range": 0.05},  # attention has to find the characters to copy
         agent={"environment": Calculator, "renderer": CalculatorFormat, "limits": Calculator.limits},
+        decode=decode,
     ),
 }
 

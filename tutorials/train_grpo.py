@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import ray
+from byte_tokenizer import byte_tokenizer
 from omegaconf import OmegaConf
 from reward_curve import plot_rewards
 from rl_tasks import DATA_ARGS, DATA_MODEL, TASKS, open_data
@@ -44,6 +45,7 @@ from workers import (
     place,
     read_args,
 )
+from workers.hf_files import read_tokenizer
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -121,11 +123,15 @@ def main():
         data, reward, held_out = open_data(args)
         if args.eval_interval and held_out is None:
             sys.exit("eval_interval: set eval_data to files with held-out prompts")
+        text = read_tokenizer(args) or byte_tokenizer()
     else:
+        text = task if task.decode else None
         prompts_of_eval = task.held_out()
         reward, held_out = task.reward, (prompts_of_eval, task.columns(prompts_of_eval))
-    # The run's folder is opened after Ray has started, whose address it has.
-    with place(args, standby=standby) as placement, RunLog.from_args(args, run_dir=out.with_suffix("")) as log:
+    with (  # the run's folder is opened after Ray has started, whose address it has
+        place(args, standby=standby) as placement,
+        RunLog.from_args(args, run_dir=out.with_suffix(""), tokenizer=text) as log,
+    ):
         ranks = placement.actor.world_size - standby
         options = {"standby": standby}
         if args.train_backend == "megatron" and not placement.actor.use_gpu:

@@ -71,17 +71,22 @@ def main():
     tokenizer = read_tokenizer(args) or byte_tokenizer()
     data = SFTData.from_args(args, tokenizer)
     held_out = SFTData.from_args(args, tokenizer, key="eval_data").all() if args.eval_data is not None else None
-    with RunLog.from_args(args) as log, RayTrainGroup(args, 1, args.actor_num_gpus_per_node) as group:
+    with (
+        RayTrainGroup(args, 1, args.actor_num_gpus_per_node) as group,
+        RunLog.from_args(args, run_dir=OUT / "run", tokenizer=tokenizer) as log,
+    ):
         start = ray.get(group.async_init())[0]
+        log.watch(group)
         if start:
             data.load_state_dict(group.load_driver_state())
         print(f"{group} learns from {list(args.rollout_data)}; begins with step {start}", flush=True)
         for step in tqdm(range(start, args.num_rollout), desc="training", unit="step", mininterval=0.5):
-            metrics = ray.get(group.async_train(step, data(step)))[0]
+            batch = log.mark(step, data(step))
+            metrics = ray.get(group.async_train(step, batch))[0]
             last = step + 1 == args.num_rollout
             if held_out is not None and args.eval_interval and (last or step % args.eval_interval == 0):
                 metrics["eval_loss"] = mean_loss(group, held_out)
-            log.log(step, {**metrics, **data.metrics()})
+            log.log(step, {**metrics, **data.metrics()}, batch)
             if last or (args.save is not None and (step + 1) % (args.save_interval or args.num_rollout) == 0):
                 group.save_model(step, driver_state=data.state_dict(step))
         group.wait_for_save()

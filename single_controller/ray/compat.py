@@ -223,14 +223,6 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def tcp_connections() -> list[Any]:
-    """The TCP sockets of this process, with ``fd``, ``laddr``, ``raddr`` and ``status``, as psutil describes them."""
-    import psutil
-
-    process = psutil.Process()
-    return list(getattr(process, "net_connections", process.connections)("tcp"))  # the user's may be older than Ray's
-
-
 def resident_memory() -> int:
     """The memory of this process in bytes."""
     import psutil

@@ -5,22 +5,26 @@ from test_other_clusters import run
 
 def test_npus_are_placed_seen_and_connected():
     out = run("""
+        from fork_workers import RANKS_ONLY, forked_workers
         from npu_workers import NpuWorker
         from workers.train.train_placement import slot_devices
-        ray.init("local", num_cpus=2, num_gpus=0, resources={"NPU": 4}, include_dashboard=False, log_to_driver=False)
-        print("> slots:", slot_devices(), slot_devices(False))
-        with RayResourcePool([2], **slot_devices(), max_colocate_count=1) as pool:
-            with RayWorkerGroup(pool, RayClassWithInitArgs(NpuWorker)) as group:
-                for one in group.where():
-                    print(">", *one.values())
-                print("> summed:", *group.summed())
-                print("> channel:", *group.channel())
-                print(">", group.device_transport()[0])
-        shared = RayResourcePool([2], use_gpu=False, resources={"NPU": 0.5}, max_colocate_count=1)
-        try:
-            RayWorkerGroup(shared, RayClassWithInitArgs(NpuWorker))
-        except SingleControllerError as error:
-            print("> shared:", "ranks 0 and 1 are on the same GPU, but hccl needs" in str(error) or error)
+        with forked_workers(RANKS_ONLY) as start_server:
+            ray.init("local", num_cpus=2, num_gpus=0, resources={"NPU": 4}, include_dashboard=False)
+            start_server()
+            print("> slots:", slot_devices(), slot_devices(False))
+            with RayResourcePool([2], **slot_devices(), max_colocate_count=1) as pool:
+                with RayWorkerGroup(pool, RayClassWithInitArgs(NpuWorker)) as group:
+                    for one in group.where():
+                        print(">", *one.values())
+                    print("> summed:", *group.summed())
+                    print("> channel:", *group.channel())
+                    print(">", group.device_transport()[0])
+            shared = RayResourcePool([2], use_gpu=False, resources={"NPU": 0.5}, max_colocate_count=1)
+            try:
+                RayWorkerGroup(shared, RayClassWithInitArgs(NpuWorker))
+            except SingleControllerError as error:
+                print("> shared:", "ranks 0 and 1 are on the same GPU, but hccl needs" in str(error) or error)
+            ray.shutdown()
     """)
     names = "('hccl', 'cpu:gloo,npu:hccl')"
     assert out == [

@@ -51,7 +51,7 @@ def assert_recorded(engine, prompt, completion, begin=0):
     assert (ids[-1] == -1).all()
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.full("experts in exact mode"))])
 @pytest.mark.parametrize("model", named(MODELS))
 def test_batch_of_prompts(model, exact):
     engine = HFEngine(model, exact=exact, return_routed_experts=True, max_batch_size=3)  # the others join later
@@ -106,6 +106,25 @@ def test_running_request_survives_an_update():
     done = future.result()
     assert done.weight_versions == [0] * 3 + [1] * 4
     assert_recorded(engine, PROMPTS[0], done, begin=len(PROMPTS[0]) + 2)
+    engine.close()
+
+
+def test_tokens_whose_keys_and_values_were_kept_have_their_experts():
+    """The next turn of a session does not compute its first tokens again, and still has all experts."""
+    engine = HFEngine(QWEN, return_routed_experts=True)
+    engine.keep_prefixes, computed = True, []
+    engine.model.register_forward_pre_hook(
+        lambda _, given, named: computed.append(named["input_ids"].shape) if named else None, with_kwargs=True
+    )
+    how, first = SamplingParams(9), list(range(20, 45))
+    (one,) = engine.generate([first], how, [0])
+    second = [*first, *one.token_ids, 3, 4]
+    computed.clear()
+    for prompts in ([second], [second, [5, 6], [*first[:18], 1], second]):
+        for prompt, done in zip(prompts, engine.generate(prompts, how, range(len(prompts))), strict=True):
+            assert_recorded(engine, prompt, done)
+        assert max(tokens for _, tokens in computed) < 8
+        second = [*second, *done.token_ids, 7]
     engine.close()
 
 

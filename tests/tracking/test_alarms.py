@@ -103,6 +103,7 @@ def test_no_progress():
     assert ticks == [(572, "no_progress")]  # ten times 30 s after the last step, once
     assert alarms.step({}, 900.0) == []
     assert alarms.tick(1000, GIB * 100, GIB * 1000) == []
+    assert [alarm.name for alarm in alarms.tick(1300, GIB * 100, GIB * 1000)] == ["no_progress"]  # the next stall
 
 
 def test_short_steps_may_pause():

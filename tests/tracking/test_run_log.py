@@ -155,6 +155,26 @@ def test_a_repeated_step_replaces_it_and_those_after_it(tmp_path):
     assert [event.step for event in events.Scalars("value")] == [0, 1, 2, 3]
 
 
+def test_a_run_that_loads_nothing_replaces_another_one(tmp_path):
+    args, runs = {"load": None, "seed": 1}, []
+    for seed in (1, 2):
+        with RunLog(run_dir=tmp_path, args={**args, "seed": seed}, loggers=["tensorboard"]) as log:
+            for step in range(6 // seed):
+                log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+        runs.append(read_run(tmp_path))
+    first, second = runs
+    assert (second["seeds"], second["resumed"]) == ({"seed": 2}, []) and second["id"] != first["id"]
+    check_clean(tmp_path, 3)
+    assert [line["kind"] for line in lines(tmp_path, EVENTS)] == ["start", "end"]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("value")] == [0, 1, 2]
+    with RunLog(run_dir=tmp_path, args={**args, "load": "checkpoints"}) as log:
+        log.log(3, {"value": 9}, log.mark(3, batch_of(3)))
+    assert read_run(tmp_path)["id"] == second["id"] and len(read_run(tmp_path)["resumed"]) == 1
+    check_clean(tmp_path, 4)
+
+
 def test_steps_out_of_order_are_kept_when_a_run_resumes(tmp_path):
     with RunLog(run_dir=tmp_path) as log:
         for step in (0, 4, 2, 6):

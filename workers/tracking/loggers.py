@@ -29,7 +29,7 @@ class RunAbout:
         project: what the run is grouped under.
         name: of the run.
         id: the same when the run is resumed.
-        resumed: whether it is.
+        existed: whether the folder had a run before, this one or another.
         folder: for the logger's files.
         config: the configuration.
     """
@@ -37,7 +37,7 @@ class RunAbout:
     project: str
     name: str
     id: str
-    resumed: bool
+    existed: bool
     folder: Path
     config: Mapping[str, Any]
 
@@ -83,7 +83,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
-        if not about.resumed:
+        if not about.existed:
             self._writer = SummaryWriter(str(about.folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

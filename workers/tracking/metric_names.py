@@ -81,18 +81,17 @@ class BatchNumbers:
     def of(cls, batch: Any) -> BatchNumbers:
         """Read them from rollout data."""
         names = batch.keys()
-        real = batch["attention_mask"].bool().sum(1)
         if "completion_lengths" in names and "prompt_lengths" in names:
             completions, prompts = batch["completion_lengths"], batch["prompt_lengths"]
         else:
-            counted = batch["loss_mask"] != 0
-            ahead = (batch["attention_mask"].bool() & (counted.cumsum(1) == 0)).sum(1)
-            completions, prompts = real - ahead, ahead
+            real, counted = batch["attention_mask"].bool(), batch["loss_mask"] != 0
+            prompts = (real & (counted.cumsum(1) == 0)).sum(1)
+            completions = real.sum(1) - prompts
         return cls(
             batch["rewards"].tolist() if "rewards" in names else None,
             completions.tolist(),
             prompts.tolist(),
-            float(batch["truncated"].double().mean()) if "truncated" in names and len(real) else None,
+            float(batch["truncated"].double().mean()) if "truncated" in names and len(completions) else None,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -138,17 +138,20 @@ class RunFolder(Closing):
     """Writes one run's folder. A context manager. Not for several threads at once.
 
     Opening a folder that has a run continues it: the first `step` drops what is there of that step and those after it.
+    With ``resume=False`` another run begins there: it has another id, and the first `step` drops all.
 
     Args:
         path: the folder; it is created.
         about: entries of ``run.json``, such as ``config``. Those of an earlier start are replaced.
+        resume: whether a run that is there goes on.
         keep_steps: how many of the latest steps keep their samples.
         keep_bytes: size of all samples, in bytes, above which the oldest are dropped.
 
     Attributes:
         path: the folder.
         run: what ``run.json`` has.
-        resumed: whether the folder had a run.
+        existed: whether the folder had a run.
+        resumed: whether that run goes on.
 
     Raises:
         RunFolderInUse: another process writes it.
@@ -161,6 +164,7 @@ class RunFolder(Closing):
         path: str | Path,
         about: Mapping[str, Any] | None = None,
         *,
+        resume: bool = True,
         keep_steps: int = 200,
         keep_bytes: int = 1 << 30,
     ) -> None:
@@ -177,7 +181,9 @@ class RunFolder(Closing):
             ) from None
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s cannot be locked (%s); let no other run write it", self.path, error)
-        self.resumed = (self.path / RUN).exists()
+        self.existed = (self.path / RUN).exists()
+        before = read_run(self.path) if self.existed else {}
+        self.resumed = self.existed and resume
         now = time.time()
         self.run: dict[str, Any] = {
             "format": FORMAT,
@@ -185,7 +191,7 @@ class RunFolder(Closing):
             "id": secrets.token_hex(8),
             "started": now,
             "resumed": [],
-            **(read_run(self.path) if self.resumed else {}),
+            **(before if self.resumed else {}),
             **(about or {}),
             "process": {"host": socket.gethostname(), "pid": os.getpid(), "argv": sys.argv},
             "ended": None,
@@ -199,9 +205,11 @@ class RunFolder(Closing):
         self._offsets = _offsets(self.path / METRICS)  # of each step's line
         # step -> bytes of its samples
         self._samples = {step: self._size(step) for step in sample_steps(self.path)}
-        self._first = self.resumed  # whether the next step is the first of a resumed run
+        self._first = self.existed  # whether the next step is the first since there was another run
         self.update()
         if not self.resumed:
+            for file in (self._events, self._timeline, self._vocabulary):
+                file.cut(0)
             self.event("start", "the run has started", pid=os.getpid())
 
     def update(self, **about: Any) -> None:
@@ -222,7 +230,10 @@ class RunFolder(Closing):
             metrics: by name.
             samples: the arrays of the ``.npz``, and the ``.json`` without step and time.
         """
-        if self._first:
+        if self._first and not self.resumed:
+            self._first = False
+            self._drop(min([step, *self._offsets, *self._samples]))
+        elif self._first:
             self._first = False
             self._drop(step)
             self.update(resumed=[*self.run["resumed"], {"time": time.time(), "step": step}])

@@ -44,7 +44,8 @@ class RunLog(Closing):
     context manager.
 
     Opening the folder of a run that was killed continues it: the first step that is logged replaces what the folder has
-    of that step and those after it. A step that is logged again replaces that step and those after it.
+    of that step and those after it. If ``args`` load no checkpoint, it is another run, which replaces the old one. A
+    step that is logged again replaces that step and those after it.
 
     Args:
         folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
@@ -125,6 +126,7 @@ class RunLog(Closing):
             self._folder = RunFolder(
                 path,
                 about,
+                resume=args is None or self._config.get("load") is not None,
                 keep_steps=check_count("keep_steps", keep_steps),
                 keep_bytes=check_count("keep_bytes", keep_bytes),
             )
@@ -288,7 +290,7 @@ class RunLog(Closing):
             project,
             run.get("name", "run"),
             run.get("id", "run"),
-            self._folder is not None and self._folder.resumed,
+            self._folder is not None and self._folder.existed,
             where or (self.run_dir or Path()) / logger_name,
             self._config,
         )

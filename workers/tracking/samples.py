@@ -170,7 +170,8 @@ def step_samples(
         if name in _OWN or not hasattr(value, "dtype"):
             continue
         if getattr(value, "is_nested", False):
-            arrays |= _jagged(name, value, at.tolist())
+            if len(numbers) == shape[0]:  # large, and for a replay only, which needs all rows
+                arrays |= _jagged(name, value, at.tolist())
         elif tuple(value.shape[:2]) == shape:
             arrays.setdefault(f"token/{name}", flat(value))
         elif tuple(value.shape[:1]) == shape[:1]:
@@ -184,8 +185,7 @@ def step_samples(
         prompt = begin + arrays["prompt_lengths"][row]
         digests: dict[str, str] = {}
         if fingerprints is not None and "versions" in arrays:
-            pairs = set(zip(arrays["versions"][begin:end].tolist(), fingerprints[begin:end].tolist(), strict=True))
-            digests = {str(version): hexadecimal(value) for version, value in sorted(pairs) if value != -1}
+            digests = _digests(arrays["versions"][begin:end], fingerprints[begin:end])
         tokens = arrays["tokens"]
         truncated = "truncated" in names and bool(batch["truncated"][number])
         rows.append(
@@ -208,6 +208,16 @@ def step_samples(
 def hexadecimal(digest: int) -> str:
     """Return a digest of 64 bits as 16 hexadecimal digits."""
     return f"{digest & (2**64 - 1):016x}"
+
+
+def _digests(versions: np.ndarray, fingerprints: np.ndarray) -> dict[str, str]:
+    """Return weight version -> digest, of a row's tokens."""
+    known = fingerprints != -1
+    versions, fingerprints = versions[known], fingerprints[known]
+    if len(versions) and versions.min() == versions.max():  # nearly always, and fast
+        versions, fingerprints = versions[:1], fingerprints[:1]
+    pairs = sorted(set(zip(versions.tolist(), fingerprints.tolist(), strict=True)))
+    return {str(version): hexadecimal(digest) for version, digest in pairs}
 
 
 def _first(mask: np.ndarray) -> int:

@@ -116,7 +116,7 @@ CASES = {
     "offloaded": ("mixtral", {"cpu_offload": True, "reduce_dtype": torch.float64}),
     "adapter": ("qwen3_moe", {"lora": LoraSettings(2, 4), "gradient_checkpointing": True}),
 }
-QUICK = {"packed, recomputed", "padded"}
+QUICK = {"packed, recomputed"}
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,7 @@ def test_replay_removes_what_other_experts_make_of_log_probabilities(two):
     assert with_replay < 1e-6 < 1e-3 < without
 
 
+@pytest.mark.full("steps with replay of the rollout")
 def test_rollout_replay_trains(two):
     """R3 through two steps of GRPO: the metrics say that all is replayed, and where the router would differ."""
     args = {"hf_config": QWEN, "seed": 5, "routing_replay": "R3", "num_steps_per_rollout": 2, "lr": 1e-2}
@@ -291,6 +292,7 @@ def test_wrong_experts_are_refused_before_the_step(two):
         ray.get(two.async_train(0, data.exclude("routed_experts")))
 
 
+@pytest.mark.full("models without replay")
 def test_models_without_such_routers_are_refused_at_the_start(two):
     llama = {**SIZES, "model_type": "llama"}
     with pytest.raises(RoutingError, match="'llama' of this config has no experts"):

@@ -38,11 +38,13 @@ class Row:
         request: its tokens so far are those that were recorded.
         generator: of its random numbers; None before the first token.
         filled: number of its tokens with keys and values in the batch's cache, which are the cache's last columns.
+        experts: of these tokens; None if they are not recorded.
     """
 
     request: Request
     generator: torch.Generator | None = None
     filled: int = 0
+    experts: RoutedExperts | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -91,8 +93,7 @@ class Batch:
 
     Attributes:
         prefixes: gets the keys and values of rows that end, and has those with which rows begin; None to compute each
-            row from its first token. Not used if the key/value cache is not an ordinary one. With ``routers`` it must
-            be None: the experts of a row's first tokens are not known without computing them.
+            row from its first token. Not used if the key/value cache is not an ordinary one.
     """
 
     def __init__(self, model: Any, device: torch.device, routers: Routers | None = None) -> None:
@@ -161,7 +162,11 @@ class Batch:
             experts += of_rows
         if not logits:  # all requests were aborted a moment ago
             return [], [], [], [], []
-        for row in self._rows:
+        for row, of_row in zip(self._rows, experts, strict=True):
+            if of_row is not None and row.experts is not None and len(of_row) < row.length:  # the last token's
+                row.experts.ids.extend(of_row.ids)
+            elif of_row is not None:
+                row.experts = of_row.of_tokens(0)
             row.filled = row.length
         requests, scores = [row.request for row in self._rows], torch.cat(logits)
         generators = [self._generator(row, scores.shape[-1]) for row in self._rows]
@@ -187,7 +192,7 @@ class Batch:
                     own = slice(place, place + 1), slice(None), slice(self._width - row.filled, self._width)
                     layers = self._cache.layers
                     kept = [KeysValues(layer.keys[own].clone(), layer.values[own].clone()) for layer in layers]
-                    self.prefixes.add(row.tokens[: row.filled], kept)
+                    self.prefixes.add(row.tokens[: row.filled], kept, row.experts)
                     row.filled = 0
         live = [place for place, row in enumerate(self._rows) if not row.request.ended]
         if not live:
@@ -255,7 +260,14 @@ class Batch:
                 for of in zip(*kept, strict=True)
             ]
         tokens = [prompt.tokens[count:] for prompt, count in zip(prompts, taken, strict=True)]
-        return self._recorded(tokens, lengths, width, cache)
+        made, experts = self._recorded(tokens, lengths, width, cache)
+        for at, (prompt, count) in enumerate(zip(prompts, taken, strict=True)):
+            own = experts[at]
+            if own is not None and prompt.prefix and prompt.prefix.experts is not None:
+                whole = prompt.prefix.experts.of_tokens(0, count)
+                whole.ids.extend(own.ids)
+                experts[at] = whole
+        return made, experts
 
     def _join(self, parts: Sequence[tuple[Any, list[int]]], width: int) -> None:
         """Make one cache of some rows of several. It has ``width`` columns, and room for more."""

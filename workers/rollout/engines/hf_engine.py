@@ -52,8 +52,8 @@ class HFEngine(RequestEngine):
         prefix_cache_bytes: memory on the model's device for keys and values of requests that have ended. A request that
             begins with the same tokens, as the next turn of a session does, does not compute them again. They are kept
             if `AgentEngine` or `Gateway` play sessions, or ``keep_prefixes`` is set; the least recently used ones are
-            dropped first, and all with an update of the weights. 0 keeps none, nor do ``exact`` and
-            ``return_routed_experts``, nor a model whose cache is not an ordinary one.
+            dropped first, and all with an update of the weights. 0 keeps none, nor does ``exact``, nor a model whose
+            cache is not an ordinary one.
         return_routed_experts: whether completions have `Completion.routed_experts`, which a trainer with
             ``args.routing_replay="R3"`` needs.
 
@@ -109,7 +109,7 @@ class HFEngine(RequestEngine):
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._batch: Batch | None = None
-        self._prefixes = PrefixCache(0 if exact or return_routed_experts else prefix_cache_bytes)
+        self._prefixes = PrefixCache(0 if exact else prefix_cache_bytes)
         self._routers: Routers | None = None
         self.routed_experts = return_routed_experts
         if return_routed_experts:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from workers.rollout.engines.rollout_engine import RoutedExperts
+
 BLOCK = 16
 """Tokens that are looked up together. A shorter prefix is not found."""
 
@@ -27,10 +29,11 @@ class KeysValues(NamedTuple):
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens with their keys and values in each layer."""
+    """Tokens with their keys and values in each layer, and the experts that computed these, if they are recorded."""
 
     token_ids: array[int]
     layers: Sequence[KeysValues]
+    experts: RoutedExperts | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,14 +79,15 @@ class PrefixCache:
         self._use(found)
         return (found, count) if count else (None, 0)
 
-    def add(self, token_ids: Sequence[int], layers: Sequence[KeysValues]) -> None:
+    def add(self, token_ids: Sequence[int], layers: Sequence[KeysValues], experts: RoutedExperts | None = None) -> None:
         """Keep keys and values. They replace those of tokens that these begin with.
 
         Args:
             token_ids: the tokens.
             layers: their keys and values, which must be no views of larger tensors.
+            experts: of the tokens; None if they are not recorded.
         """
-        made = Prefix(array("i", token_ids), layers)
+        made = Prefix(array("i", token_ids), layers, experts)
         if len(made.token_ids) < BLOCK or made.nbytes > self.max_bytes:
             return
         for other in {self._blocks[key]: None for key in _keys(made.token_ids) if key in self._blocks}:
