@@ -148,6 +148,7 @@ def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):
     assert browser.js(f"[{first}.dataset.step, {first}.dataset.row]") == ["399", "77"]
     browser.js(f"{first}.click()")
     browser.wait("document.querySelectorAll('.tokens span').length > 5")
+    assert "truncated\ttrue" in browser.text() and "ref log probs" not in browser.text()
     assert "-1.5" in browser.text() and "label" in browser.text() and "sampled" in browser.text("#tokens")
     assert "The answer is" in browser.text("#tokens").replace("\n", " ") or "numbers" in browser.text("#tokens")
     colors = browser.js("[...document.querySelectorAll('.tokens span')].map((one) => one.style.backgroundColor)")
