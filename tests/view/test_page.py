@@ -128,7 +128,7 @@ def test_finished_run(browser, url):
     browser.js("location.hash = '#timeline'")
     browser.wait("document.querySelector('canvas')?.dataset.bars > 50")
     lanes = browser.text("table")
-    assert "group rollout: rank 3" in lanes and "group actor: rank 1" in lanes and "script" in lanes
+    assert "rollout: rank 3" in lanes and "actor: rank 1" in lanes and "script" in lanes
     shot(browser, "view_timeline")
 
     browser.js("location.hash = '#events?kind=death'")
