@@ -338,6 +338,58 @@ def test_restored_weights_are_trained(four, saved, parallel, options):
 
 
 @rare
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("overrides", [LOSSES, {**ALLGATHER, **LOSSES}], ids=["alltoall", "allgather"])
+def test_ranks_without_rows_run_the_experts_of_the_others(four, saved, rows, overrides):
+    """They have no token of their own; others need their experts, in each micro-batch."""
+    model, _ = made(four, saved, QWEN3, {**PP2, **EP2}, overrides, optimizer=ADAM, max_tokens_per_micro_batch=8)
+    data = batch(rows)
+    found = joined(four.run(on_ranks.log_probs, data), rows)
+    assert (found - Reference(model, data).log_probs).abs().sum() < 1e-4
+    if rows:
+        (report, *_) = four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e-3)
+        total, _ = on_ranks.policy_loss(Reference(model, data), Whole(data), 9.0)
+        losses, wanted = auxiliary(model, data, [LOSSES["moe_aux_loss_coeff"], LOSSES["moe_z_loss_coeff"]])
+        (total + losses).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert report["moe/z_loss"] == pytest.approx(wanted["moe/z_loss"], rel=1e-5)
+    reports = four.run(on_ranks.train_step, batch(0), on_ranks.no_loss, 1.0, 0.0)
+    assert reports[0]["loss"] == reports[0]["grad_norm"] == 0.0
+
+
+@rare
+def test_auxiliary_losses_are_scaled_as_the_loss_in_float16(four, saved):
+    """Their gradient is most of it here."""
+    overrides, norms = {"moe_aux_loss_coeff": 30.0, "moe_z_loss_coeff": 3.0}, []
+    _, folder = saved(QWEN3)
+    for dtype in ("fp32", "fp16"):
+        four.run(on_ranks.make, QWEN3, {**TP2, **EP2}, param_dtype=dtype, overrides=overrides, optimizer=ADAM)
+        four.run(on_ranks.load_hf, folder)
+        norms.append(four.run(on_ranks.train_step, batch(), on_ranks.no_loss, 1.0, 1e-3)[0]["grad_norm"])
+    print(f"gradient norms in float32 and float16: {norms}")
+    assert norms[0] > 1 and norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+@rare
+@pytest.mark.parametrize("distributed", [False, True])
+def test_offloaded_experts_continue_unchanged(four, saved, distributed):
+    _, folder = saved(QWEN3)
+    expected = None
+    for _ in range(2):
+        four.run(on_ranks.make, QWEN3, {**TP2, **EP2, **ETP1}, optimizer={"distributed": distributed})
+        four.run(on_ranks.load_hf, folder)
+        if expected is None:
+            four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+            expected = four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    for (asleep, freed, copied, found), wanted in zip(
+        four.run(on_ranks.sleep_and_wake, batch(), 9.0), expected, strict=True
+    ):
+        assert asleep == 0 and freed > copied > 0
+        assert found == wanted
+
+
+@rare
 def test_random_experts_are_those_of_one_process(four):
     """They differ from each other, and do not depend on how many ranks share them."""
     found = []
