@@ -3,6 +3,7 @@
 - ``call``: groups, calls, futures and errors, independent of the transport.
 - ``ray``: resource pools, and the transport that runs workers as Ray actors.
 - ``local``: the transport that runs workers in the driver's process, for debugging and unit tests.
+- ``view``: run folders, the page that shows them, and looking at groups from other processes.
 
 A module is imported when one of its names is first used, so that a worker process does not load the driver's part.
 """

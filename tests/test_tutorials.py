@@ -10,6 +10,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import depth
 import pytest
 import torch
 from demo_runs import ROOT, environment, scalars
@@ -81,16 +82,17 @@ def test_fine_tuning_goes_on_after_a_kill_and_grpo_after_it(run, other_drivers, 
 
 @pytest.mark.timeout(180)
 def test_scores_survive_kills(run):
-    printed = run("score.py")
-    assert re.search(r"3840 rows in [\d.]+ s, 2 restarts", printed), printed
+    batches = 60 if depth.full else 24
+    printed = run("score.py", "--batches", str(batches))
+    assert re.search(rf"{batches * 64} rows in [\d.]+ s, 2 restarts", printed), printed
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("loss", ["sampled", pytest.param("top_k", marks=pytest.mark.full("distillation with top-k"))])
 def test_student_learns_the_teachers_policy(run, loss):
-    printed = run("distill.py", f"loss={loss}")
+    printed = run("distill.py", f"loss={loss}", *(() if depth.full else ("num_rollout=20",)))
     first, last = map(float, re.search(r"first ([\d.]+), last five ([\d.]+)", printed).groups())
-    assert first > 1 and last < 0.2
+    assert first > 1 and last < (0.2 if depth.full else first / 2)  # 0.56 after 20 of the 60 rollouts
     # 128 rows: what is sent holds their ids and masks, but nothing that the teacher has computed.
     assert int(re.search(r"([\d.]+) kB were sent", printed)[1]) < 250
 

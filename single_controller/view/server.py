@@ -488,7 +488,8 @@ def _plain(values: np.ndarray) -> list[Any]:
     """Numbers as Python's, rounded to what float32 holds; None for those that are not finite."""
     if values.dtype.kind == "f":
         return [float(f"{one:.7g}") if math.isfinite(one) else None for one in values.tolist()]
-    return list(values.tolist())
+    # JavaScript's numbers have 53 bits
+    return [str(one) if isinstance(one, int) and abs(one) > 2**53 else one for one in values.tolist()]
 
 
 def _time(event: Mapping[str, Any]) -> float:

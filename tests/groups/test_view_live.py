@@ -142,6 +142,7 @@ def test_rank_whose_c_code_holds_the_lock(pool):
         wait_until(lambda: "hang_in_c_on" in watch.look(0.3)[0].stacks[1], 45)
 
 
+@pytest.mark.full("what status --watch shows")
 def test_wait_for_the_result_of_another_group(pool):
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="slow_") as slow,

@@ -130,6 +130,9 @@ def test_masks_info_and_extras_of_a_stream():
                 rewards = [rollout_id * B + index + 0.5 for index in range(B) for _ in range(SAMPLES)]
                 assert data["rewards"].tolist() == rewards
                 assert torch.equal(data["loss_mask"].sum(1), data["completion_lengths"] - 1)
+                labels = [rollout_id * B + index for index in range(B) for _ in range(SAMPLES)]
+                notes = manager.row_notes.of(data)  # what a run's samples have of them
+                assert [(note.columns, note.info) for note in notes] == [({"label": k}, {"label": k}) for k in labels]
 
 
 def test_without_staleness_it_returns_what_the_manager_generates(group):

@@ -4,14 +4,16 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 
 import numpy as np
 import pytest
 from run_batches import batch_of, check_clean, check_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waits import wait_until
 
-from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
+from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerDiedError, register
 from single_controller.view.run_files import (
     EVENTS,
     METRICS,
@@ -235,6 +237,11 @@ class Sleeper(Worker):
     def fail(self):
         raise ValueError("on purpose")
 
+    @register(Dispatch.ONE_TO_ALL)
+    def end(self, rank):
+        if self.rank == rank:
+            sys.exit(3)
+
 
 def test_timeline_has_the_calls_of_watched_groups(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.tracking.timeline.SHORT_SECONDS", 0.15)
@@ -256,6 +263,21 @@ def test_timeline_has_the_calls_of_watched_groups(tmp_path, monkeypatch):
     assert all(0.09 < part["end"] - part["start"] < 1.0 for part in found[1:3])
     assert found[0]["waits"]["method"] >= 0.09 and "queue" in found[1]["waits"]
     assert found[3]["failed"] == "WorkerError" and "failed" not in found[0]
+
+
+def test_deaths_and_replacements_are_events(tmp_path):
+    with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(2, ClassWithInitArgs(Sleeper)) as group:
+        log.watch(group)
+        log.log(0, {})
+        with pytest.raises(WorkerDiedError):
+            group.end(1)
+        wait_until(lambda: any(line["kind"] == "death" for line in lines(tmp_path, EVENTS)))  # before the next step
+        group.restart()
+        log.log(1, {})
+    death, replaced = [line for line in lines(tmp_path, EVENTS) if line["kind"] in ("death", "replace")]
+    assert (death["kind"], death["group"], death["rank"], death["step"]) == ("death", group.name, 1, None)
+    assert "rank 1" in death["text"] and death["error"] == "WorkerDiedError"
+    assert (replaced["kind"], replaced["group"]) == ("replace", group.name)
 
 
 def test_alarms_are_in_the_log_and_in_the_events(tmp_path, caplog):

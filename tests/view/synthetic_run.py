@@ -65,6 +65,8 @@ def write_samples(
         "versions": np.where(sampled, step if versions is None else versions, -1).astype(np.int32),
         "rewards": np.asarray(random.random(rows) if rewards is None else rewards, np.float32),
         "groups": np.asarray(np.arange(rows) // 4 if groups is None else groups, np.int64),
+        "row/truncated": np.arange(rows) % 2 == 1,
+        "token/ref_log_probs": engine,
     } | more
     stem = Path(folder) / "samples" / f"step_{step:08d}"
     known = [{"number": row, "finish": ("stop", "length")[row % 2]} for row in range(rows)]

@@ -128,7 +128,7 @@ def test_finished_run(browser, url):
     browser.js("location.hash = '#timeline'")
     browser.wait("document.querySelector('canvas')?.dataset.bars > 50")
     lanes = browser.text("table")
-    assert "group rollout: rank 3" in lanes and "group actor: rank 1" in lanes and "script" in lanes
+    assert "rollout: rank 3" in lanes and "actor: rank 1" in lanes and "script" in lanes
     shot(browser, "view_timeline")
 
     browser.js("location.hash = '#events?kind=death'")
@@ -148,6 +148,7 @@ def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):
     assert browser.js(f"[{first}.dataset.step, {first}.dataset.row]") == ["399", "77"]
     browser.js(f"{first}.click()")
     browser.wait("document.querySelectorAll('.tokens span').length > 5")
+    assert "truncated\ttrue" in browser.text() and "ref log probs" not in browser.text()
     assert "-1.5" in browser.text() and "label" in browser.text() and "sampled" in browser.text("#tokens")
     assert "The answer is" in browser.text("#tokens").replace("\n", " ") or "numbers" in browser.text("#tokens")
     colors = browser.js("[...document.querySelectorAll('.tokens span')].map((one) => one.style.backgroundColor)")

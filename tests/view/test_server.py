@@ -46,7 +46,7 @@ def served(tmp_path_factory):
         run,
         5,
         [12, 9, 3000, 7],
-        groups=[0, 0, 1, 1],
+        groups=[2**62, 2**62, 1, 1],
         rewards=[1, 1, 0, 1],
         texts=[{}, {"fingerprints": {"5": "0" * 16}}],
     )
@@ -120,7 +120,9 @@ class TestAnswers:
         assert found["columns"]["rollout_log_probs"][:2] == [None, None]  # the prompt's: NaN in the file
         assert found["updates"]["5"]["digest"] == f"{5:016x}" and found["text"]["fingerprints"] == {"5": "0" * 16}
         assert [one["row"] for one in found["group"]] == [0, 1]
-        assert found["row_columns"] == {"numbers": 1, "prompt_lengths": 2, "rewards": 1, "groups": 0}
+        assert found["row_columns"] == {
+            "numbers": 1, "prompt_lengths": 2, "rewards": 1, "groups": str(2**62), "truncated": True,
+        }  # fmt: skip
         later = api(served, "sample?step=5&row=2&first=2990&count=100")
         assert (later["first"], len(later["tokens"]), later["length"]) == (2990, 10, 3000)
 

@@ -54,6 +54,12 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
                 check_model(config, sizes)
             except ValueError as error:
                 raise TrainArgsError(f"train_backend='megatron': {error}") from None
+            balanced = [name for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if args[name]]
+            if balanced and experts_of(config) is None:
+                name = balanced[0]
+                raise TrainArgsError(
+                    f"args.{name}={args[name]}, but a {config.model_type!r} has no experts; leave it out"
+                )
             if args.routing_replay is not None and experts_of(config) is None:
                 raise TrainArgsError(
                     f"args.routing_replay={args.routing_replay!r} needs a mixture of experts, and the model is a "

@@ -73,7 +73,7 @@ class PolicyTrainWorker(ModelWorker):
         if args.rollout_data_postprocess_path is None:
             replays = _replays_rollout(args, role)
             config = known_config(args) if replays else None
-            read = rows if replays else without_routes(rows)
+            read = rows if replays or not hasattr(rows, "keys") else without_routes(rows)
             check_rollout_data(read, args.vocab_size or known_vocab_size(args), config and RoutingShape.of(config))
             check_entries({*rows.keys(), *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
@@ -523,7 +523,8 @@ class PolicyTrainWorker(ModelWorker):
         ranks."""
         of_rank = values[data["loss_mask"] != 0].double()
         said = (len(of_rank), float(of_rank.sum()), *map(float, of_rank.aminmax())) if len(of_rank) else None
-        parts = [part for part in self._over_dp(said) if part is not None]
+        # Only the last stage has log-probabilities, on which advantages and returns may depend.
+        parts = [part for part in self._over_dp(self.of_last_stage(said)) if part is not None]
         if not parts:
             return {}
         mean = sum(part[1] for part in parts) / sum(part[0] for part in parts)

@@ -322,10 +322,10 @@ class WeightSender:
             gathered = update.agree(f"round {number}", headers, error, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
-                for number, one in enumerate(piece.digests or ()):
+                for expert, one in enumerate(piece.digests or ()):
                     begin = [begin for begin, _ in piece.box]
-                    if number:
-                        begin[0] += number  # of an expert
+                    if expert:
+                        begin[0] += expert
                     digests.append((piece.name, tuple(begin), one))
             try:
                 self._transport.transfer(update, number, payloads, gathered)

@@ -82,6 +82,7 @@ export function runChooser() {
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
   const size = Math.abs(value);
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(digits - 1) : String(Number(value.toPrecision(digits)));

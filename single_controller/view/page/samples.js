@@ -123,7 +123,7 @@ export async function sample(here) {
   const names = Object.keys(found.columns);
   const at = (i) => Object.fromEntries(names.map((name) => [name, found.columns[name][i]]));
   const most = Object.fromEntries(names.map((name) => [name, found.columns[name].reduce((sum, value) => Math.max(sum, Math.abs(value ?? 0)), 0)]));
-  const side = el("div", { class: "side card", id: "token" }, el("p", { class: "quiet" }, "Click a token."));
+  const side = el("div", { class: "card", id: "token" }, el("p", { class: "quiet" }, "Click a token."));
   const paint = el("select", { label: "color", onchange: () => { keep({ color: paint.value }); color(); } }, Object.keys(PAINTS).map((name) => el("option", {}, name)));
   paint.value = page.params.get("color") || "log-prob";
   const legend = el("span", { class: "quiet" });
@@ -170,7 +170,7 @@ export async function sample(here) {
     el("label", {}, "color", paint), legend), el("div", { class: "two" },
     el("div", {}, more, turns(found, spans), more?.cloneNode(true),
       ["prompt", "completion"].filter((name) => typeof found.text[name] === "string").map((name) => el("details", {}, el("summary", {}, `text of the ${name}`), el("div", { class: "text" }, found.text[name])))),
-    el("div", {}, el("div", { class: "card" }, el("h3", {}, "Sample"), list(facts), group), el("p"), side)));
+    el("div", {}, side, el("p"), el("div", { class: "card" }, el("h3", {}, "Sample"), list(facts), group))));
   color();
   if (page.params.has("token")) { const i = Number(page.params.get("token")) - found.first; if (spans[i]) choose(i); }
   return {};

@@ -31,7 +31,7 @@ export async function timeline(here) {
     draw();
   }
 
-  const title = (lane) => (lane.group ? `${lane.group}${lane.rank === null ? ": calls" : `: rank ${lane.rank}`}` : "script");
+  const title = (lane) => (lane.group ? `${lane.group.replace(/^group /, "")}${lane.rank === null ? ": calls" : `: rank ${lane.rank}`}` : "script");
 
   function draw(hover) {
     const [pen, width, height] = context(canvas);

@@ -125,8 +125,9 @@ def of_loops(model, off_policy, cases):
 
 
 MODEL_OUTPUTS = ["grpo", "gspo", "clip_cov", "kl_loss"]
-"""Tensor parallel ranks differ in how they compute log-probabilities and their gradients, which all losses share. Those
-of one loss per level of ratios, of covariances and of an additional term are computed in each run."""
+"""Tensor parallel ranks differ in how they compute log-probabilities and their gradients, which all losses share, and
+one rank differs from two in the sums over ranks. Those of one loss per level of ratios, of covariances and of an
+additional term are computed in each run."""
 
 SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in every parallel configuration"))]
 
@@ -134,7 +135,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
 @pytest.mark.parametrize(
     ("way", "most", "names"),
     [
-        (FSDP1, 1000, None),
+        pytest.param(FSDP1, 1000, MODEL_OUTPUTS, id="fsdp1-1000-some"),
         (FSDP2, 40, None),
         pytest.param(TP2, 40, MODEL_OUTPUTS, id="tp2-40-some"),
         (PP2, 40, None),
@@ -142,6 +143,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
             pytest.param(way, most, None, marks=pytest.mark.full("gradients in every parallel configuration"))
             for way, most in (
                 (FSDP1, 16),
+                (FSDP1, 1000),
                 (FSDP2, 1000),
                 (FSDP4, 40),
                 (SP2_DP2, 20),
