@@ -360,15 +360,15 @@ def test_ranks_without_rows_run_the_experts_of_the_others(four, saved, rows, ove
 
 @rare
 def test_auxiliary_losses_are_scaled_as_the_loss_in_float16(four, saved):
-    """Their gradient is most of it here."""
-    overrides, norms = {"moe_aux_loss_coeff": 30.0, "moe_z_loss_coeff": 3.0}, []
+    """There is no other gradient here. Larger ones would overflow at the first loss scale, 65536."""
+    overrides, norms = {"moe_aux_loss_coeff": 0.03, "moe_z_loss_coeff": 0.003}, []
     _, folder = saved(QWEN3)
     for dtype in ("fp32", "fp16"):
         four.run(on_ranks.make, QWEN3, {**TP2, **EP2}, param_dtype=dtype, overrides=overrides, optimizer=ADAM)
         four.run(on_ranks.load_hf, folder)
         norms.append(four.run(on_ranks.train_step, batch(), on_ranks.no_loss, 1.0, 1e-3)[0]["grad_norm"])
     print(f"gradient norms in float32 and float16: {norms}")
-    assert norms[0] > 1 and norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert norms[0] > 0.01 and norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
 @rare
