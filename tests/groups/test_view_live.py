@@ -69,7 +69,8 @@ class TestStuckGroup:
         browser = Browser()
         try:
             browser.open(server.stdout.readline().strip() + "#ranks")
-            browser.wait("document.querySelectorAll('tr[data-rank]').length == 4", 30)
+            # Below it, the page has the groups of other tests in this cluster.
+            browser.wait(f"document.querySelectorAll('tr[data-group=\"{stuck.name}\"]').length == 4", 30)
             begin = time.monotonic()
             stuck.hang()
             browser.wait("/time.sleep/.test(document.querySelector('pre.stack[data-rank=\"2\"]').textContent)")
