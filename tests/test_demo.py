@@ -121,4 +121,8 @@ def test_calculator_demo_learns(engine, tmp_path):
     rewards = run(tmp_path, "task=calculator", f"engine={engine}", timeout=280)
     assert sorted(rewards) == list(range(120))
     assert rewards[0] < 0.2 and sum(rewards[step] for step in range(115, 120)) / 5 > 0.85
-    assert max(scalars(tmp_path, "rollout_log_prob_diff").values()) < 1e-5
+    # The metric is a mean over three epochs, in which the policy moves. The samples have the numbers before the first.
+    for step in range(120):
+        arrays = np.load(sample_files(tmp_path / "curve", step)[0])
+        trained = arrays["loss_mask"] != 0
+        assert np.abs(arrays["log_probs"] - arrays["rollout_log_probs"])[trained].max() < 1e-5
