@@ -1,7 +1,11 @@
 """Waiting for events with a limit, which every test of processes needs."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -35,6 +39,20 @@ def runs(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def stop(pid: int) -> None:
+    """Send SIGSTOP, and wait until all threads have stopped: one that runs on another core does so later."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stopped() -> bool:
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+                if stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
+                    return False
+        return True
+
+    wait_until(stopped, what="the stop of all threads")
 
 
 def wait_gone(pids: Iterable[int | str], seconds: float = 15) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 from group_workers import Actor, Critic, Fragile
 from replace_workers import Lone
-from waits import wait_until, within
+from waits import stop, wait_until, within
 
 from dispatch.register import register
 from single_controller import (
@@ -93,7 +93,7 @@ def test_abandoned_large_results_do_not_outlive_a_change_of_ranks(pool, change):
 def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Lone), collectives=False) as group:
         pids = [rank.process.pid for rank in group.status().ranks]
-        os.kill(pids[1], signal.SIGSTOP)  # as busy as a host can be
+        stop(pids[1])  # as busy as a host can be
         try:
             with pytest.raises(CallTimeoutError, match="rank 1 did not say"), within(20):
                 group.shrink(ranks=[3], timeout=1.0)

@@ -15,7 +15,7 @@ import pytest
 import ray
 from group_workers import TRACED, Counter, Fragile
 from ray.util.placement_group import placement_group_table
-from waits import wait_gone, wait_until, within
+from waits import stop, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -201,7 +201,7 @@ class TestDeaths:
         group.sleep_on.remote([0], 60)
         known = {}
         try:
-            os.kill(pids[1], signal.SIGSTOP)
+            stop(pids[1])
             wait_until(lambda: stopped(pids[1]))  # until then, its gRPC server may still respond
             os.kill(pids[2], signal.SIGKILL)
             begin = time.monotonic()
@@ -330,7 +330,7 @@ class TestTimeouts:
     def test_stopped_process_is_named_without_a_stack(self, make_group):
         group, stopped = make_group(Fragile), 2
         pid = group.pid()[stopped]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             with within(6):
                 with pytest.raises(CallTimeoutError, match="rank 2 is at:\n  unknown: it did not answer") as caught:
