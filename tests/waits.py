@@ -42,7 +42,7 @@ def runs(pid: int) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Send SIGSTOP, and wait until all threads have stopped: one that runs on another core does so later."""
+    """Send SIGSTOP, and wait until all threads have stopped: they do so once one of them has handled it."""
     os.kill(pid, signal.SIGSTOP)
 
     def stopped() -> bool:
