@@ -8,7 +8,8 @@ path. Answers are JSON, which the page inserts as text; its policy forbids scrip
 any other host.
 
 Threads: `http.server` starts one for each request. They end with their request; `ViewServer.close` waits for none.
-Lock: ``_reading`` protects the readers of the runs. No other lock is acquired while it is held.
+Lock: ``_reading`` protects the readers of the runs and the table of clusters. No other lock is acquired while it is
+held.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class ViewServer(Closing):
 
     def serve(self) -> None:
         """Answer requests until `close` is called in another thread."""
-        self._serving = True
+        self._serving = True  # before: a close() meanwhile must find it
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
@@ -148,7 +149,9 @@ class ViewServer(Closing):
         if self._serving:  # otherwise, shutdown() would wait for ever
             self._server.shutdown()
         self._server.server_close()
-        for live in self._live.values():
+        with self._reading:  # a request that began before may still add one
+            lives = list(self._live.values())
+        for live in lives:  # without the lock: `Live.close` waits for a look that runs
             live.close()
 
     # --- answers ----------------------------------------------------------------------------------------------------
@@ -325,9 +328,12 @@ class ViewServer(Closing):
             # A folder from elsewhere must not decide whom this process trusts: records of groups are pickles.
             where = "run.json has no ray_address" if address is None else f"its cluster, {address}, is on another host"
             return {"error": f"{where}: give it with --address", "groups": [], "problems": []}
-        others = [one for known, one in self._live.items() if known != address]
-        live = self._live.setdefault(address, Live(address))
-        for other in others:  # a process has one connection to Ray
+        with self._reading:  # requests of two pages may come at once
+            live = self._live.setdefault(address, Live(address))
+            others = [one for one in self._live.values() if one is not live]
+        # Without the lock from here on: closing and looking wait for Ray, and the pages of files must not wait with
+        # them. A process has one connection to Ray, so the page of one cluster at a time is live.
+        for other in others:
             other.close()
         seen = live.look()
         first = [one for one in seen["groups"] if one["name"] in groups]
@@ -383,7 +389,7 @@ class Query:
 class _Server(ThreadingHTTPServer):
     """Answers each connection in a thread of its own."""
 
-    daemon_threads = True
+    daemon_threads = True  # a request that waits for Ray must not keep the process from ending
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a connection has failed", exc_info=True)  # the client has gone; nobody else is concerned
@@ -395,7 +401,7 @@ class _Handler(BaseHTTPRequestHandler):
     view: ViewServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "view", ""
-    timeout = REQUEST_SECONDS
+    timeout = REQUEST_SECONDS  # of the socket: an idle connection, too, holds its thread no longer
 
     def do_GET(self) -> None:
         try:
