@@ -105,6 +105,8 @@ class WandbLogger(Logger):
     """Weights & Biases. It ignores steps that are repeated."""
 
     extra = "wandb"
+    folder_argument = "dir"
+    """What the library calls the folder of its files."""
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
@@ -114,8 +116,8 @@ class WandbLogger(Logger):
             name=about.name,
             id=about.id,
             resume="allow",
-            dir=str(about.folder),
             config=dict(about.config),
+            **{self.folder_argument: str(about.folder)},
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -168,28 +170,11 @@ def _name(name: str) -> str:
     return re.sub(r"[^\w\-. /:]", "_", name)
 
 
-class SwanLabLogger(Logger):
-    """SwanLab. Its files are in the folder ``swanlab``."""
+class SwanLabLogger(WandbLogger):
+    """SwanLab, whose functions are those of W&B. Its files are in the folder ``swanlab``."""
 
     extra = "swanlab"
-
-    def __init__(self, about: RunAbout) -> None:
-        super().__init__(about)
-        about.folder.mkdir(parents=True, exist_ok=True)
-        self._run = self.library.init(
-            project=about.project,
-            name=about.name,
-            id=about.id,
-            resume="allow",
-            config=dict(about.config),
-            log_dir=str(about.folder),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    folder_argument = "log_dir"
 
 
 class TrackioLogger(Logger):
