@@ -85,6 +85,21 @@ def whole_weights(four):
     return assembled(four.run(on_ranks.hf_shards))
 
 
+def assert_training_continues(four, checkpoint, make_again):
+    """Save after one step, make the model anew, load: the next step and the weights after it are the same."""
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    four.run(on_ranks.save, checkpoint)
+    expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
+    weights = whole_weights(four)
+    make_again()
+    four.run(on_ranks.load, checkpoint)
+    found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
+    assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    again = whole_weights(four)
+    assert again.keys() == weights.keys()
+    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
+
+
 def steps(four, model, loss, count=3, rows=7, lr=1e-3, within=1e-5, first=0, make=None):
     """Take the same steps on both sides, and compare the reports."""
     make = make or batch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import train_model_workers as on_ranks
-from hf_reference import Reference, Whole, batch, joined, whole_weights
+from hf_reference import Reference, Whole, assert_training_continues, batch, joined, whole_weights
 from lm_configs import LLAMA, SIZES
 from mixtures import by_expert, column, drawn_routes, replaying
 from shard_helpers import assert_same
@@ -298,17 +298,11 @@ def test_critic_with_experts_matches_a_token_classifier(four, saved):
 def test_training_continues_from_a_checkpoint_at_other_sizes(four, saved, tmp_path, name, before, after, distributed):
     options = {"optimizer": {**ADAM, "distributed": distributed}}
     made(four, saved, MODELS[name], before, LOSSES, **options)
-    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
-    four.run(on_ranks.save, str(tmp_path / "checkpoint"))
-    expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
-    weights = whole_weights(four)
-    four.run(on_ranks.make, MODELS[name], after, overrides=LOSSES, **options)
-    four.run(on_ranks.load, str(tmp_path / "checkpoint"))
-    found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
-    assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    again = whole_weights(four)
-    assert again.keys() == weights.keys()
-    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
+    assert_training_continues(
+        four,
+        str(tmp_path / "checkpoint"),
+        lambda: four.run(on_ranks.make, MODELS[name], after, overrides=LOSSES, **options),
+    )
 
 
 @rare

@@ -6,7 +6,17 @@ Tests of the same parallel sizes follow one another: `train_model_workers.make` 
 import pytest
 import torch
 import train_model_workers as on_ranks
-from hf_reference import TOKENS, Reference, Whole, batch, check_weights, joined, steps, whole_weights
+from hf_reference import (
+    TOKENS,
+    Reference,
+    Whole,
+    assert_training_continues,
+    batch,
+    check_weights,
+    joined,
+    steps,
+    whole_weights,
+)
 from lm_configs import LLAMA, SIZES
 from shard_helpers import assembled, assert_same
 from transformers import (
@@ -298,17 +308,9 @@ def test_training_continues_from_a_checkpoint_at_other_sizes(four, saved, tmp_pa
     options = {"optimizer": {**ADAM, "distributed": distributed}}
     four.run(on_ranks.make, config, before, **options)
     four.run(on_ranks.load_hf, folder)
-    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
-    four.run(on_ranks.save, str(tmp_path / "checkpoint"))
-    expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
-    weights = whole_weights(four)
-    four.run(on_ranks.make, config, after, **options)
-    four.run(on_ranks.load, str(tmp_path / "checkpoint"))
-    found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
-    assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    again = whole_weights(four)
-    assert again.keys() == weights.keys()
-    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
+    assert_training_continues(
+        four, str(tmp_path / "checkpoint"), lambda: four.run(on_ranks.make, config, after, **options)
+    )
 
 
 def test_background_checkpoint_has_the_state_at_the_call(four, saved, tmp_path):
