@@ -52,8 +52,8 @@ class Broadcast(Generic[T]):
 class Deferred:
     """Base class of futures, by which planning recognizes them: the result of a call that may still be running.
 
-    The driver cannot count the rows of such an argument. It sends a `dispatch.plan.DeferredArgument` in its place, and
-    each rank fetches its own rows.
+    The driver cannot count the rows of such an argument before the call has ended that computes it. Planning leaves a
+    `dispatch.plan.DeferredArgument` in its place, and each rank fetches its own rows.
     """
 
     label: str
@@ -71,18 +71,23 @@ class Deferred:
         """The error of the call that computes the result, if it is known to have failed."""
         raise NotImplementedError
 
-    def check_argument(self) -> None:
-        """Raise a `DispatchError` unless the result can be an argument of another call."""
+    def wait(self) -> None:
+        """Wait until the call has ended that computes the result, with or without an error."""
         raise NotImplementedError
 
-    def locate(self, argument: Any) -> tuple[Any, Any]:
-        """Wait for the result, and find what a `dispatch.plan.DeferredArgument` needs of it, without fetching it: the
-        results, and a `single_controller.call.joining.Located`."""
-        results, located = self.locate_all(argument)
-        return results, located[argument.index]
+    def source(self) -> tuple[Any, Any]:
+        """The results, as `single_controller.call.joining.CallResults`, and the `dispatch.modes.Join` that makes one
+        value of them. Does not wait."""
+        raise NotImplementedError
 
-    def locate_all(self, argument: Any) -> tuple[Any, list[Any]]:
-        """`locate` for every shard of an argument."""
+    @property
+    def ended(self) -> bool:
+        """Whether the call that computes the result is known to have ended."""
+        raise NotImplementedError
+
+    def when_ended(self, tell: Callable[[bool], object]) -> None:
+        """Call a function once that call has ended, with whether it is known to have failed. In any thread, which may
+        wait if there are large results."""
         raise NotImplementedError
 
 

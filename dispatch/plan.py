@@ -52,22 +52,6 @@ class DeferredArgument:
     count: int = 1  # number of shards or items
     uneven: str = "error"  # the rule of the consuming call for rows that do not divide
 
-    def __post_init__(self) -> None:
-        self.source.check_argument()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DeferredArgument, (_Source(self.source), self.kind, self.index, self.count, self.uneven)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Pickled in place of a future, and unpickled as that: a pickler then tells it from a future inside an argument."""
-
-    future: Deferred
-
-    def __reduce__(self) -> Any:
-        return self.future.__reduce__()
-
 
 @dataclass(frozen=True)
 class CallPlan:
@@ -436,7 +420,10 @@ def _plan_rows(
         Shard(values) if share is None else Shard(values, share.rows, share.real)
         for values, share in zip(shards, shares, strict=True)
     )
-    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, deferred_in(arguments), total)
+    # Inline too
+    may_have = any(isinstance(value, (Deferred, Broadcast, list, tuple)) for value in arguments.values())
+    deferred = deferred_in(arguments) if may_have else ()
+    return CallPlan(whole, made, routing.shard_of, routing.collecting, join, None, deferred, total)
 
 
 def _bad_argument(spec: MethodSpec, key: Parameter, reason: str) -> DispatchError:

@@ -124,6 +124,7 @@ class Call:
         # Keep only these of the plan: a reference to its arguments would keep the caller's batch alive.
         self.join, self.collect = plan.join, plan.collect
         self._collecting, self._deferred = plan.collecting, plan.deferred
+        self._materialize = spec.registration.materialize_futures
         self._pending = {rank for rank, number in enumerate(plan.shard_of) if number is not None}
         self.rank_results: dict[int, RankResult] = {}  # what has arrived
         self._source: CallResults | None = None
@@ -143,7 +144,6 @@ class Call:
         self._failed_at: float | None = None  # when the first error arrived, by the monotonic clock
         self._echo = False  # an error waits, because it may be the echo of a death
         self._alive: set[int] = set()  # ranks that were found alive since
-        self._withdrawn = False  # whether an argument will not come, of which `look` tells the ranks
         self.started = time.monotonic()  # when it was sent, by the monotonic clock
         self._record = CallRecord(spec.name, time.time() if begun is None else begun)
         if stats is not None and stats.recorded:
@@ -360,11 +360,7 @@ class Call:
             if reason is not None:
                 self.arrive(RankResult(rank, died=reason))
         with self._lock:
-            told = self._withdrawn
             self._decide(now)
-            withdraw = self._sent.withdraw if self._sent is not None and self._withdrawn and not told else None
-        if withdraw is not None:  # outside the lock too
-            withdraw()
 
     def abandon(self) -> None:
         with self._lock:
@@ -393,8 +389,6 @@ class Call:
         lost_input = next((error for future in self._deferred if (error := future.failed)), None) if ask else None
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
-        if lost_input:
-            self._withdrawn = True  # `look` tells the ranks
         if dead:
             why = self.rank_results[dead[0]].died or ""
             error = self._death(dead, why)
@@ -405,7 +399,9 @@ class Call:
             self._state.break_(str(error), dead, why)
         elif failures and (lost_input is None or not all(failure.alike for failure in failures)):
             self._settle_failure(failures, now)
-        elif lost_input and (failures or (self._pending and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS)):
+        elif lost_input and (
+            failures or (self._materialize and self._pending and now - (self._failed_at or now) > DEATH_SHOWS_SECONDS)
+        ):
             # Without a failure, wait: the input may have come just before its call exceeded its timeout. Ranks that are
             # busy with an earlier call tell later.
             if isinstance(lost_input, SingleControllerError):

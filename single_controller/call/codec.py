@@ -99,7 +99,6 @@ class CallMessage(NamedTuple):
     collects: bool = True  # whether the driver wants this rank's result
     joins: bool = False  # whether results are joined along rows, so that padding must be removed
     private: bool = True  # whether the arguments are copied into memory of the method's own
-    total: int | None = None  # rows of the whole batch; None if the driver cut none
     rows: int | None = None  # rows of this rank's shard, padding included
     real: int | None = None  # rows of this rank's shard without padding
     device: str | None = None  # device to move the arguments' tensors to; None leaves them where they are
@@ -445,7 +444,7 @@ def encode_call(
         collects = rank in collecting
         message = messages.get((number, collects))
         if message is None:
-            rows = plan.rows, plan.shards[number].rows, plan.shards[number].real
+            rows = plan.shards[number].rows, plan.shards[number].real
             private = how.inputs == "copy"
             message = CallMessage(spec.name, spec.role, collects, join, private, *rows, how.device)
             messages[number, collects] = message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import logging
@@ -16,10 +17,11 @@ from typing import Any, Generic, TypeVar, cast
 from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
-from dispatch.plan import DeferredArgument
 from single_controller.call.call import Call
+from single_controller.call.codec import MAX_INLINE_BYTES
 from single_controller.call.errors import CallTimeoutError
-from single_controller.call.joining import CallResults, Located, join_results
+from single_controller.call.joining import CallResults, join_results
+from single_controller.call.transport import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
         """The method that computes the result."""
         if self._sending is not None:
             return self._sending[0]
-        return self._call.label if self._call is not None else self._source()[0].label
+        return self._call.label if self._call is not None else self.source()[0].label
 
     @property
     def unsent(self) -> bool:
@@ -105,7 +107,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
             if not self._value:
                 self._value.append(self._call.value(timeout))
         else:
-            source, join = self._source()
+            source, join = self.source()
             results = source.wait(timeout)
             if not self._value:
                 self._value.append(join_results(source, results, join))
@@ -130,7 +132,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
             call.check_process()
             return call.settled
         try:
-            self._source()[0].wait(timeout=0.0)
+            self.source()[0].wait(timeout=0.0)
         except CallTimeoutError:
             return False
         except SingleControllerError:
@@ -155,7 +157,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def refs(self) -> list[Any]:
         """The transport's references to the results, one per collecting rank; ObjectRefs on Ray."""
         call = self._sent()
-        return call.refs() if call is not None else self._source()[0].refs()
+        return call.refs() if call is not None else self.source()[0].refs()
 
     @property
     def failed(self) -> Exception | None:
@@ -172,14 +174,39 @@ class WorkerFuture(Deferred, Generic[R_co]):
         if isinstance(found, Call):
             found.wait()
 
-    def check_argument(self) -> None:
-        self._source()
+    @property
+    def ended(self) -> bool:
+        return self._call is not None and self._call.settled
 
-    def locate_all(self, argument: DeferredArgument) -> tuple[CallResults, list[Located]]:
-        source, join = self._source()
-        return source, source.locate(join, argument)
+    def when_ended(self, tell: Callable[[bool], object]) -> None:
+        call = self._sent()
+        if call is None:
+            source = self.source()[0]
 
-    def _source(self) -> tuple[CallResults, Join]:
+            def wait() -> None:
+                with contextlib.suppress(SingleControllerError):  # whoever then reads the results is told
+                    source.wait()
+                tell(False)
+
+            in_own_thread(wait)
+            return
+        results = call.rank_results  # not the call, whose outcome keeps the function
+
+        def settled(outcome: Outcome) -> None:
+            if outcome.result() is not None:
+                tell(True)
+                return
+            # The thread that settles a call must not wait: for a store that is full, or a value whose rank has died.
+            ended = results.values()
+            if any(one.kept for one in ended) or sum(one.nbytes for one in ended) > MAX_INLINE_BYTES:
+                with contextlib.suppress(RuntimeError):  # the process has as many threads as it may have
+                    in_own_thread(lambda: tell(False))
+                    return
+            tell(False)
+
+        call.outcome.add_done_callback(settled)
+
+    def source(self) -> tuple[CallResults, Join]:
         if self._elsewhere is not None:
             return self._elsewhere
         call = self._sent()
@@ -194,7 +221,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
         return call.results, call.join
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerFuture, (None, self._source())
+        return WorkerFuture, (None, self.source())
 
     def __await__(self) -> Generator[Any, None, R_co]:
         return self._outcome().__await__()
@@ -247,9 +274,13 @@ def in_event_loop() -> bool:
 
 
 def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
-    """Run a function in a thread "future-wait" of its own: those of the loop's executor are few, and every one of them
-    might wait."""
-    done: Future[R_co] = Future()
+    """Run a function in a thread of its own: those of the loop's executor are few, and every one of them might wait."""
+    return asyncio.wrap_future(in_own_thread(function))
+
+
+def in_own_thread(function: Callable[[], R]) -> Future[R]:
+    """Run a function in a thread "future-wait", which then ends."""
+    done: Future[R] = Future()
     done.set_running_or_notify_cancel()  # cancelling the task must not make the thread's result an error
 
     def run() -> None:
@@ -259,7 +290,7 @@ def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
             done.set_exception(error.with_traceback(None))
 
     threading.Thread(target=run, name="future-wait", daemon=True).start()
-    return asyncio.wrap_future(done)
+    return done
 
 
 class ReferencedFuture(list[Any], WorkerFuture[R_co]):
@@ -348,8 +379,8 @@ class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
     def wait(self) -> None:
         concurrent.futures.wait([self])
 
-    def check_argument(self) -> None:
-        pass
+    def when_ended(self, tell: Callable[[bool], object]) -> None:
+        self.add_done_callback(lambda _: tell(self.cancelled() or self.failed is not None))
 
     async def _outcome(self) -> R:
         return await asyncio.wrap_future(self)

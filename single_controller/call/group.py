@@ -25,6 +25,7 @@ from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.codec import FutureInside, future_inside
 from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
 from single_controller.call.future import ComputedFuture, WorkerFuture, in_event_loop, off_loop
+from single_controller.call.joining import Inputs
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
@@ -673,8 +674,12 @@ class WorkerGroup(VerlGroup, Closing):
                     raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
                 stats = self._worker_classes[self._role].stats if recorded else None
                 call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
+                inputs = Inputs(spec, plan) if plan.deferred else None
                 try:
-                    sent = transport.send(spec, plan, call)
+                    filled = plan
+                    if inputs is not None:
+                        filled = inputs.fill(plan, wait=transport.synchronous, in_process=transport.in_process)
+                    sent = transport.send(spec, filled, call)
                 except PartlySentError as error:
                     # The ranks that have the call would wait for the others in its first collective.
                     cause, reached = error.__cause__, ranks_text(error.reached)
@@ -691,6 +696,8 @@ class WorkerGroup(VerlGroup, Closing):
                 state.sent += 1
                 call.number = state.sent
                 call.sent(sent)
+                if inputs is not None and sent.give is not None:
+                    inputs.follow(sent.give)
         except FutureInside:
             if must_not_wait:
                 raise

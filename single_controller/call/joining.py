@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from dispatch import batch
 from dispatch.batch import share_rows
-from dispatch.errors import BatchError, DispatchError, ResultError
+from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
 from dispatch.modes import Join
-from dispatch.plan import DeferredArgument, join_values
-from single_controller.call.codec import Encoded, private_copy
-from single_controller.call.errors import Failure
+from dispatch.plan import CallPlan, DeferredArgument, Parameter, join_values
+from dispatch.register import MethodSpec
+from single_controller.call.codec import Encoded, cannot_send, private_copy
+from single_controller.call.errors import Failure, LocalGroupError
+
+logger = logging.getLogger(__name__)
 
 
 class RankResult(NamedTuple):
@@ -55,12 +60,11 @@ class CallResults(Protocol):
         """Fetch and decode the results of some collecting ranks, by their position."""
         ...
 
+    def check_sendable(self) -> None:
+        """Raise a `LocalGroupError` if only this process can have the results."""
+
     def only(self, which: Sequence[int]) -> CallResults:
         """The results of some collecting ranks, by their position. Only `values` is needed of them."""
-        ...
-
-    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        """See `locate`."""
         ...
 
 
@@ -119,6 +123,145 @@ class Located:
         except BatchError as error:
             text = f"the results of {len(values)} ranks of {source.label}() cannot be joined: {error}"
             raise ResultError(text, method=source.label) from error
+
+
+class Input(NamedTuple):
+    """A deferred argument, as a rank gets it."""
+
+    label: str  # the method that computes it
+    # What to fetch; None as long as that method runs. The rank is then told later.
+    source: CallResults | None = None
+    located: Located | None = None
+    error: SingleControllerError | None = None  # why there is nothing to fetch
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the rank is told later."""
+        return self.source is None and self.error is None
+
+
+class Inputs:
+    """The deferred arguments of one call, on the driver that sends it.
+
+    Args:
+        spec: the method.
+        plan: the plan of the call. Its other arguments are not kept.
+    """
+
+    def __init__(self, spec: MethodSpec, plan: CallPlan) -> None:
+        self._spec = spec
+        self._arguments = [
+            {key: value for key, value in values.items() if isinstance(value, DeferredArgument)}
+            for values in (plan.whole, *(shard.values for shard in plan.shards))
+        ]
+        found = [value.source for values in self._arguments for value in values.values()]
+        # Now: this acquires the locks of their groups, one of which whoever is told of an end may hold.
+        self._sources = {id(future): future.source() for future in found}
+        self._futures = list(found and {id(future): future for future in found}.values()) or list(plan.deferred)
+        shards = tuple(replace(shard, values={}) for shard in plan.shards)
+        self._plan = replace(plan, whole={}, shards=shards, deferred=())
+        self._left: list[int] = []
+
+    def fill(self, plan: CallPlan, *, wait: bool, in_process: bool) -> CallPlan:
+        """The plan with an `Input` for each deferred argument: with what to fetch, if all calls that compute them have
+        ended, for which this may ``wait``; otherwise ranks are told later, by `follow`.
+
+        Raises:
+            DispatchError: the ranks are not ``in_process``, as the results are.
+        """
+        for key, value in () if in_process else (pair for values in self._arguments for pair in values.items()):
+            try:
+                self._sources[id(value.source)][0].check_sendable()
+            except LocalGroupError as error:
+                name = self._spec.parameter(key)
+                raise cannot_send(
+                    f"{self._spec.label}(): argument {name!r}, a future,", error, self._spec.name, name
+                ) from error
+        if wait:
+            for future in self._futures:
+                future.wait()
+        if self._sources and all(future.ended for future in self._futures):
+            return self._located(plan)
+        made = [{key: Input(value.source.label) for key, value in values.items()} for values in self._arguments]
+        return _with_values(plan, made)
+
+    def follow(self, give: Callable[[CallPlan | None], None]) -> None:
+        """Tell the ranks what to fetch once all calls have ended that compute the arguments; and as soon as one has
+        failed, that the arguments will not come. ``give`` does so. Does nothing if `fill` has told them."""
+        futures = self._futures
+        self._left = list(range(len(futures)))
+        for future in futures:
+            future.when_ended(functools.partial(self._ended, give))
+
+    def _ended(self, give: Callable[[CallPlan | None], None], failed: bool) -> None:
+        try:
+            if failed:
+                give(None)
+                self._clear()
+            elif self._left and self._left.pop() == 0 and self._sources:  # popped by one thread alone
+                give(self._located(self._plan))
+        except Exception:  # without an answer, the ranks would wait for ever
+            logger.exception("%s(): its deferred arguments cannot be sent", self._spec.label)
+            give(None)
+
+    def _clear(self) -> None:
+        self._arguments, self._futures, self._sources, self._left = [], [], {}, []
+
+    def _located(self, plan: CallPlan) -> CallPlan:
+        total, error = self._plan.rows, None
+        known: dict[tuple[Any, ...], list[Input]] = {}
+        made: list[dict[Parameter, Input]] = []
+        for values in self._arguments:
+            of_part: dict[Parameter, Input] = {}
+            for key, value in values.items():
+                same = (id(value.source), value.kind, value.count, value.uneven)
+                if same not in known:
+                    try:
+                        known[same] = places = self._locate(value, total)
+                        first = places[0].located
+                        total = total if first is None or first.total is None else first.total
+                    except SingleControllerError as caught:
+                        error = error or self._of_argument(key, caught)
+                        known[same] = [Input(value.source.label)] * value.count
+                of_part[key] = known[same][value.index]
+            made.append(of_part)
+        if error is not None:  # all ranks learn of it, so that none waits in a collective for a rank without argument
+            made = [{key: Input(one.label, error=error) for key, one in part.items()} for part in made]
+        self._clear()
+        return _with_values(plan, made)
+
+    def _locate(self, argument: DeferredArgument, total: int | None) -> list[Input]:
+        source, join = self._sources[id(argument.source)]
+        if argument.source.failed is not None:  # the driver raises it itself
+            raise will_not_come(source.label)
+        places = locate(source, join, argument)
+        if total is not None and places[0].total not in (None, total):
+            raise DispatchError(
+                f"the future of {source.label}() has {places[0].total} rows, but another batch of the same call has "
+                f"{total}; all batches of one call need the same number of rows"
+            )
+        return [Input(source.label, *one.narrowed(source)) for one in places]
+
+    def _of_argument(self, key: Parameter, error: SingleControllerError) -> SingleControllerError:
+        """Say of which call and argument an error is, which comes from the call that computes the argument."""
+        consumer, name = self._spec.label, self._spec.parameter(key)
+        if not isinstance(error, DispatchError):
+            return error.of_consumer(consumer)
+        return DispatchError(f"{consumer}(): argument {name!r}: {error}", method=self._spec.name, argument=name)
+
+
+def will_not_come(label: str) -> ResultError:
+    """The error of a rank that lacks a deferred argument."""
+    return ResultError(f"{label}() has failed on its driver, so its results will not come", method=label)
+
+
+def _with_values(plan: CallPlan, made: list[dict[Parameter, Input]]) -> CallPlan:
+    shards = zip(plan.shards, made[1:], strict=True)
+    return replace(
+        plan,
+        whole=plan.whole | made[0],
+        shards=tuple(replace(shard, values=shard.values | values) for shard, values in shards),
+    )
 
 
 def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[Located]:

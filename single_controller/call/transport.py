@@ -72,9 +72,8 @@ class Sent(NamedTuple):
 
     results: Callable[[], CallResults]  # makes what fetches the collecting ranks' results, wherever they are
     nbytes: Mapping[int, int]  # rank -> bytes of arguments sent to it, for `stats`
-    # Tells ranks that wait for deferred arguments that these will not come, so that they end their call; None where
-    # ranks see that themselves
-    withdraw: Callable[[], None] | None = None
+    # Tells the ranks what they fetch of the deferred arguments: see `Inputs`; with None, that these will not come
+    give: Callable[[CallPlan | None], None] | None = None
 
 
 class PartlySentError(Exception):
@@ -94,13 +93,14 @@ class Transport(ABC):
         world_size: number of ranks.
         synchronous: whether `send` itself runs the call, rank after rank, in the caller's thread. Nothing interrupts
             such a call: its timeout is checked afterwards against the time that each rank took.
+        in_process: whether the ranks are in the driver's process.
         ended: whether `kill` was called, so that the workers' end is expected.
         restarted: ranks that were ended to be restarted; their end is expected too.
         death_seconds: how long `deaths` may take to know of a death, at most.
     """
 
     world_size: int
-    synchronous = False
+    synchronous = in_process = False
     ended = False
     restarted: frozenset[int] = frozenset()
     death_seconds = 0.0

@@ -21,16 +21,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from dispatch.errors import ResultError
-from dispatch.modes import Join
-from dispatch.plan import CallPlan, DeferredArgument
+from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.call.codec import CallMessage, Encoded, add_reference_types, decode_result, encode_call
 from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError
-from single_controller.call.future import WorkerFuture
-from single_controller.call.joining import Located, RankResult, locate
+from single_controller.call.joining import RankResult
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
     Outcome,
@@ -49,6 +47,9 @@ HOST = f"{socket.gethostname()}, in the driver's process"
 
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
 """The work of a rank's thread; None ends it. Not a `queue.Queue`, whose ``put`` a finalizer must not call."""
+
+Given = cf.Future[Mapping[int, tuple[Encoded | None, Encoded | None]]]
+"""Done once it is known what the ranks of a call fetch of its deferred arguments; empty if these will not come."""
 
 
 class LocalRank:
@@ -95,17 +96,14 @@ class LocalRank:
         return self.submit(lambda: self.executor.start(self._info, constructors))
 
     def call(
-        self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, *, concurrent: bool
+        self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, given: Given, *, concurrent: bool
     ) -> cf.Future[RankResult]:
         """Run a call. See `Executor.run`; ``concurrent``: whether it may overtake and overlap others."""
-        return self.submit(lambda: self.executor.run(message, whole, shard, time.time()), concurrent=concurrent)
 
-    def fail(self, error: Exception, spec: MethodSpec) -> cf.Future[RankResult]:
-        """The outcome of a call that cannot begin, for a reason outside this rank."""
-        result = self.executor.failed(error, spec.name, spec.role)
-        if result.failure is not None:
-            result.failure.ours = result.failure.alike = True  # raised as it is: this rank's method did not raise it
-        return self.submit(lambda: result)
+        def inputs() -> Sequence[Encoded | None]:
+            return given.result().get(self.rank, ())
+
+        return self.submit(lambda: self.executor.run(message, whole, shard, time.time(), inputs), concurrent=concurrent)
 
     def end(self, reason: str) -> None:
         """Take no more calls. Those that have not ended get the reason as their result."""
@@ -153,7 +151,7 @@ class LocalTransport(Transport):
     def __init__(self, ranks: Sequence[LocalRank], threads: bool) -> None:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
-        self.synchronous = not threads
+        self.synchronous, self.in_process = not threads, True
         if _object_ref():  # ObjectRefs are arguments here too, if this process uses Ray at all
             add_reference_types(_object_ref())
 
@@ -176,21 +174,25 @@ class LocalTransport(Transport):
     def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
         """Send a call. Each distinct shard is encoded once; every rank that reads it decodes it."""
         encoded = encode_call(spec, plan, in_process=True)
-        failed_input = _failed_input(plan) if self.synchronous else None
+        given: Given = cf.Future()
         futures: dict[int, cf.Future[RankResult]] = {}
         nbytes: dict[int, int] = {}
         for rank, message, whole, shard in encoded:
             nbytes[rank] = sum(part.nbytes for part in (whole, shard) if part is not None)
-            if failed_input is not None:
-                futures[rank] = self.ranks[rank].fail(failed_input, spec)
-                continue
             try:
-                futures[rank] = self.ranks[rank].call(message, whole, shard, concurrent=spec.registration.concurrent)
+                concurrent = spec.registration.concurrent
+                futures[rank] = self.ranks[rank].call(message, whole, shard, given, concurrent=concurrent)
             except Exception as error:
                 if futures and not self.synchronous:  # no further thread can be started, for example
                     raise PartlySentError(list(futures), rank) from error
                 raise
-        return _sent(spec.label, futures, plan.collecting, nbytes, call)
+
+        def give(plan: CallPlan | None) -> None:
+            made = () if plan is None else encode_call(spec, plan, in_process=True)
+            with contextlib.suppress(cf.InvalidStateError):  # one of several calls has failed before
+                given.set_result({rank: (whole, shard) for rank, _, whole, shard in made})
+
+        return _sent(spec.label, futures, plan.collecting, nbytes, call)._replace(give=give)
 
     def deaths(self) -> dict[int, str]:
         return {rank.rank: rank.died for rank in self.ranks if rank.died is not None}
@@ -232,11 +234,7 @@ def _tell(weak: weakref.ref[Receiver], future: cf.Future[RankResult]) -> None:
 
 
 class LocalResults:
-    """The results of one call. See `single_controller.call.joining.CallResults`. ``futures`` has all called ranks.
-
-    Lock: ``_lock`` protects ``_located``. It is a leaf: what is located under it comes from the ranks' `RankResult`s,
-    so no value is decoded and no user's code runs.
-    """
+    """The results of one call. See `single_controller.call.joining.CallResults`. ``futures`` has all called ranks."""
 
     def __init__(
         self, label: str, futures: Mapping[int, cf.Future[RankResult]], collecting: Sequence[int], outcome: Outcome
@@ -245,8 +243,6 @@ class LocalResults:
         self.futures = futures
         self._collecting = tuple(collecting)
         self._outcome = outcome
-        self._lock = threading.Lock()
-        self._located: dict[tuple[Join, str, int, str], list[Located]] = {}
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         try:
@@ -258,17 +254,8 @@ class LocalResults:
             raise copy.copy(failed()) from failed().__cause__
         return [self.futures[rank].result() for rank in self._collecting]
 
-    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        """Remembered for the other ranks."""
-        self.wait()
-        key = (join, argument.kind, argument.count, argument.uneven)
-        with self._lock:
-            if key not in self._located:
-                self._located[key] = locate(self, join, argument)
-            return self._located[key]
-
     def only(self, which: Sequence[int]) -> LocalResults:
-        return self
+        return LocalResults(self.label, self.futures, [self._collecting[k] for k in which], self._outcome)
 
     def refs(self) -> list[LocalRef]:
         return [LocalRef(self, rank) for rank in self._collecting]
@@ -286,11 +273,13 @@ class LocalResults:
             return result.failure.error()
         return None if result.died is None else WorkerDiedError.during(self.label, result.rank, HOST, result.died)
 
-    def __reduce__(self) -> Any:
+    def check_sendable(self) -> NoReturn:
         raise LocalGroupError(
             f"the results of {self.label}() are in the driver's process, where a LocalWorkerGroup computed them; pass "
             "future.result() instead of the future"
         )
+
+    __reduce__ = check_sendable
 
 
 class LocalRef:
@@ -377,17 +366,3 @@ def _fetch(value: Any) -> Any:
 def _object_ref() -> Any:
     """Ray's ObjectRef; () in a process that has not imported Ray."""
     return getattr(sys.modules.get("ray"), "ObjectRef", ())
-
-
-def _failed_input(plan: CallPlan) -> Exception | None:
-    """Wait for the futures among the arguments; the error of the first that failed.
-
-    Ranks that run in the driver's thread must know it before they begin: they would wait for a result that never comes,
-    and nothing could end that wait.
-    """
-    for deferred in plan.deferred:
-        if isinstance(deferred, WorkerFuture):
-            deferred.wait()
-        if deferred.failed is not None:
-            return deferred.failed
-    return None

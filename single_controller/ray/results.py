@@ -1,4 +1,4 @@
-"""RayResults: the results of one call, by reference, in any process. LocatedResults: what one rank needs of them."""
+"""RayResults: the results of one call, by reference, in any process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ from ray.exceptions import (
     RayActorError,
     RayError,
     RayTaskError,
-    TaskCancelledError,
 )
 
-from dispatch.batch import Deferred
-from dispatch.errors import DispatchError, ResultError, SingleControllerError
-from dispatch.modes import Join
-from dispatch.plan import DeferredArgument, Parameter
+from dispatch.errors import DispatchError, ResultError
 from single_controller.call.codec import Encoded, add_reference_types, decode_result, keep_encoded, use_pickler
 from single_controller.call.errors import CallTimeoutError, Failure, ResultLostError, WorkerDiedError
-from single_controller.call.joining import CallResults, Located, RankResult, locate
+from single_controller.call.joining import RankResult, will_not_come
 from single_controller.call.transport import Outcome, Receiver
 from single_controller.ray.compat import exit_detail
 from single_controller.ray.rank.call_thread import call_cancelled
@@ -114,7 +110,7 @@ class RankReply(Reply):
     def request(self) -> Any:
         """Ray's reference to what the rank keeps of the call; None if it has replied and keeps nothing."""
         with self.link.lock:
-            if self.kept is None and (self.kind in (Kind.KEPT, Kind.BESIDE) or self.link.want(self)):
+            if self.kept is None and (self.kind in (Kind.KEPT, Kind.BESIDE) or self.link.tell(Kind.WANT, self.number)):
                 self.kept = self._task("_sc_result").remote(self.link.session, self.number)
             return self.kept
 
@@ -206,9 +202,7 @@ class RayResults:
                 return [found[k] for k in range(self._count)]
             cancelled = min(cancelled, time.monotonic() if call_cancelled() else math.inf)
             if time.monotonic() - cancelled > CANCEL_SECONDS:  # the error itself may be on its way
-                raise ResultError(
-                    f"{self.label}() has failed on its driver, so its results will not come", method=self.label
-                )
+                raise will_not_come(self.label)
             if end is not None and time.monotonic() >= end:
                 raise self._late(found, timeout)
             pause = min(2 * pause, MAX_WAIT_SECONDS)
@@ -230,8 +224,8 @@ class RayResults:
             for ref in ready:
                 found[refs[ref]] = self._kept(refs[ref])[0]
 
-    def locate(self, join: Join, argument: DeferredArgument) -> list[Located]:
-        return locate(self, join, argument)
+    def check_sendable(self) -> None:
+        pass
 
     def only(self, which: Sequence[int]) -> RayResults:
         ranks, hosts = [self._ranks[k] for k in which], [self._hosts[k] for k in which]
@@ -331,52 +325,6 @@ class RayResults:
 
 # Ranks in the driver's own process see that the driver has given up.
 add_reference_types(RayResults, in_process=True)
-
-
-class LocatedResults(Deferred):
-    """What one shard needs of the deferred arguments of a call, as another rank has located it.
-
-    Args:
-        label: the method that computes the argument, for messages.
-        ref: reference to what `Executor.locate_arguments` returned for the shard.
-        key: the parameter.
-        rank: the rank that locates.
-    """
-
-    def __init__(self, label: str, ref: ray.ObjectRef, key: Parameter, rank: int) -> None:
-        self.label = label
-        self._ref = ref
-        self._key = key
-        self._rank = rank
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LocatedResults, (self.label, self._ref, self._key, self._rank)
-
-    def check_argument(self) -> None:
-        """See `dispatch.batch.Deferred`. The future was checked when the call was planned."""
-
-    def locate(self, argument: DeferredArgument) -> tuple[CallResults, Located]:
-        try:
-            found: dict[Parameter | None, Any] = ray.get(self._ref)
-        except TaskCancelledError as error:
-            raise ResultError(
-                f"{self.label}() has failed on its driver, so its results will not come", method=self.label
-            ) from error
-        except RayActorError as error:  # the driver will learn of the death, of which this is an echo
-            raise ConnectionResetError(
-                f"Connection reset by peer: rank {self._rank}, which locates the deferred arguments for all ranks, "
-                f"died: {one_line(error)}"
-            ) from error
-        except RayError as error:
-            raise ResultError(
-                f"the place of the results of {self.label}() {what_is_lost(error)}", method=self.label
-            ) from error
-        located: Any = found[self._key]
-        failed = located if isinstance(located, SingleControllerError) else found.get(None)
-        if failed is not None:
-            raise failed
-        source, what = located
-        return source, what
 
 
 def fetch(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import pickle
@@ -12,9 +11,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +21,9 @@ import ray
 from ray.exceptions import RayError
 
 from dispatch.errors import DispatchError
-from dispatch.plan import CallPlan, DeferredArgument
+from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode, encode_call
+from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode_call
 from single_controller.call.errors import StartError, ranks_text
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
@@ -35,21 +34,17 @@ from single_controller.call.transport import (
     Sent,
     Transport,
 )
-from single_controller.call.worker.executor import Asked
 from single_controller.ray.compat import death_of, death_seconds, node_service, ray_worker
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.placement.slots import Slot
-from single_controller.ray.rank.actor import LOCATE, TAKE, Location, StartMessage, running_calls
-from single_controller.ray.results import LocatedResults, RankReply, RayResults, one_line, put
+from single_controller.ray.rank.actor import TAKE, Location, StartMessage, running_calls
+from single_controller.ray.results import RankReply, RayResults, one_line, put
 from single_controller.wire.connection import hub
 from single_controller.wire.handshake import Kind
-from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, Answer, Link, ask, wait_open
+from single_controller.wire.link import CONNECT_SECONDS, GONE_SECONDS, INPUTS_OF, Answer, Link, ask, wait_open
 
 logger = logging.getLogger(__name__)
-
-LOCATE_NUMBERS = 1 << 63
-"""Added to the numbers by which a driver cancels the search for deferred arguments."""
 
 OPEN_SECONDS = 20.0
 """How long the first connection to a rank may take, whose host may be busy with starting other ranks."""
@@ -137,7 +132,6 @@ class RayTransport(Transport):
         self._deaths: dict[int, str] = {}
         self._asking = threading.Lock()
         self._suspects: dict[int, _Suspect] = {}
-        self._located = itertools.count()
         self.standbys: list[Standby] = []  # processes without a rank in the same pool
         # Ranks with new processes, on which the calls to be repeated have not been repeated yet
         self.fresh: frozenset[int] = frozenset()
@@ -156,41 +150,15 @@ class RayTransport(Transport):
 
     def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
         """Send a call: to each rank one frame, and beside it, in a Ray task, what is large or holds references."""
-        withdraw = None
-        if plan.deferred and spec.registration.materialize_futures and len(plan.ranks) > 1:
-            plan, withdraw = self._locate(spec, plan)
-        try:
-            # Encode and store everything before anything is sent: an argument that fails must reach no rank.
-            encoded = encode_call(spec, plan)
-            # What the largest inline shard leaves for the common arguments, so that no frame exceeds MAX_INLINE_BYTES.
-            sizes = (shard.nbytes for _, _, _, shard in encoded if shard is not None)
-            room = MAX_INLINE_BYTES - max((size for size in sizes if size <= MAX_INLINE_BYTES), default=0)
-            stored: dict[int, Any] = {}
-            frames: dict[int, tuple[bytes, list[Any]]] = {}
-            messages, nbytes = [], {}
-            for rank, message, whole, shard in encoded:
-                nbytes[rank] = (whole.nbytes if whole else 0) + (shard.nbytes if shard else 0)
-                if id(message) not in frames:  # ranks with the same message have the same shard
-                    inside: list[Any] = [tuple(message)]
-                    beside = []
-                    for part, most in ((whole, room), (shard, MAX_INLINE_BYTES)):
-                        if part is not None and (part.nbytes > most or part.references):
-                            if id(part) not in stored:  # Ray must see the references in small arguments too
-                                stored[id(part)] = put(part) if part.nbytes > most else part
-                            beside.append(stored[id(part)])
-                            inside.append(SEPARATE)
-                        else:
-                            inside.append(part)
-                    frames[id(message)] = pickle.dumps(inside, protocol=5), beside
-                messages.append((rank, *frames[id(message)]))
-            kind = Kind.CONCURRENT if spec.registration.concurrent else Kind.CALL
-            replies = self._send(kind, messages, spec.label, call)
-        except BaseException:
-            if withdraw is not None:
-                withdraw()
-            raise
-        if withdraw is None and plan.deferred:
-            withdraw = functools.partial(_cancel, list(replies.values()))
+        # Encode and store everything before anything is sent: an argument that fails must reach no rank.
+        messages, nbytes = _messages(spec, plan)
+        kind = Kind.CONCURRENT if spec.registration.concurrent else Kind.CALL
+        replies = self._send(kind, messages, spec.label, call)
+        give = None
+        if plan.deferred:
+            # Weakly: this outlives the call whose future is an argument, and must not keep the results of this one.
+            told = {rank: (reply.number, weakref.ref(reply)) for rank, reply in replies.items()}
+            give = functools.partial(self._give_inputs, spec, told)
         collecting = frozenset(plan.collecting)
         order = [*plan.collecting, *(rank for rank in replies if rank not in collecting)]
         results = functools.partial(
@@ -202,7 +170,7 @@ class RayTransport(Transport):
             [self._hosts[rank] for rank in order],
             call.outcome,
         )
-        return Sent(results, nbytes, withdraw)
+        return Sent(results, nbytes, give)
 
     def check_reachable(self, ranks: Sequence[int]) -> None:
         """Wait until connections to ranks are open; a `StartError` if one is not although its process is alive."""
@@ -260,7 +228,7 @@ class RayTransport(Transport):
         return replies
 
     def _give(self, rank: int, beside: list[Any], session: bytes, number: int) -> None:
-        """Send what goes beside a call: through Ray, which counts the references in it."""
+        """Send what goes beside a call, or its deferred arguments: through Ray, which counts the references in it."""
         link = self._links[rank]
         take = self.ranks[rank].actor._sc_take.options(concurrency_group=TAKE)
         taken = take.remote(session, number, *beside)
@@ -270,9 +238,31 @@ class RayTransport(Transport):
                 logger.debug(
                     "the arguments of call %d have not reached rank %d", number, rank, exc_info=done.exception()
                 )
-                link.cancel(number)
+                link.tell(Kind.INPUTS if number > INPUTS_OF else Kind.CANCEL, number % INPUTS_OF)
 
         taken.future().add_done_callback(when_taken)
+
+    def _give_inputs(
+        self, spec: MethodSpec, told: Mapping[int, tuple[int, weakref.ref[RankReply]]], plan: CallPlan | None
+    ) -> None:
+        """Tell the ranks of a call what to fetch of its deferred arguments; without ``plan``, that they will not come.
+        See `Sent.give`. ``told``: rank -> number of the call, and its reply."""
+        if plan is None:
+            for rank, (number, _) in told.items():
+                self._links[rank].tell(Kind.INPUTS, number)
+            return
+        for rank, message, beside in _messages(spec, plan)[0]:
+            link, (number, weak) = self._links[rank], told[rank]
+            try:
+                if beside:
+                    self._give(rank, [message, *beside], link.session, number + INPUTS_OF)
+                else:
+                    link.tell(Kind.INPUTS, number, message)
+            except Exception as error:  # Ray takes no more tasks, for example. The others may wait for this rank
+                link.tell(Kind.INPUTS, number)
+                reply, why = weak(), f"its deferred arguments could not be sent: {type(error).__name__}: {error}"
+                if reply is not None:
+                    hub.soon(functools.partial(reply.lose, why, dead=False))  # not under the lock of another group
 
     def deaths(self) -> dict[int, str]:
         """Needs no dashboard, and asks Ray's control store only about ranks that have died."""
@@ -371,44 +361,6 @@ class RayTransport(Transport):
                     logger.debug("%s could not be killed", process.name, exc_info=True)
             remove_pools_of(rank.actor for rank in self.ranks)
 
-    def _locate(self, spec: MethodSpec, plan: CallPlan) -> tuple[CallPlan, Callable[[], None] | None]:
-        """Have the first rank locate the deferred arguments for all ranks: see `Executor.locate_arguments`. Returns the
-        plan with references to what that rank finds, and what ends its wait if it waits in vain."""
-        first = plan.ranks[0]
-        values = [plan.whole, *(shard.values for shard in plan.shards)]
-        wanted = [
-            (n, key, v) for n, of in enumerate(values) for key, v in of.items() if isinstance(v, DeferredArgument)
-        ]
-        if not wanted:  # the futures are inside lists, which are sent as they are
-            return plan, None
-        places = {n: place for place, n in enumerate(dict.fromkeys(n for n, _, _ in wanted))}
-        asked: dict[tuple[Any, ...], Asked] = {}
-        for n, key, value in wanted:
-            same = (id(value.source), value.kind, value.count, value.uneven)
-            asked.setdefault(same, (value, []))[1].append((places[n], key, value.index))
-        try:
-            encoded = encode((list(asked.values()), len(places)))
-        except Exception:
-            encode_call(spec, plan)  # names the argument
-            raise
-        link = self._links[first]
-        number = LOCATE_NUMBERS | next(self._located)
-        locating = self.ranks[first].actor._sc_locate_arguments.options(
-            name=f"{spec.label}.locate", num_returns=len(places), concurrency_group=LOCATE
-        )
-        try:
-            found = locating.remote(link.session, number, encoded)
-        except RayError as error:
-            raise _not_sent(spec.label, error) from error
-        refs = [found] if len(places) == 1 else found
-        located = [dict(of) for of in values]
-        for n, key, value in wanted:
-            source = LocatedResults(value.source.label, refs[places[n]], key, first)
-            located[n][key] = replace(value, source=source)
-        shards = tuple(replace(shard, values=of) for shard, of in zip(plan.shards, located[1:], strict=True))
-        withdraw = functools.partial(link.cancel, number)
-        return replace(plan, whole=located[0], shards=shards), withdraw
-
 
 class _HeldLink:
     """The link to a rank, for the transports that share it. It is closed with the last of them: the hub keeps open
@@ -441,11 +393,32 @@ def _key(rank: Rank) -> bytes:
     return key
 
 
-def _cancel(replies: Sequence[RankReply]) -> None:
-    """Tell ranks that the deferred arguments of a call will not come."""
-    for reply in replies:
-        if reply.result is None:
-            reply.link.cancel(reply.number)
+def _messages(spec: MethodSpec, plan: CallPlan) -> tuple[list[tuple[int, bytes, list[Any]]], dict[int, int]]:
+    """For each rank of a call its message, and what goes beside that: what is too large for a frame, and stored, and
+    what has references. Also rank -> bytes of its arguments."""
+    encoded = encode_call(spec, plan)
+    # What the largest inline shard leaves for the common arguments, so that no frame exceeds MAX_INLINE_BYTES.
+    sizes = (shard.nbytes for _, _, _, shard in encoded if shard is not None)
+    room = MAX_INLINE_BYTES - max((size for size in sizes if size <= MAX_INLINE_BYTES), default=0)
+    stored: dict[int, Any] = {}
+    frames: dict[int, tuple[bytes, list[Any]]] = {}
+    messages, nbytes = [], {}
+    for rank, message, whole, shard in encoded:
+        nbytes[rank] = (whole.nbytes if whole else 0) + (shard.nbytes if shard else 0)
+        if id(message) not in frames:  # ranks with the same message have the same shard
+            inside: list[Any] = [tuple(message)]
+            beside = []
+            for part, most in ((whole, room), (shard, MAX_INLINE_BYTES)):
+                if part is not None and (part.nbytes > most or part.references):
+                    if id(part) not in stored:  # Ray must see the references in small arguments too
+                        stored[id(part)] = put(part) if part.nbytes > most else part
+                    beside.append(stored[id(part)])
+                    inside.append(SEPARATE)
+                else:
+                    inside.append(part)
+            frames[id(message)] = pickle.dumps(inside, protocol=5), beside
+        messages.append((rank, *frames[id(message)]))
+    return messages, nbytes
 
 
 def _responds(address: tuple[str, int]) -> bool:

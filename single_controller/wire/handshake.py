@@ -25,7 +25,7 @@ class Kind:
     """Kinds of frames. ``KEPT``: a reply whose value stays on the rank. ``BESIDE``: a reply that stays there whole."""
 
     NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN = range(6)
-    REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, COMMAND, ANSWER = range(6, 15)
+    REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, INPUTS, COMMAND, ANSWER = range(6, 16)
 
 
 _RECEIVED = struct.Struct("<q")

@@ -48,6 +48,16 @@ ACK_BYTES = 1 << 20
 """Replies, and their bytes, that the driver has received before it says so without another call."""
 
 
+DRIVER_SECONDS = 30.0
+"""How long a driver may be without a connection before a rank no longer waits for what it has to send."""
+
+LOOK_SECONDS = 1.0
+"""Time between two looks of a rank that waits for its driver."""
+
+INPUTS_OF = 1 << 62
+"""Added to the number of a call where its deferred arguments are meant."""
+
+
 class Answer(NamedTuple):
     """What one rank answers to a command."""
 
@@ -96,8 +106,9 @@ class Link:
         self._sent = 0
         self._welcomed = False  # whether the rank knows the session
         self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
-        # ``WANT`` and ``CANCEL`` frames. Repeated with each new connection, because a lost one would hold up a rank.
-        self._notes: set[tuple[int, int]] = set()
+        # Payloads of ``WANT``, ``CANCEL`` and ``INPUTS`` frames. Repeated with each new connection, because a lost one
+        # would hold up a rank.
+        self._notes: dict[tuple[int, int], bytes] = {}
         self._asked: dict[int, Future[Answer]] = {}
         self._heard = time.monotonic()
         self._failures = 0  # dials since the last connection
@@ -132,20 +143,20 @@ class Link:
                 self._unacknowledged = [0, 0]
                 self._connection.send(kind, number, payload, next(iter(self._unanswered)) - 1)
 
-    def cancel(self, number: int) -> None:
-        """Tell the rank that the arguments of a call, or of a task with a higher number, will not come."""
-        with self.lock:
-            if number in self._unanswered or number > self._sent:
-                self._notes.add((Kind.CANCEL, number))
-                self._note(Kind.CANCEL, number)
+    def tell(self, kind: int, number: int, payload: bytes = b"") -> bool:
+        """Send a note about a call that has not been answered. Returns whether there was one to send.
 
-    def want(self, reply: Reply) -> bool:
-        """Have the rank keep the reply to a call that has not arrived. Returns whether it does."""
+        Args:
+            kind: ``WANT`` to have the rank keep the reply; ``CANCEL`` if the arguments beside it will not come;
+                ``INPUTS`` with the deferred ones.
+            number: the call.
+            payload: the deferred arguments; empty if they will not come.
+        """
         with self.lock:
-            if reply.number not in self._unanswered:
+            if number not in self._unanswered:
                 return False
-            self._notes.add((Kind.WANT, reply.number))
-            self._note(Kind.WANT, reply.number)
+            self._notes[kind, number] = payload
+            self._note(kind, number, payload)
             return True
 
     def ask(self, command: str) -> Future[Answer]:
@@ -197,9 +208,9 @@ class Link:
             if one is not None:
                 one.close()
 
-    def _note(self, kind: int, number: int) -> None:
+    def _note(self, kind: int, number: int, payload: bytes = b"") -> None:
         if self._connection is not None:
-            self._send(self._connection, kind, number)
+            self._send(self._connection, kind, number, payload)
 
     def _send(self, connection: Connection, kind: int, number: int, payload: bytes = b"") -> None:
         self._unacknowledged = [0, 0]
@@ -237,7 +248,8 @@ class Link:
             call = self._unanswered.pop(number, None)
             if call is None:
                 return  # a copy of a reply that has arrived before
-            self._notes -= {(Kind.WANT, number), (Kind.CANCEL, number)}
+            for note in (Kind.WANT, Kind.CANCEL, Kind.INPUTS) if self._notes else ():
+                self._notes.pop((note, number), None)
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
             if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
@@ -317,8 +329,8 @@ class Link:
                 return
             self._dialling, self._connection, self._failures, self._welcomed = None, connection, 0, True
             # In this order: the rank may forget a reply as soon as a later frame acknowledges it.
-            for kind, number in self._notes:
-                self._send(connection, kind, number)
+            for (kind, number), note in self._notes.items():
+                self._send(connection, kind, number, note)
             for number, (kind, payload, _) in self._unanswered.items():
                 if number > received:
                     self._send(connection, kind, number, payload)
@@ -398,8 +410,8 @@ class Session:
         self.wanted: set[int] = set()  # numbers of calls whose small replies are to be kept too
         # Numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
         self.given: set[int] = set()
-        self.parts: dict[int, tuple[Any, ...]] = {}  # number -> arguments that came beside the call
-        # Numbers of calls for which the driver has no arguments, because what computes them failed
+        self.parts: dict[int, tuple[Any, ...]] = {}  # number -> what came after the call: arguments, and `INPUTS_OF` it
+        # Numbers of calls whose arguments were lost on the way
         self.cancelled: set[int] = set()
         self.left = time.monotonic()  # when the last connection was lost, by the monotonic clock
 
@@ -417,12 +429,17 @@ class Session:
                 self.connection.send(kind, number, payload)
             self.changed.notify_all()
 
-    def take_parts(self, number: int) -> tuple[Any, ...]:
-        """Wait for the arguments that come beside a call; () if it was cancelled."""
+    def take_parts(self, number: int, of: int = 0) -> tuple[Any, ...]:
+        """Wait for the arguments that come beside a call, or, with `INPUTS_OF`, for its deferred arguments; () if they
+        will not come."""
         with self.changed:
-            while number not in self.parts and number not in self.cancelled:
-                self.changed.wait()
-            return self.parts.pop(number, ())
+            while number + of not in self.parts and number not in self.cancelled and not self._driver_is_gone():
+                self.changed.wait(LOOK_SECONDS)
+            return self.parts.pop(number + of, ())
+
+    def withdrawn(self, number: int) -> bool:
+        """Whether the deferred arguments of a call will not come."""
+        return self.parts.get(number + INPUTS_OF) == ()
 
     def give_parts(self, number: int, parts: tuple[Any, ...]) -> None:
         """Give what `take_parts` waits for."""
@@ -434,9 +451,14 @@ class Session:
         """Wait until a call has ended; what was kept of it. The driver has sent a ``WANT`` frame, or was told."""
         with self.changed:
             while number not in self.kept:
-                self.changed.wait()
+                if self._driver_is_gone():  # the frame was lost with it, and a thread waits here
+                    raise ConnectionResetError(f"its driver has been gone for {DRIVER_SECONDS:g} s")
+                self.changed.wait(LOOK_SECONDS)
             self.given.add(number)
             return self.kept.pop(number)
+
+    def _driver_is_gone(self) -> bool:
+        return self.connection is None and time.monotonic() - self.left > DRIVER_SECONDS
 
     def acknowledge(self, number: int) -> None:
         """Forget the replies that the driver has."""
@@ -444,6 +466,8 @@ class Session:
             del self.replies[first]
         if self.given:
             self.given = {one for one in self.given if one > number}
+        for late in [one for one in self.parts if one % INPUTS_OF <= number]:  # they came after the reply was sent
+            del self.parts[late]
 
 
 def _no_answer(answer: Future[Answer], reason: str) -> None:

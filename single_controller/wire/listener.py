@@ -27,7 +27,7 @@ from single_controller.wire.handshake import (
     received_text,
     welcome,
 )
-from single_controller.wire.link import Session
+from single_controller.wire.link import INPUTS_OF, Session
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,8 @@ class Listener:
                     session.changed.notify_all()
                 else:
                     session.wanted.add(number)
+            elif kind == Kind.INPUTS:
+                session.give_parts(number + INPUTS_OF, (data,) if data else ())
             elif kind == Kind.DROP:
                 session.kept.pop(number, None)
         if kind in (Kind.CALL, Kind.CONCURRENT, Kind.JOIN):
@@ -151,7 +153,7 @@ class Listener:
                 thread.start()
             except RuntimeError:  # the process has as many threads as it may have
                 self._answer(connection, number, name)
-        elif kind not in (Kind.ACK, Kind.CANCEL, Kind.WANT, Kind.DROP):
+        elif kind not in (Kind.ACK, Kind.CANCEL, Kind.WANT, Kind.INPUTS, Kind.DROP):
             raise HandshakeError(f"it has sent a frame of kind {kind}")
 
     def _answer(self, connection: Connection, number: int, name: str) -> None:

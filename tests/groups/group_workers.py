@@ -11,9 +11,11 @@ import traceback
 import ray
 
 from single_controller import (
+    ClassWithInitArgs,
     Dispatch,
     DispatchError,
     Execute,
+    LocalWorkerGroup,
     Worker,
     collect_all_to_all,
     make_nd_compute_dataproto_dispatch_fn,
@@ -148,6 +150,12 @@ class Counter(Worker):
         told = future.exception()
         lengths = [len(traceback.extract_tb(error.__traceback__)) for error in (*raised, told)]
         return len({*map(id, raised), id(told)}), lengths, str(told)
+
+    @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def pass_on(self, future):
+        """Pass a future to a group of this process."""
+        with LocalWorkerGroup(2, ClassWithInitArgs(Counter), threads=True) as group:
+            return group.echo(future)
 
     @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
     async def await_futures(self, futures):

@@ -308,6 +308,14 @@ def test_materialize_futures_false_passes_the_future(counters, smaller):
     assert got == [("WorkerFuture", [100, 101, 102, 103])] * 2
 
 
+@pytest.mark.transports("ray")
+def test_future_as_an_argument_in_another_process(make_group, smaller):
+    producer = make_group(Fragile)
+    assert smaller[2].pass_on(producer.sleep_on.remote([1], 0.5)) == [[[0, 1, 2, 3]] * 2] * 2
+    with pytest.raises(WorkerError, match="the true cause"):
+        smaller[2].pass_on(producer.fail.remote([1]))
+
+
 def test_producer_error_reaches_the_consumer(transport, make_group, counters):
     group = make_group(Fragile)
     failing = group.fail.remote([1])
@@ -405,7 +413,7 @@ def test_call_that_is_withdrawn_at_once_costs_no_later_call(make_group, counters
     never = make_group(Fragile).sleep.remote(60)
     for _ in range(10 if depth.full else 4):
         waiting = counters.echo.remote(never)
-        waiting._call._sent.withdraw()
+        waiting._call._sent.give(None)
         begin = time.monotonic()
         assert counters.add(0) == [100, 101, 102, 103]
         assert time.monotonic() - begin < 5
@@ -417,6 +425,17 @@ def test_future_under_broadcast_and_inside_lists(counters):
     assert counters.items([1, 2, 3, 4], Broadcast(whole)) == [(r, r + 1, [100, 101, 102, 103]) for r in range(4)]
     assert counters.items([whole, 0, 0, 0])[0] == (0, [100, 101, 102, 103], 0)
     assert counters.execute_all_sync("echo", [whole, 1, 2, 3])[0] == [100, 101, 102, 103]
+
+
+def test_future_used_twice_in_nested_containers(counters, smaller):
+    future = counters.double.remote(torch.arange(8))
+    inner = {"rows": future}
+    doubled = [0, 2, 4, 6, 8, 10, 12, 14]
+    for got in counters.echo({"a": inner, "b": inner, "c": [future, inner]}):
+        parts = [got["a"]["rows"], got["b"]["rows"], got["c"][0], got["c"][1]["rows"]]
+        parts[0].zero_()
+        assert [part.tolist() for part in parts[1:]] == [doubled] * 3
+    assert smaller[2].echo(future)[0].tolist() == doubled
 
 
 def test_future_in_a_dict(counters, smaller):
@@ -607,17 +626,18 @@ async def _value(future):
 
 
 @pytest.mark.transports("ray")
-def test_consumers_cost_no_reference_per_producer(counters, smaller, monkeypatch):
-    """One rank looks at the results of all producing ranks. Otherwise the cost would be the square of their number."""
+def test_consumers_get_references_to_the_large_results_that_they_need(counters, smaller, monkeypatch):
+    """To those of all producing ranks, they would cost the square of their number."""
     from single_controller.ray import transport as module
 
     sent = []
     encode = module.encode_call
     monkeypatch.setattr(module, "encode_call", lambda *given: sent.append(encode(*given)) or sent[-1])
-    future = counters.double.remote(torch.arange(40))
-    sent.clear()
-    assert torch.equal(smaller[5].double(future), torch.arange(40) * 4)
-    assert [len(shard.references) for _, _, _, shard in sent[-1]] == [1] * 5
+    for columns, wanted in (1, [0] * 5), (1 << 15, [1, 2, 2, 2, 1]):
+        future = counters.double.remote(torch.ones(40, columns))
+        sent.clear()
+        assert torch.equal(smaller[5].double(future), torch.full((40, columns), 4.0))
+        assert [len(shard.references) for _, _, _, shard in sent[-1]] == wanted
 
 
 def test_exception_of_results_that_cannot_be_joined(counters):
@@ -633,8 +653,8 @@ def test_errors_of_ray_are_causes_of_a_lost_result(make_group, counters, smaller
         make_group(Fragile, world_size=2).execute_rank_zero_async("fail", [0]),
     )
     lost.wait()
-    entries = lost._source()[0]._entries
-    entries[0] = entries[0].result, [failed]  # on one host, nothing loses a result
+    entries = lost.source()[0]._entries
+    entries[0].kept = ray.put((entries[0].result, [failed]))  # on one host, nothing loses a result
     with pytest.raises(ResultError, match=r"the result of rank 0 of echo\(\)") as caught:
         smaller[2].echo(lost)
     error, original = caught.value, caught.value.__cause__

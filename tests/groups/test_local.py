@@ -489,6 +489,12 @@ def test_ray_future_as_argument_of_a_local_group(counters, make):
     assert isinstance(caught.value.__cause__, TypeError), "as on Ray"
 
 
+def test_error_has_what_the_other_ranks_returned(make):
+    with pytest.raises(ZeroDivisionError) as caught:
+        make(Counter, world_size=3).apply(lambda worker, rows: [2 // (1 - worker.rank)], [0, 0, 0])
+    assert caught.value.results == {0: [2], 2: [-2]}
+
+
 @pytest.mark.transports("ray")
 def test_local_future_cannot_be_sent_to_ray(counters, make):
     future = make(Counter, world_size=2).add.remote(0)
@@ -549,7 +555,7 @@ def test_rows_of_a_future_are_located_once_for_all_ranks(make, monkeypatch):
     future = producer.double.remote(torch.arange(24))
     for _ in range(2):
         assert torch.equal(consumer.double(future), torch.arange(24) * 4)
-    assert located == [(24, 12, "error")]
+    assert located == [(24, 12, "error")] * 2  # once for each call
 
 
 def test_reference_waits_only_for_its_own_rank():

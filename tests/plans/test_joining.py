@@ -41,9 +41,6 @@ def rows_of(value):
 class Producer(Deferred):
     """A future used as an argument. Its results are passed to `locate` directly."""
 
-    def check_argument(self):
-        pass
-
 
 def fetch(tensors, consumers):
     """For each consumer: its rows, and which results it fetched."""

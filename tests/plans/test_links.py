@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from hypothesis import given, settings
@@ -223,17 +224,39 @@ class TestLostConnections:
 
     def test_cancelling_while_there_is_none(self, rank, to_rank):
         rank.delay = 30
-        waiting, task = call(to_rank, b"waiting"), 1 << 63
+        waiting = call(to_rank, b"waiting")
         while not rank.ran:
             time.sleep(0.01)
         to_rank._connection._shut()
-        for number in (waiting.number, task):
-            to_rank.cancel(number)
+        assert to_rank.tell(Kind.CANCEL, waiting.number) and not to_rank.tell(Kind.CANCEL, 1 << 20)
         (session,) = rank.listener._sessions.values()
         end = time.monotonic() + 5
-        while session.cancelled != {waiting.number, task} and time.monotonic() < end:
+        while session.cancelled != {waiting.number} and time.monotonic() < end:
             time.sleep(0.01)
-        assert session.cancelled == {waiting.number, task}
+        assert session.cancelled == {waiting.number}
+
+    def test_rank_waits_for_no_driver_that_is_gone(self, rank, to_rank, monkeypatch):
+        monkeypatch.setattr(link, "DRIVER_SECONDS", 0.3)
+        monkeypatch.setattr(link, "LOOK_SECONDS", 0.1)
+        assert answered([call(to_rank, b"before")])
+        (session,) = rank.listener._sessions.values()
+        with ThreadPoolExecutor() as pool:
+            parts = [pool.submit(session.take_parts, 2), pool.submit(session.take_parts, 2, link.INPUTS_OF)]
+            kept = pool.submit(session.take_kept, 2)
+            assert not wait([*parts, kept], 0.5).done, "it is connected"
+            to_rank.close()
+            assert [one.result(5) for one in parts] == [(), ()]
+            assert "gone" in str(kept.exception(5))
+
+    def test_deferred_arguments_that_are_lost_with_the_connection(self, rank, to_rank):
+        rank.delay = 30
+        waiting = call(to_rank, b"waiting")
+        to_rank._connection._shut()
+        to_rank.tell(Kind.INPUTS, waiting.number, b"where")
+        while not rank.ran:
+            time.sleep(0.01)
+        (session,) = rank.listener._sessions.values()
+        assert session.take_parts(waiting.number, link.INPUTS_OF) == (b"where",)
 
     def test_rank_keeps_only_what_is_not_acknowledged(self, rank, to_rank):
         replies = [call(to_rank, b"x" * 1000) for _ in range(500)]

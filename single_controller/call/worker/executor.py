@@ -14,13 +14,13 @@ from types import FrameType
 from typing import Any
 
 from dispatch import batch
-from dispatch.errors import BatchError, DispatchError, ResultError, SingleControllerError
+from dispatch.errors import BatchError, ResultError, SingleControllerError
 from dispatch.move import move
-from dispatch.plan import DeferredArgument, Parameter, put_back
-from dispatch.register import label, method_spec
+from dispatch.plan import Parameter, put_back
+from dispatch.register import label
 from single_controller.call.codec import CallMessage, Encoded, encode
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
-from single_controller.call.joining import CallResults, Located, RankResult
+from single_controller.call.joining import Input, RankResult, will_not_come
 from single_controller.call.transport import RESULT_OF, RunningCall
 from single_controller.call.worker.worker import RankInfo, RoleWorkers, Worker, assign
 
@@ -38,9 +38,6 @@ MAX_STACK_TEXT = 4_000
 
 Constructor = tuple[type[Worker], tuple[Any, ...], dict[str, Any]]
 """A worker class, and the positional and keyword arguments of its constructor."""
-
-Asked = tuple[DeferredArgument, list[tuple[int, Parameter, int]]]
-"""Any shard of a deferred argument, and (place, parameter, number of the shard) of each that is needed."""
 
 
 class Executor:
@@ -136,9 +133,24 @@ class Executor:
         ended = time.time()
         return RankResult(info.rank, clock=(begun, begun, ended, ended))
 
-    def run(self, message: CallMessage, whole: Encoded | None, shard: Encoded | None, received: float) -> RankResult:
-        """Run one call: ``whole`` has the arguments that all ranks get, ``shard`` those of this rank. ``received``:
-        when the rank began with the call, in seconds since the epoch."""
+    def run(
+        self,
+        message: CallMessage,
+        whole: Encoded | None,
+        shard: Encoded | None,
+        received: float,
+        inputs: Callable[[], Sequence[Encoded | None]],
+    ) -> RankResult:
+        """Run one call.
+
+        Args:
+            message: what to run.
+            whole: the arguments that all ranks get.
+            shard: those of this rank.
+            received: when the rank began with the call, in seconds since the epoch.
+            inputs: waits until the driver has told what to fetch of the deferred arguments, and returns that, as
+                ``whole`` and ``shard``; nothing if they will not come.
+        """
         alike = False  # see `Failure.alike`
         entry = object()
         self._calls[entry] = message.role, message.method, time.monotonic()
@@ -159,17 +171,26 @@ class Executor:
                         )
                         raise
                     referring = referring or bool(encoded.references)
-            # The future of a call that has ended may be sent with its results, without a reference.
-            if referring or any(isinstance(value, DeferredArgument) for value in arguments.values()):
+            deferred = {key: value for key, value in arguments.items() if isinstance(value, Input)}
+            if referring or deferred:
                 alike = True  # until all ranks know that what they wait for has come
-                others = [value.source.label for value in arguments.values() if isinstance(value, DeferredArgument)]
-                self._deferred[entry] = RESULT_OF + (", ".join(f"{name}()" for name in others) or "a Ray task")
-                located, rows, real = self._locate(message, arguments)
+                others = ", ".join(f"{value.label}()" for value in deferred.values())
+                self._deferred[entry] = RESULT_OF + (others or "a Ray task")
+                if any(value.unknown for value in deferred.values()):
+                    for encoded in inputs():
+                        deferred.update({} if encoded is None else encoded.decode())
+                for one in deferred.values():
+                    if one.unknown:
+                        raise will_not_come(one.label).of_consumer(label(message.role, message.method))
+                    if one.error is not None:
+                        raise one.error
+                    if one.located is not None and one.located.total is not None:
+                        rows, real = one.located.rows, one.located.real
+                arguments.update(deferred)
                 alike = False
-                self._resolve(message, arguments, located)
-                del self._deferred[entry]
+                self._resolve(message, arguments)
+                del self._deferred[entry], deferred
                 put_back(arguments)
-                del located
             positions = sorted(key for key in arguments if isinstance(key, int))
             args = tuple(arguments[position] for position in positions)
             kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
@@ -296,79 +317,16 @@ class Executor:
                     except Exception:  # the others must still run
                         logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
 
-    def locate_arguments(self, asked: Sequence[Asked], count: int) -> list[dict[Parameter | None, Any]]:
-        """Locate the deferred arguments of a call on behalf of all its ranks, for ``count`` places.
-
-        One rank waits for the results of the other call's ranks, and the others for this one. So all ranks of the call
-        learn the same: either that the results have come, or that they never will, and none of them waits in a
-        collective for a rank that has no argument.
-
-        Returns:
-            For each place: parameter -> (results, `Located`), or the error of locating it. An error of an argument that
-            the place does not have is under None.
-        """
-        places: list[dict[Parameter | None, Any]] = [{} for _ in range(count)]
-        for argument, wanted in asked:
-            try:
-                source, located = argument.source.locate_all(argument)
-                for place, key, index in wanted:
-                    places[place][key] = located[index].narrowed(source)
-            except SingleControllerError as error:
-                for of_place in places:
-                    of_place.setdefault(None, error)
-                for place, key, _ in wanted:
-                    places[place][key] = error
-        return places
-
-    def _locate(
-        self, message: CallMessage, arguments: dict[Parameter, Any]
-    ) -> tuple[dict[Parameter, tuple[CallResults, Located]], int | None, int | None]:
-        """Wait for the deferred arguments. Returns what to fetch of them, and rows of the shard, with and without
-        padding."""
-        total, rows, real = message.total, message.rows, message.real
-        found: dict[Parameter, tuple[CallResults, Located]] = {}
-        for key, value in arguments.items():
-            if not isinstance(value, DeferredArgument):
-                continue
-            try:
-                source, located = value.source.locate(value)
-                if total is not None and located.total not in (None, total):
-                    raise DispatchError(
-                        f"the future of {value.source.label}() has {located.total} rows, but another batch of the same "
-                        f"call has {total}; all batches of one call need the same number of rows"
-                    )
-            except SingleControllerError as error:
-                raise self._argument_error(message, key, error) from error
-            found[key] = source, located
-            if located.total is not None:
-                total, rows, real = located.total, located.rows, located.real
-        return found, rows, real
-
-    def _resolve(
-        self,
-        message: CallMessage,
-        arguments: dict[Parameter, Any],
-        located: dict[Parameter, tuple[CallResults, Located]],
-    ) -> None:
+    def _resolve(self, message: CallMessage, arguments: dict[Parameter, Any]) -> None:
         """Replace references and deferred arguments by values."""
         for key, value in arguments.items():
             try:
-                if key in located:
-                    source, what = located[key]
-                    arguments[key] = what.fetch(source, private=message.private)
+                if isinstance(value, Input) and value.source is not None and value.located is not None:
+                    arguments[key] = value.located.fetch(value.source, private=message.private)
                 else:
                     arguments[key] = self._fetch(value)
             except SingleControllerError as error:
-                raise self._argument_error(message, key, error) from error
-
-    def _argument_error(self, message: CallMessage, key: Parameter, error: SingleControllerError) -> Exception:
-        """Say of which call and argument an error is, which comes from the call that computes the argument."""
-        consumer = label(message.role, message.method)
-        if not isinstance(error, DispatchError):
-            return error.of_consumer(consumer)
-        spec = method_spec(type(self.workers[message.role]), message.method)
-        name = str(key) if spec is None else spec.parameter(key)
-        return DispatchError(f"{consumer}(): argument {name!r}: {error}", method=message.method, argument=name)
+                raise error.of_consumer(label(message.role, message.method)) from error
 
     def _trim(self, method: str, value: Any, rows: int, real: int) -> Any:
         """Remove padding from a result. A shard of nothing but padding has no result."""

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -37,15 +37,15 @@ from single_controller.ray.rank.devices import SOCKET_INTERFACES, own_devices, s
 from single_controller.ray.rank.frames import frames_file
 from single_controller.ray.results import RESULT, Kept, fetch, what_is_lost
 from single_controller.wire.handshake import Kind, WireAddress
-from single_controller.wire.link import Answer, Session
+from single_controller.wire.link import INPUTS_OF, Answer, Session
 from single_controller.wire.listener import Listener
 
 logger = logging.getLogger(__name__)
 
-TAKE, LOCATE = "take", "locate"
-"""Ray's concurrency groups for what must not wait for calls. Within a group, tasks run in the order of their calls."""
+TAKE = "take"
+"""Ray's concurrency group for arguments, which must not wait for calls."""
 
-CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16, LOCATE: 1}
+CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16}
 
 
 class Location(NamedTuple):
@@ -196,14 +196,14 @@ class RankActor:
                 call = CallMessage(*about)
                 beside = session.take_parts(number) if SEPARATE in arguments else ()
                 if len(beside) < arguments.count(SEPARATE):
-                    result = self._cancelled(call, "the call that computes its deferred argument has failed")
+                    result = self._cancelled(call, "its arguments have been lost on the way")
                 else:
-                    parts = iter(beside)
-                    whole, shard = (next(parts) if argument == SEPARATE else argument for argument in arguments)
-                    result = self._executor.run(call, whole, shard, received)
+                    whole, shard = _with_parts(arguments, beside) if beside else arguments
+                    inputs = functools.partial(_take_inputs, session, number)
+                    result = self._executor.run(call, whole, shard, received, inputs)
                     del arguments, beside, whole, shard
             value, failure = result.value, result.failure
-            if failure is not None and number in session.cancelled:
+            if failure is not None and session.withdrawn(number):
                 failure.alike = True  # the driver knows more: the call that computes an argument has failed
             cause = None if failure is None else failure.cause
             try:
@@ -252,15 +252,20 @@ class RankActor:
         with keep_encoded():
             return ray.get(refs[0])
 
-    def _sc_locate_arguments(self, session: bytes, number: int, encoded: Encoded) -> Any:
-        """Locate the deferred arguments of a call for all its ranks. See `Executor.locate_arguments`."""
-        asked, count = encoded.decode()
-        current.call = self._listener.session(session), number
-        places = self._executor.locate_arguments(asked, count)
-        return places[0] if count == 1 else tuple(places)
-
     def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._calls.run(lambda: self._executor.call_directly(role, method, args, kwargs))
+
+
+def _with_parts(arguments: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
+    """The arguments of a message, with those that came beside it."""
+    parts = iter(beside)
+    return [next(parts) if argument == SEPARATE else argument for argument in arguments]
+
+
+def _take_inputs(session: Session, number: int) -> list[Any]:
+    """Wait for the deferred arguments of a call. See `Executor.run`."""
+    payload, *beside = session.take_parts(number, INPUTS_OF) or (pickle.dumps(((), None, None)),)
+    return _with_parts(pickle.loads(payload)[1:], beside)
 
 
 def running_calls(answer: Answer) -> tuple[RunningCall, ...] | str:

@@ -90,6 +90,6 @@ class CallThread:
 
 
 def call_cancelled() -> bool:
-    """Whether the driver has cancelled the call that this thread runs; False in a thread that runs none."""
+    """Whether a call has failed whose future is an argument of the call that this thread runs, if it runs one."""
     call: tuple[Session, int] | None = getattr(current, "call", None)
-    return call is not None and call[1] in call[0].cancelled
+    return call is not None and call[0].withdrawn(call[1])
