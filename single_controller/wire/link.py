@@ -425,9 +425,12 @@ class Session:
             self.wanted.discard(number)
             self.cancelled.discard(number)
             self.replies[number] = kind, payload
-            if self.connection is not None:
-                self.connection.send(kind, number, payload)
+            connection = self.connection
             self.changed.notify_all()
+        # Outside the lock, for which the thread that reads the driver's next call would wait. A connection that is new
+        # by now has sent it.
+        if connection is not None:
+            connection.send(kind, number, payload)
 
     def take_parts(self, number: int, of: int = 0) -> tuple[Any, ...]:
         """Wait for the arguments that come beside a call, or, with `INPUTS_OF`, for its deferred arguments; () if they
