@@ -221,8 +221,9 @@ class Call:
         if self.error is not None:
             raise self.error
 
-    def value(self, timeout: float | None = None) -> Any:
-        """Wait until the call has an outcome, and return its value as its mode promises it.
+    def value(self, timeout: float | None = None, *, shared: bool = False) -> Any:
+        """Wait until the call has an outcome, and return its value as its mode promises it. ``shared``: whether its
+        future may be an argument of other calls, which must not see what the caller writes into the value.
 
         Raises:
             CallTimeoutError: the call had none after ``timeout`` seconds. It continues.
@@ -251,6 +252,7 @@ class Call:
             self.rank_results[rank] for rank in self._collecting
         ]  # without the lock: no rank is pending any more
         if any(result.kept for result in results):
+            self.results.shared = shared
             try:
                 value = join_results(self.results, results, self.join)
             except ResultError as lost:

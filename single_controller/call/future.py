@@ -105,7 +105,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
         if self._call is not None:
             self._call.check_process()
             if not self._value:
-                self._value.append(self._call.value(timeout))
+                self._value.append(self._call.value(timeout, shared=True))
         else:
             source, join = self.source()
             results = source.wait(timeout)

@@ -43,9 +43,12 @@ class CallResults(Protocol):
 
     Attributes:
         label: the call's method, for messages.
+        shared: whether others may fetch the same results, so that a private value needs memory of its own. Otherwise it
+            may stay in the transport's.
     """
 
     label: str
+    shared: bool
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """Wait until all ranks have ended; the collecting ranks' `RankResult`s, in order. Raise the call's error as

@@ -240,6 +240,7 @@ class LocalResults:
         self, label: str, futures: Mapping[int, cf.Future[RankResult]], collecting: Sequence[int], outcome: Outcome
     ) -> None:
         self.label = label
+        self.shared = True
         self.futures = futures
         self._collecting = tuple(collecting)
         self._outcome = outcome

@@ -161,6 +161,7 @@ class RayResults:
         outcome: Outcome | None = None,
     ) -> None:
         self.label = label
+        self.shared = True
         self._ranks = ranks
         self._entries = list(entries)
         self._count = count
@@ -248,9 +249,8 @@ class RayResults:
                     encoded |= zip(refs, ray.get(list(refs.values())), strict=True)
                 except RayError:  # asking one by one tells which
                     encoded |= {k: self._get(k, ref) for k, ref in refs.items()}
-        # Nobody else reads these values on the driver.
-        shared = self._outcome is None
-        return [decode_result(self.label, self._ranks[k], encoded[k], private=private, shared=shared) for k in which]
+        label, ranks, shared = self.label, self._ranks, self.shared
+        return [decode_result(label, ranks[k], encoded[k], private=private, shared=shared) for k in which]
 
     def _refuse_dead(self, k: int, ref: ray.ObjectRef) -> None:
         """Raise if a value died with its rank. A value that is on this host can be read all the same; for another, Ray

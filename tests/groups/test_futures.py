@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import depth
+import numpy as np
 import pytest
+import ray
 import torch
 from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
 from ray.exceptions import RayError
@@ -638,6 +640,14 @@ def test_consumers_get_references_to_the_large_results_that_they_need(counters, 
         sent.clear()
         assert torch.equal(smaller[5].double(future), torch.full((40, columns), 4.0))
         assert [len(shard.references) for _, _, _, shard in sent[-1]] == wanted
+
+
+@pytest.mark.transports("ray")
+def test_write_to_a_large_result_does_not_reach_other_readers(counters, smaller):
+    future = counters.echo.remote(np.zeros(1 << 17))
+    future.result()[0][:] = 7
+    assert not any(seen.any() for seen in smaller[2].echo(future)[0])
+    assert not any(seen.any() for seen in ray.get(future.refs))
 
 
 def test_exception_of_results_that_cannot_be_joined(counters):
