@@ -102,7 +102,8 @@ def counts(prompt, seed):
     return "it is " + prompt.rpartition("<|tool|>")[2].partition("<end>")[0]
 
 
-def test_sessions_of_a_resources_server():
+def test_sessions_of_a_resources_server(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no use for servers of the cluster
     with serving() as server:
         engine = AgentEngine(
             ScriptEngine(counts), environment=lambda: NemoGymClient(server.url), renderer=TokenRenderer(Characters())
