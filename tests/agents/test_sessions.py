@@ -525,6 +525,27 @@ def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine.close()
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["after a session", "in a step"])
+def test_closing_an_engine_lets_environments_close(ended):
+    closed = []
+
+    class Slow(Environment):
+        async def step(self, action):
+            await asyncio.sleep(0 if ended else 1000)
+            return Step(done=True)
+
+        async def close(self):
+            closed.append("begun")
+            await asyncio.sleep(0.3)
+            closed.append("done")
+
+    engine = AgentEngine(BigramEngine, environment=Slow)
+    future = submit(engine)
+    wait_until(lambda: closed if ended else engine.engine.steps == 4)
+    engine.close()
+    assert closed == ["begun", "done"] and future.done()
+
+
 def test_blocked_event_loop_is_reported(make, caplog, monkeypatch):
     monkeypatch.setattr(engine_file, "LAG_SECONDS", 0.2)
 
