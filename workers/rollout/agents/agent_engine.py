@@ -74,6 +74,7 @@ class AgentEngine(RolloutEngine):
 
     Raises:
         TypeError: an argument has the wrong type, or the engine has no requests.
+        RenderError: the renderer applies a chat template, which its tokenizer does not have.
         ValueError: ``turn_discount`` is out of range. What making the first environment raises is passed on.
     """
 

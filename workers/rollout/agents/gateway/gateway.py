@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
 from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use, json_reply
-from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
+from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, check_renderer, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, SamplingMask, SamplingParams
@@ -127,7 +127,8 @@ class Gateway:
         key: what a `GatewayRouter` shows.
 
     Raises:
-        TypeError: the engine generates batches only.
+        TypeError: the engine generates batches only, or the renderer is none.
+        RenderError: the renderer applies a chat template, which its tokenizer does not have.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Gateway:
     ) -> None:
         if not isinstance(engine, RequestEngine):
             raise TypeError(f"Gateway: the engine is a {type(engine).__name__}; requests need a RequestEngine")
+        check_renderer("Gateway", renderer)
         self.engine, self.renderer, self.limits = engine, renderer, limits or GatewayLimits()
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
         self.key = secrets.token_urlsafe(24)
