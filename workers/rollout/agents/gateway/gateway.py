@@ -457,6 +457,8 @@ class Gateway:
         partial: Completion | None = None
         deadline: float | None = None  # for the engine to take it, also when it continues
         while True:
+            if session.closed:
+                raise GatewayError("token", "the session was closed")
             id_ = next(ids)
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
@@ -466,6 +468,8 @@ class Gateway:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
                 deadline = None
+                if session.closed:  # just before, and so the engine did not know the request
+                    self.engine.abort([id_])
                 completion = await asyncio.wrap_future(future)
             except asyncio.CancelledError:  # the client has left; nobody waits for the rest
                 self.engine.abort([id_])
@@ -477,8 +481,6 @@ class Gateway:
                 raise GatewayError("failed", str(error)) from error
             finally:
                 session.running.discard(id_)
-            if session.closed:
-                raise GatewayError("token", "the session was closed")
             if completion.finish_reason != "abort":
                 return completion if self._tag is None else self._tag(completion)
             partial = completion
