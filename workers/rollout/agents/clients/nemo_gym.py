@@ -42,7 +42,7 @@ class NemoGymClient(Environment):
         url: of the server, such as ``http://host:8000``. The environment's proxies are not used.
         shows_input: whether `reset` returns the messages of ``input``; False if the prompt has them already.
         headers: of all requests.
-        verify_seconds: how long ``/verify`` may take; `SessionLimits.silence` bounds it too.
+        verify_seconds: how long ``/verify`` may take, in the place of `SessionLimits.silence`.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class NemoGymClient(Environment):
                 for call, (text, _) in results
             ]
             return Step(observation, invalid=not any(valid for _, (_, valid) in results))
-        verified = await self._post("/verify", {**self._row, "response": {**response, "output": self._output}})
+        self.busy = True
+        async with asyncio.timeout(self._verify_seconds):
+            verified = await self._post("/verify", {**self._row, "response": {**response, "output": self._output}})
         told = {name: value for name, value in verified.items() if name not in self._row and name != "response"}
         if not isinstance(told.get("reward"), (int, float)):
             raise NemoGymError(f"{self.url}/verify: {told!r:.200} has no reward")
