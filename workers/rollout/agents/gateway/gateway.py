@@ -463,7 +463,7 @@ class Gateway:
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
             try:
-                future = self._submit(session, prompt, how, id_, seed, partial, deadline)
+                future = self._submit(prompt, how, id_, seed, partial, deadline)
                 if future is None:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
@@ -487,7 +487,6 @@ class Gateway:
 
     def _submit(
         self,
-        session: GatewaySession,
         prompt: list[int],
         how: SamplingParams,
         id_: str,
@@ -502,7 +501,7 @@ class Gateway:
             what = f"the prompt {error}" if isinstance(error, PromptError) else str(error)
             raise GatewayError("invalid", what) from error
         except RolloutError as error:
-            if session.closed or time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise GatewayError("unavailable", str(error)) from error
             return None
 
