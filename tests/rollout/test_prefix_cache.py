@@ -7,6 +7,7 @@ import pytest
 import torch
 from rollout_helpers import GPT2, LLAMA, plain_log_probs, plain_model
 from transformers import LlamaConfig, MistralConfig
+from waits import wait_until
 
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.prefix_cache import BLOCK, KeysValues, PrefixCache
@@ -43,17 +44,14 @@ def kept(engine):
     return len(engine._prefixes)
 
 
-def conversations(engine, seed=0, count=1, turns=TURNS, uneven=0):
-    """Sessions that play in step, as AgentEngine's turns do: (prompt, completion) of each turn of each. Session k
-    samples ``uneven * k`` tokens more per turn."""
+def conversations(engine, seed=0, count=1, turns=TURNS):
+    """Sessions that play in step, as AgentEngine's turns do: (prompt, completion) of each turn of each."""
     draw = random.Random(seed)
     paths = [[draw.randrange(32) for _ in range(16 + number)] for number in range(count)]
     played = [[] for _ in paths]
     for turn in range(turns):
         futures = [
-            engine.submit(
-                list(path), SamplingParams(NEW + uneven * number), f"{seed}-{number}-{turn}", seed=100 * number + turn
-            )
+            engine.submit(list(path), SamplingParams(NEW), f"{seed}-{number}-{turn}", seed=100 * number + turn)
             for number, path in enumerate(paths)
         ]
         for path, of, future in zip(paths, played, futures, strict=True):
@@ -100,24 +98,23 @@ def test_sessions_of_all_lengths_share_forward_passes():
 
 @pytest.mark.parametrize("late", [False, True], ids=["dropped", "kept late"])
 def test_rows_that_end_before_others_of_their_batch_leave_what_is_theirs(late):
-    """Rows end while their batch goes on, and the next turns begin with what they have left: in a memory that is too
-    small for all, or in an engine that begins to keep it while they are in the batch."""
-    engine, model = engine_of(LONG, keep=not late, prefix_cache_bytes=2**29 if late else 600 * 2 * 2 * 2 * 8 * 4)
-    if late:
-        long = engine.submit([*range(20)], SamplingParams(400), "long", seed=1)
-        short = engine.submit([*range(9, 29)], SamplingParams(12), "short", seed=2).result(60)
-        engine.keep_prefixes = True
-        played = [[([*range(9, 29)], short)]]
-        prompt = [*range(9, 29), *short.token_ids, 4, 2]
-        played += [[(prompt, engine.submit(prompt, SamplingParams(12), "next", seed=3).result(60))]]
-        assert not long.done()
-        engine.abort()
-    else:
-        played = conversations(engine, 2, 8, 4, uneven=5)
-    for turns in played:
-        for prompt, made in turns:
-            expected = plain_log_probs(model, prompt, made.token_ids)
-            torch.testing.assert_close(torch.tensor(made.log_probs).double(), expected, atol=2e-6, rtol=0)
+    """Three rows end while their batch goes on, and their next turns begin with what they have left: in a memory that
+    has room for two of them, or in an engine that begins to keep it while they are in the batch."""
+    engine, model = engine_of(LONG, keep=not late, prefix_cache_bytes=(1000 if late else 80) * 2 * 2 * 2 * 8 * 4)
+    others = [engine.submit([*range(9, 29)], SamplingParams(480), f"{at}", seed=at) for at in range(13)]
+    played = [([at, *range(19)], SamplingParams(10 + at)) for at in range(3)]
+    ended = [engine.submit(prompt, how, f"begun {at}", seed=at) for at, (prompt, how) in enumerate(played)]
+    prompts = [[*prompt, *one.result(60).token_ids, 4, 2] for (prompt, _), one in zip(played, ended, strict=True)]
+    before = engine.computed
+    wait_until(lambda: engine.computed > before + 16 * 5)
+    engine.keep_prefixes = True
+    again = [engine.submit(prompt, SamplingParams(10), f"next {at}", seed=3) for at, prompt in enumerate(prompts)]
+    completions = [one.result(60) for one in again]
+    assert not any(one.done() for one in others)
+    engine.abort()
+    for prompt, made in zip(prompts, completions, strict=True):
+        expected = plain_log_probs(model, prompt, made.token_ids)
+        torch.testing.assert_close(torch.tensor(made.log_probs).double(), expected, atol=2e-6, rtol=0)
 
 
 def test_branches_retries_and_requests_that_go_on_use_what_they_share():
