@@ -95,6 +95,11 @@ class GatewaySession:
         self.counters[name] = self.counters.get(name, 0) + 1
         return self.counters[name]
 
+    def check_open(self) -> None:
+        """Raise a `GatewayError` if it was closed: its tree is somebody else's then."""
+        if self.closed:
+            raise GatewayError("token", "the session was closed")
+
     @property
     def tokens_left(self) -> int | None:
         """How many tokens the tree may still get; None for any number."""
@@ -336,6 +341,7 @@ class Gateway:
     async def _turn(self, session: GatewaySession, dialect: Dialect, ask: Ask) -> Reply:
         tree = session.tree
         with self._lock:
+            session.check_open()
             others = session.use.calls - 1
             if others >= self.limits.calls:
                 raise GatewayError("limit", f"the session has {others} calls, which is the limit")
@@ -365,8 +371,7 @@ class Gateway:
         # The session may have been closed, and its other calls may have grown the tree. Nodes are only ever added, so
         # `node` is still the prompt's.
         with self._lock:
-            if session.closed:
-                raise GatewayError("token", "the session was closed")
+            session.check_open()
             if cut and completion.finish_reason == "length":
                 session.end_reason = "tokens"
             if completion.prompt_ids is not None:
@@ -457,8 +462,7 @@ class Gateway:
         partial: Completion | None = None
         deadline: float | None = None  # for the engine to take it, also when it continues
         while True:
-            if session.closed:
-                raise GatewayError("token", "the session was closed")
+            session.check_open()
             id_ = next(ids)
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
