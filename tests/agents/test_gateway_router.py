@@ -221,7 +221,7 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
 
     with gateways(SlowToOpen) as (gateway, router):
         _, token = router.open()
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx.TimeoutException):
             post(router, token, [user("a")], timeout=0.15)
         assert post(router, token, [user("a")]).status_code == 200
         assert (opened, gateway.sessions, router.moved) == (["PUT"], 1, 0)
