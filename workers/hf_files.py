@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import socket
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RANDOM = threading.Lock()
+"""Protects torch's global generator while a model draws its random weights: other threads may do so as well."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -210,7 +213,7 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
         _check_folder("HFEngine: model", model)
         return auto.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     config = config_of("HFEngine: model", model, trust_remote_code)
-    with torch.random.fork_rng(devices=[]):
+    with RANDOM, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # As the trainer does: a config may name another dtype, in which random numbers are others.
         return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)

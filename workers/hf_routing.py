@@ -11,6 +11,7 @@ import torch
 
 from single_controller import SingleControllerError
 from workers.data.routed_experts import NATIVE, RoutingMeter, RoutingShape
+from workers.hf_files import RANDOM
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -114,7 +115,7 @@ class Routers:
 
 def _scores_of(router: Any, config: Any) -> Scores:
     """Find how routers of a class compute scores: by trying a small one, bit for bit."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with RANDOM, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
             one = router(config).float()

@@ -510,6 +510,29 @@ def test_sandbox_runs_programs():
     assert PythonSandbox().tools[0].schema["function"]["parameters"]["required"] == ["program"]
 
 
+def test_a_program_that_runs_is_no_silence():
+    """Only its own limits count, and those of other tools are the session's."""
+
+    class Coder(PythonSandbox):
+        functions = ("python", "think")
+
+        async def think(self) -> str:
+            """Think."""
+            await asyncio.sleep(0.3)
+            return "done"
+
+    async def play(name, arguments):
+        environment = Coder(CodeLimits(seconds=20, isolate=False))
+        step = asyncio.ensure_future(environment.step(act((name, arguments))))
+        await asyncio.sleep(0.1)
+        busy = environment.busy
+        await step
+        return busy, environment.busy
+
+    assert run(play("python", {"program": "import time; time.sleep(0.3)"})) == (True, False)
+    assert run(play("think", {})) == (False, False)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root here")
 def test_sandbox_has_no_network():
     import socket

@@ -620,6 +620,30 @@ def test_an_engine_that_takes_no_requests_is_waited_for():
         assert late.status_code == 503 and "asleep" in late.text
 
 
+@pytest.mark.parametrize("asleep", [True, False], ids=["while it waits", "as it begins"])
+def test_a_session_that_is_closed_before_the_engine_has_its_request_generates_nothing(asleep):
+    class Closing(ScriptEngine):
+        calls = made = 0
+
+        def record(self, request, token_ids, *args):
+            self.made += len(token_ids)
+            return super().record(request, token_ids, *args)
+
+        def submit(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 1:
+                gateway.close(token)
+                if asleep:
+                    raise RolloutError("the engine is asleep")
+            return super().submit(*args, **kwargs)
+
+    engine = Closing(lambda *_: "x" * 200, tokens=1, delay=0.01)
+    with serving(engine) as gateway:
+        _, token = gateway.open()
+        assert chat(gateway, token, [user("x")]).status_code == 401
+        assert engine.load().running == 0 and engine.made < (1 if asleep else 100)
+
+
 def test_an_engine_that_falls_asleep_during_a_long_completion_is_waited_for():
     engine = ScriptEngine(lambda *_: "x" * 40, tokens=1, delay=0.01)
     with serving(engine, limits=GatewayLimits(wait_seconds=0.25)) as gateway:

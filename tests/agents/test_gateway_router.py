@@ -50,9 +50,9 @@ def routing(*workers, **options):
         router.stop()
 
 
-def post(router, token, messages):
+def post(router, token, messages, timeout=60):
     body, headers = {"model": "m", "messages": messages}, {"x-api-key": token}
-    return CLIENT.post(f"{router.address}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    return CLIENT.post(f"{router.address}/v1/chat/completions", json=body, headers=headers, timeout=timeout)
 
 
 def user(text):
@@ -210,6 +210,41 @@ def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there
         assert not gateway.sessions and not gateway.engine.seen and router._workers[0].sessions == set()
 
 
+def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
+    opened = []
+
+    class SlowToOpen(Gateway):
+        def _of_router(self, call):
+            opened.append(call.method)
+            time.sleep(0.3)
+            return super()._of_router(call)
+
+    with gateways(SlowToOpen) as (gateway, router):
+        _, token = router.open()
+        with pytest.raises(httpx.TimeoutException):
+            post(router, token, [user("a")], timeout=0.15)
+        assert post(router, token, [user("a")]).status_code == 200
+        assert (opened, gateway.sessions, router.moved) == (["PUT"], 1, 0)
+
+
+def test_a_worker_that_comes_back_forgets_the_sessions_that_have_moved(monkeypatch):
+    monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
+    with gateways() as (gateway, router), worker() as (_, other):
+        tokens = [router.open()[1] for _ in range(3)]
+        messages = [user("a")]
+        for token in tokens:
+            assert post(router, token, messages).status_code == 200
+        router.set_workers([gateway.endpoint, other])
+        router._front.loop.call_soon_threadsafe(router._lost, router._workers[0], "a cut")
+        end = time.monotonic() + 10
+        while (gateway.sessions or not router._workers[0].up) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert gateway.sessions == 0 and router._workers[0].up
+        for token in tokens:
+            assert post(router, token, messages).status_code == 200
+            assert len(router.close(token).nodes) == 3  # a retry is a branch
+
+
 def test_sessions_can_be_closed_after_the_router_was_stopped():
     with gateways() as (_, router):
         _, token = router.open()
@@ -330,4 +365,7 @@ def test_a_worker_that_was_replaced_gives_its_sessions_away():
                 return await call
 
         assert asyncio.run(replaced()).status_code == 200
+        headers = {"x-api-key": token, "x-gateway-key": one[1]}
+        url = f"{one[0]}/v1/chat/completions"
+        assert CLIENT.post(url, json={"messages": [user("x")]}, headers=headers).status_code == 410  # it has forgotten
         assert len(router.close(token).nodes) == 2 and router.moved == 1

@@ -4,6 +4,7 @@ of its example with a counter per session (`resources_servers/example_session_st
 import json
 import secrets
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +13,7 @@ from agent_helpers import Characters, ScriptEngine
 
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.clients.nemo_gym import NemoGymClient
+from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.rendering import TokenRenderer
 from workers.rollout.engines.rollout_engine import SamplingParams
 
@@ -23,7 +25,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.counters, self.verified, self.broken = {}, [], False
+        self.counters, self.verified, self.broken, self.seconds = {}, [], False, 0.0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -47,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/get_counter_value":
             reply = {"count": of.counters[session]}
         elif self.path == "/verify" and not of.broken:
+            time.sleep(of.seconds)
             of.verified.append(body)
             reply = {**body, "reward": float(body["expected_count"] == of.counters[session]), "parts": {"x": 1}}
         else:
@@ -102,7 +105,8 @@ def counts(prompt, seed):
     return "it is " + prompt.rpartition("<|tool|>")[2].partition("<end>")[0]
 
 
-def test_sessions_of_a_resources_server():
+def test_sessions_of_a_resources_server(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no use for servers of the cluster
     with serving() as server:
         engine = AgentEngine(
             ScriptEngine(counts), environment=lambda: NemoGymClient(server.url), renderer=TokenRenderer(Characters())
@@ -129,6 +133,24 @@ def test_sessions_of_a_resources_server():
     # The policy sees what was wrong with its calls.
     seen = Characters().decode(done[2].token_ids)
     assert "there is no tool 'no_such_tool'" in seen and '{"detail": "wrong"}' in seen
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(10.0, "done"), (0.2, "error")])
+def test_verifying_has_a_limit_of_its_own(seconds, reason):
+    with serving() as server:
+        server.seconds = 1.3
+        engine = AgentEngine(
+            ScriptEngine(lambda *_: "8"),
+            environment=lambda: NemoGymClient(server.url, verify_seconds=seconds),
+            renderer=TokenRenderer(Characters()),
+            limits=SessionLimits(silence=1.0),
+        )
+        extras = {name: [value] for name, value in row(3, 8, 5).items()}
+        try:
+            (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
+        finally:
+            engine.close()
+    assert done.info["end_reason"] == reason
 
 
 def test_a_server_that_fails_ends_its_session_with_a_reason():

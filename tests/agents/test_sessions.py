@@ -525,6 +525,56 @@ def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine.close()
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["after a session", "in a step"])
+def test_closing_an_engine_lets_environments_close(ended):
+    closed = []
+
+    class Slow(Environment):
+        async def step(self, action):
+            await asyncio.sleep(0 if ended else 1000)
+            return Step(done=True)
+
+        async def close(self):
+            closed.append("begun")
+            await asyncio.sleep(0.3)
+            closed.append("done")
+
+    engine = AgentEngine(BigramEngine, environment=Slow)
+    future = submit(engine)
+    wait_until(lambda: closed if ended else engine.engine.steps == 4)
+    engine.close()
+    assert closed == ["begun", "done"] and future.done()
+
+
+class Busy(Environment):
+    """Each of its steps takes 0.5 s, and is busy in them as long as it says."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    async def step(self, action):
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < 0.5:
+            self.busy = passed < self.seconds
+            await asyncio.sleep(0.01)
+        return Step(done=True)
+
+
+@pytest.mark.parametrize(
+    ("busy", "limits", "reason"),
+    [
+        (1, {}, "done"),
+        (0.25, {}, "silence"),
+        (0, {}, "silence"),
+        (1, {"seconds": 0.3}, "seconds"),
+    ],
+)
+def test_an_environment_that_is_busy_is_not_silent(make, busy, limits, reason):
+    engine = make(lambda: Busy(busy), limits=SessionLimits(silence=0.1, **limits))
+    completion = engine.submit([1, 2], SamplingParams(4, stop_token_ids=tuple(range(32))), "a", seed=5)
+    assert completion.result(SECONDS).info["end_reason"] == reason
+
+
 def test_blocked_event_loop_is_reported(make, caplog, monkeypatch):
     monkeypatch.setattr(engine_file, "LAG_SECONDS", 0.2)
 

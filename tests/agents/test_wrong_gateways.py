@@ -1,9 +1,13 @@
 """Wrong uses of the gateway and its router: they are told, and do not hang."""
 
-import pytest
-from agent_helpers import Characters, ScriptEngine
+from functools import partial
 
-from workers.rollout.agents.rendering import TokenRenderer
+import pytest
+from agent_helpers import Characters, ScriptEngine, merging_tokenizer
+
+from workers.rollout.agents.agent_engine import AgentEngine
+from workers.rollout.agents.program import AgentProgram
+from workers.rollout.agents.rendering import RenderError, TemplateRenderer, TokenRenderer, load_renderer
 from workers.rollout.rollout_errors import RolloutError
 
 httpx = pytest.importorskip("httpx")
@@ -16,6 +20,30 @@ def ask(address, token, timeout=20, **more):
     body = {"model": "m", "messages": [{"role": "user", "content": "abc"}], **more}
     headers = {"x-api-key": token}
     return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=timeout)
+
+
+def test_renderers_are_checked_before_anything_runs():
+    renderers = pytest.importorskip("renderers")
+    tokenizer, engine = merging_tokenizer(), ScriptEngine()
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        bare = renderers.DefaultRenderer(tokenizer)
+        for renderer in (bare, TemplateRenderer(bare, tokenizer)):
+            for build in (gateway_file.Gateway, partial(AgentEngine, environment=AgentProgram(no_agent))):
+                with pytest.raises(RenderError, match="has no chat template; name a renderer, or use TokenRenderer"):
+                    build(engine, renderer=renderer)
+        with pytest.raises(RenderError, match=r"load_renderer: the tokenizer .* has no chat template"):
+            load_renderer(tokenizer, "default")
+        with pytest.raises(TypeError, match=r"Gateway: renderer=.* is no renderer"):
+            gateway_file.Gateway(engine, tokenizer)
+    finally:
+        tokenizer.chat_template = template
+        engine.close()
+    assert not engine.keep_prefixes
+
+
+async def no_agent(row, base_url, api_key):
+    return 0.0
 
 
 def test_router_that_was_not_started_says_so():

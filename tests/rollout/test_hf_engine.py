@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -152,6 +153,20 @@ def test_random_weights_depend_on_the_seed(tmp_path):
         assert torch.equal(tensor, from_folder.model.state_dict()[name])
     assert not torch.equal(first.model.lm_head.weight, other.model.lm_head.weight)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_random_weights_depend_on_the_seed_in_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(lambda seed: HFEngine(LLAMA, seed=seed), [1, 2] * 4))
+    finally:
+        sys.setswitchinterval(interval)
+    for seed, engine in zip([1, 2] * 4, made, strict=True):
+        expected = HFEngine(LLAMA, seed=seed).model.state_dict()
+        for name, tensor in engine.model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 def test_param_dtype_keeps_rotary_frequencies_in_float32():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rollout_helpers import GPT2, LLAMA, plain_log_probs, plain_model
 from transformers import LlamaConfig, MistralConfig
+from waits import wait_until
 
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.prefix_cache import BLOCK, KeysValues, PrefixCache
@@ -93,6 +94,27 @@ def test_sessions_of_all_lengths_share_forward_passes():
             assert prompt == same and made.token_ids == of.token_ids
             torch.testing.assert_close(torch.tensor(made.log_probs), torch.tensor(of.log_probs), atol=1e-5, rtol=0)
     assert engine.computed < 0.6 * plain.computed
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["dropped", "kept late"])
+def test_rows_that_end_before_others_of_their_batch_leave_what_is_theirs(late):
+    """Three rows end while their batch goes on, and their next turns begin with what they have left: in a memory that
+    has room for two of them, or in an engine that begins to keep it while they are in the batch."""
+    engine, model = engine_of(LONG, keep=not late, prefix_cache_bytes=(1000 if late else 80) * 2 * 2 * 2 * 8 * 4)
+    others = [engine.submit([*range(9, 29)], SamplingParams(480), f"{at}", seed=at) for at in range(13)]
+    played = [([at, *range(19)], SamplingParams(10 + at)) for at in range(3)]
+    ended = [engine.submit(prompt, how, f"begun {at}", seed=at) for at, (prompt, how) in enumerate(played)]
+    prompts = [[*prompt, *one.result(60).token_ids, 4, 2] for (prompt, _), one in zip(played, ended, strict=True)]
+    before = engine.computed
+    wait_until(lambda: engine.computed > before + 16 * 5)
+    engine.keep_prefixes = True
+    again = [engine.submit(prompt, SamplingParams(10), f"next {at}", seed=3) for at, prompt in enumerate(prompts)]
+    completions = [one.result(60) for one in again]
+    assert not any(one.done() for one in others)
+    engine.abort()
+    for prompt, made in zip(prompts, completions, strict=True):
+        expected = plain_log_probs(model, prompt, made.token_ids)
+        torch.testing.assert_close(torch.tensor(made.log_probs).double(), expected, atol=2e-6, rtol=0)
 
 
 def test_branches_retries_and_requests_that_go_on_use_what_they_share():

@@ -74,6 +74,7 @@ class AgentEngine(RolloutEngine):
 
     Raises:
         TypeError: an argument has the wrong type, or the engine has no requests.
+        RenderError: the renderer applies a chat template, which its tokenizer does not have.
         ValueError: ``turn_discount`` is out of range. What making the first environment raises is passed on.
     """
 
@@ -125,7 +126,7 @@ class AgentEngine(RolloutEngine):
         self._lock = threading.Condition()
         self._sessions: dict[str, Session] = {}
         """By request id, those that have not ended."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Session] = {}
         """Of the event loop's thread: those of sessions whose environments are not closed."""
         self._waiting: list[Session] = []
         """Sessions that begin when `pause` with "wait" has ended."""
@@ -290,8 +291,8 @@ class AgentEngine(RolloutEngine):
     def _start(self, session: Session) -> None:
         """Play a session. In the event loop's thread."""
         task = asyncio.get_running_loop().create_task(session.run(self._forget), name=session.name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = session
+        task.add_done_callback(self._tasks.pop)
 
     def _forget(self, session: Session) -> None:
         with self._lock:
@@ -377,9 +378,10 @@ class AgentEngine(RolloutEngine):
         self.engine.close()
 
     async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
+        tasks = dict(self._tasks)
+        for task, session in tasks.items():
+            if not session.future.done():  # or its environment is being closed, and that goes on to its end
+                task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=0.8 * CLOSE_SECONDS)
         loop.stop()

@@ -173,7 +173,7 @@ class SessionLimits:
         tokens: behind the prompt, those of observations included. The engine's `RequestEngine.max_positions` is a limit
             too.
         invalid: how many actions in a row may be invalid; see `Step.invalid`.
-        silence: seconds that one call of the environment may take.
+        silence: seconds that one call of the environment may take, unless it is `Environment.busy`.
         seconds: of the session, waiting for the engine included.
 
     Raises:
@@ -210,9 +210,12 @@ class Environment(ABC):
 
     Attributes:
         tools: what the renderer tells the policy about, and uses to parse its calls.
+        busy: whether a call waits for something that has a time limit of its own. As long as it does,
+            `SessionLimits.silence` does not end it.
     """
 
     tools: Sequence[Tool] = ()
+    busy: bool = False
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         """Begin.

@@ -109,7 +109,12 @@ class Parsed:
 
 
 def check_renderer(where: str, renderer: Any) -> None:
-    """Raise a `TypeError` if something is no `Renderer`, nor None."""
+    """Raise if something cannot render, and is not None.
+
+    Raises:
+        TypeError: it is no `Renderer`.
+        RenderError: it applies a chat template, which its tokenizer does not have.
+    """
     needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
     if renderer is not None and not all(callable(getattr(renderer, one, None)) for one in needed):
         name = repr(renderer) if isinstance(renderer, str) else "'qwen3'"
@@ -117,6 +122,14 @@ def check_renderer(where: str, renderer: Any) -> None:
             f"{where}: renderer={renderer!r:.80} is no renderer; pass load_renderer(tokenizer, {name}), or a function "
             "that returns it"
         )
+    applies = any(kind.__name__ in ("DefaultRenderer", "TemplateRenderer") for kind in type(renderer).__mro__)
+    if applies and not getattr(renderer._tokenizer, "chat_template", None):
+        raise _no_template(where, renderer._tokenizer)
+
+
+def _no_template(where: str, tokenizer: Any) -> RenderError:
+    path = getattr(tokenizer, "name_or_path", "")
+    return RenderError(f"{where}: the tokenizer {path!r} has no chat template; name a renderer, or use TokenRenderer")
 
 
 def render_prompt(
@@ -306,9 +319,7 @@ def load_renderer(tokenizer: Any, name: str = "auto", **options: Any) -> Rendere
                 path or type(tokenizer).__name__,
             )
     if name == "default" and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"load_renderer: the tokenizer {path!r} has no chat template; name a renderer, or use TokenRenderer"
-        )
+        raise _no_template("load_renderer", tokenizer)
     config = TypeAdapter(RendererConfig).validate_python({"name": name, **options})
     try:
         renderer = create_renderer(tokenizer if name == "default" else _Memoized(tokenizer), config)

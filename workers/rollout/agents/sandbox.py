@@ -8,14 +8,16 @@ from functools import cache
 from typing import Any
 
 from workers.rollout.agents.environment import ToolEnvironment
+from workers.rollout.agents.tools import ToolCall
 from workers.rollout.rewards.code_process import CodeLimits, run_python
 from workers.rollout.rollout_errors import RolloutError
 
 
 class PythonSandbox(ToolEnvironment):
     """One tool, ``python``, which runs a program with limits of time and memory, without network, and in a folder of
-    its own that is deleted afterwards; see `run_python`. Nothing is kept from one call to the next. Programs may read
-    all files that the worker's user may read: run the workers in a container if the policy must not.
+    its own that is deleted afterwards; see `run_python`. Nothing is kept from one call to the next. `CodeLimits` bound
+    its time, and `SessionLimits.silence` does not. Programs may read all files that the worker's user may read: run the
+    workers in a container if the policy must not.
 
     Subclass it and override `score` to reward the answer.
 
@@ -32,6 +34,7 @@ class PythonSandbox(ToolEnvironment):
     def __init__(self, limits: CodeLimits | None = None, *, result_chars: int = 8192) -> None:
         super().__init__(result_chars=result_chars, cut="middle")
         self.code_limits = limits or CodeLimits()
+        self._running = 0
 
     def python(self, program: str) -> str:
         """Run a Python program, and return what it prints.
@@ -50,6 +53,19 @@ class PythonSandbox(ToolEnvironment):
         elif done.status:
             said += f"\nError: {done.errors.strip() or f'ended with status {done.status}'}"
         return said
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """See `Environment`: a program runs, or waits for others to end."""
+        return self._running > 0
+
+    async def _result(self, call: ToolCall) -> tuple[str, bool]:
+        own = call.name == "python"
+        self._running += own
+        try:
+            return await super()._result(call)
+        finally:
+            self._running -= own
 
     def state_dict(self) -> Any:
         return {"row": dict(self.row)}

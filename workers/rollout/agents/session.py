@@ -495,13 +495,17 @@ class Session:
             _Ended: it has raised, or taken too long, or the session was aborted.
             RolloutError: it has raised this, or is no ``async`` function.
         """
-        silence, left = self._limits.silence, self._seconds_left()
-        limits = [one for one in (silence, left) if one is not None]
+        silence = self._limits.silence
         if not asyncio.iscoroutine(coroutine := method(*args)):
             raise RolloutError(f"{method.__qualname__} must be an `async def`")
         task = asyncio.ensure_future(coroutine)
         try:
-            ended = await self._waited(task, min(limits, default=None))
+            while True:
+                left = self._seconds_left()
+                last = left is not None and (silence is None or left < silence)
+                ended = await self._waited(task, left if last else silence)
+                if ended or last or self._is_aborted or not getattr(self._environment, "busy", False):
+                    break
         except asyncio.CancelledError:
             await self._cancelled(task)
             raise
@@ -509,7 +513,7 @@ class Session:
             await self._cancelled(task)
             if self._is_aborted:
                 raise _Ended("abort")
-            if left is not None and (silence is None or left < silence):
+            if last:
                 raise _Ended("seconds")
             where = f"{type(self._environment).__name__}.{method.__name__}()"
             raise _Ended("silence", told=f"{where} took longer than SessionLimits.silence, {silence:g} s")

@@ -37,7 +37,8 @@ class Row:
     Attributes:
         request: its tokens so far are those that were recorded.
         generator: of its random numbers; None before the first token.
-        filled: number of its tokens with keys and values in the batch's cache, which are the cache's last columns.
+        filled: number of its tokens with keys and values in the batch's cache, which are the cache's last columns; -1
+            once it has ended, since later columns are of no token of its.
         experts: of these tokens; None if they are not recorded.
     """
 
@@ -163,6 +164,8 @@ class Batch:
         if not logits:  # all requests were aborted a moment ago
             return [], [], [], [], []
         for row, of_row in zip(self._rows, experts, strict=True):
+            if row.filled < 0:
+                continue
             if of_row is not None and row.experts is not None and len(of_row) < row.length:  # the last token's
                 row.experts.ids.extend(of_row.ids)
             elif of_row is not None:
@@ -185,15 +188,16 @@ class Batch:
     def remove_ended(self) -> None:
         """Free the keys and values of rows that have ended, after the prefixes have got them."""
         self._added = [row for row in self._added if not row.request.ended]
-        if self.prefixes is not None and self._cache is not None and self._ordinary:
-            # Now, since the next forward pass writes into all rows.
-            for place, row in enumerate(self._rows):
-                if row.request.ended and row.filled:
+        prefixes = self.prefixes if self._cache is not None and self._ordinary else None
+        for place, row in enumerate(self._rows):
+            if row.request.ended and row.filled > 0:
+                # Now or never, since the next forward pass writes into all rows.
+                if prefixes is not None:
                     own = slice(place, place + 1), slice(None), slice(self._width - row.filled, self._width)
                     layers = self._cache.layers
                     kept = [KeysValues(layer.keys[own].clone(), layer.values[own].clone()) for layer in layers]
-                    self.prefixes.add(row.tokens[: row.filled], kept, row.experts)
-                    row.filled = 0
+                    prefixes.add(row.tokens[: row.filled], kept, row.experts)
+                row.filled = -1
         live = [place for place, row in enumerate(self._rows) if not row.request.ended]
         if not live:
             self._rows, self._cache = [], None

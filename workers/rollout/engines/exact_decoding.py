@@ -13,8 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from workers.algorithms.token_log_probs import next_token_log_probs
 from workers.exact import COLUMNS, ExactError, exact_logits, least_rows, make_exact, row_positions
-from workers.extras import require
-from workers.hf_files import compute_output_in_float32
+from workers.hf_files import compute_output_in_float32, make_model
 from workers.hf_routing import Routers
 from workers.rollout.engines.decoding import ROOM, Batch
 from workers.rollout.engines.request_engine import Request
@@ -203,10 +202,7 @@ def probe(
     text.num_hidden_layers = min(text.num_hidden_layers, PROBE_LAYERS)
     if "layer_types" in vars(text) and text.layer_types:
         text.layer_types = text.layer_types[: text.num_hidden_layers]
-    auto = require("transformers", extra="hf").AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    model = make_model(config, True, 0, trust_remote_code)
     make_exact(model)
     dropout = max((one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)), default=0.0)
     if dropout or getattr(text, "attention_dropout", 0.0):

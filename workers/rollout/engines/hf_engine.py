@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dispatch.checks import check_count
 from workers.device import current_device, dtype_of, empty_cache, use_device
 from workers.extras import require
-from workers.hf_files import compute_output_in_float32, make_model, shapes_of
+from workers.hf_files import RANDOM, compute_output_in_float32, make_model, shapes_of
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_tensors
 from workers.rollout.engines.prefix_cache import PrefixCache
 from workers.rollout.engines.request_engine import Request, RequestEngine
@@ -98,7 +98,7 @@ class HFEngine(RequestEngine):
         made = make_model(copy.deepcopy(model) if exact else model, random_weights, seed, trust_remote_code)
         self._adapter = LoraSettings.of(lora)
         if self._adapter is not None:
-            with torch.random.fork_rng(devices=[]):
+            with RANDOM, torch.random.fork_rng(devices=[]):
                 self._adapter.inject(made)
         for parameter in made.parameters():  # made.to(dtype) would also cast the rotary frequencies
             parameter.data = parameter.data.to(dtype)

@@ -39,10 +39,10 @@ class NemoGymClient(Environment):
     The session is the server's cookie. It has no `Environment.state_dict`: a session whose worker dies begins again.
 
     Args:
-        url: of the server, such as ``http://host:8000``.
+        url: of the server, such as ``http://host:8000``. The environment's proxies are not used.
         shows_input: whether `reset` returns the messages of ``input``; False if the prompt has them already.
         headers: of all requests.
-        verify_seconds: how long ``/verify`` may take; `SessionLimits.silence` bounds it too.
+        verify_seconds: how long ``/verify`` may take, in the place of `SessionLimits.silence`.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class NemoGymClient(Environment):
         self._row, self._output = dict(row), []
         self._ask = _DIALECT.read(self._row["responses_create_params"])
         self.tools = [_Described(schema) for schema in self._ask.tools or ()]  # type: ignore[misc]
-        self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=self._verify_seconds)
+        self._client = httpx.AsyncClient(
+            base_url=self.url, headers=self._headers, timeout=self._verify_seconds, trust_env=False
+        )
         await self._post("/seed_session", self._row)
         return self._ask.messages if self._shows_input else None
 
@@ -100,7 +102,9 @@ class NemoGymClient(Environment):
                 for call, (text, _) in results
             ]
             return Step(observation, invalid=not any(valid for _, (_, valid) in results))
-        verified = await self._post("/verify", {**self._row, "response": {**response, "output": self._output}})
+        self.busy = True
+        async with asyncio.timeout(self._verify_seconds):
+            verified = await self._post("/verify", {**self._row, "response": {**response, "output": self._output}})
         told = {name: value for name, value in verified.items() if name not in self._row and name != "response"}
         if not isinstance(told.get("reward"), (int, float)):
             raise NemoGymError(f"{self.url}/verify: {told!r:.200} has no reward")

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
 from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use, json_reply
-from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, extend, record
+from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, check_renderer, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, SamplingMask, SamplingParams
@@ -95,6 +95,11 @@ class GatewaySession:
         self.counters[name] = self.counters.get(name, 0) + 1
         return self.counters[name]
 
+    def check_open(self) -> None:
+        """Raise a `GatewayError` if it was closed: its tree is somebody else's then."""
+        if self.closed:
+            raise GatewayError("token", "the session was closed")
+
     @property
     def tokens_left(self) -> int | None:
         """How many tokens the tree may still get; None for any number."""
@@ -127,7 +132,8 @@ class Gateway:
         key: what a `GatewayRouter` shows.
 
     Raises:
-        TypeError: the engine generates batches only.
+        TypeError: the engine generates batches only, or the renderer is none.
+        RenderError: the renderer applies a chat template, which its tokenizer does not have.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Gateway:
     ) -> None:
         if not isinstance(engine, RequestEngine):
             raise TypeError(f"Gateway: the engine is a {type(engine).__name__}; requests need a RequestEngine")
+        check_renderer("Gateway", renderer)
         self.engine, self.renderer, self.limits = engine, renderer, limits or GatewayLimits()
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
         self.key = secrets.token_urlsafe(24)
@@ -334,6 +341,7 @@ class Gateway:
     async def _turn(self, session: GatewaySession, dialect: Dialect, ask: Ask) -> Reply:
         tree = session.tree
         with self._lock:
+            session.check_open()
             others = session.use.calls - 1
             if others >= self.limits.calls:
                 raise GatewayError("limit", f"the session has {others} calls, which is the limit")
@@ -363,8 +371,7 @@ class Gateway:
         # The session may have been closed, and its other calls may have grown the tree. Nodes are only ever added, so
         # `node` is still the prompt's.
         with self._lock:
-            if session.closed:
-                raise GatewayError("token", "the session was closed")
+            session.check_open()
             if cut and completion.finish_reason == "length":
                 session.end_reason = "tokens"
             if completion.prompt_ids is not None:
@@ -455,15 +462,18 @@ class Gateway:
         partial: Completion | None = None
         deadline: float | None = None  # for the engine to take it, also when it continues
         while True:
+            session.check_open()
             id_ = next(ids)
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
             try:
-                future = self._submit(session, prompt, how, id_, seed, partial, deadline)
+                future = self._submit(prompt, how, id_, seed, partial, deadline)
                 if future is None:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
                 deadline = None
+                if session.closed:  # just before, and so the engine did not know the request
+                    self.engine.abort([id_])
                 completion = await asyncio.wrap_future(future)
             except asyncio.CancelledError:  # the client has left; nobody waits for the rest
                 self.engine.abort([id_])
@@ -475,15 +485,12 @@ class Gateway:
                 raise GatewayError("failed", str(error)) from error
             finally:
                 session.running.discard(id_)
-            if session.closed:
-                raise GatewayError("token", "the session was closed")
             if completion.finish_reason != "abort":
                 return completion if self._tag is None else self._tag(completion)
             partial = completion
 
     def _submit(
         self,
-        session: GatewaySession,
         prompt: list[int],
         how: SamplingParams,
         id_: str,
@@ -498,7 +505,7 @@ class Gateway:
             what = f"the prompt {error}" if isinstance(error, PromptError) else str(error)
             raise GatewayError("invalid", what) from error
         except RolloutError as error:
-            if session.closed or time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise GatewayError("unavailable", str(error)) from error
             return None
 

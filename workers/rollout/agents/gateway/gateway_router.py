@@ -37,6 +37,9 @@ HEALTH_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
 """A worker that does not answer for this long is taken for dead, until it answers again."""
 
+FORGET_SECONDS = 2.0
+"""How long a worker that was replaced may take to close its sessions."""
+
 RETRY_SECONDS = 0.1
 
 REUSE_SECONDS = 60.0
@@ -53,14 +56,24 @@ class WorkerGoneError(ConnectionError):
 
 @dataclass(eq=False)
 class _Worker:
-    """A gateway, and the connections to it that no call uses."""
+    """A gateway.
+
+    Attributes:
+        address, key: its `Gateway.endpoint`.
+        up: whether sessions may be opened there.
+        sessions: that were.
+        left: sessions that have moved away, which it may still have. It is not up as long as there are some.
+        calls: that it has not answered.
+        idle: connections that no call uses, and since when.
+    """
 
     address: str
     key: str
     up: bool = True
     sessions: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)  # and since when
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -108,9 +121,23 @@ class _Worker:
             else:
                 writer.transport.abort()
 
+    async def look(self) -> None:
+        """Make it forget the sessions that have moved away.
+
+        Raises:
+            WorkerGoneError: it does not answer.
+        """
+        await self.send("GET", "/health", {}, b"")
+        while self.left:
+            token = next(iter(self.left))
+            await self.send("DELETE", "/private/sessions", {"authorization": f"Bearer {token}"}, b"")
+            self.left.discard(token)
+
     def leave(self) -> None:
         """End all calls, and close the connections."""
         self.up = False
+        self.left |= self.sessions
+        self.sessions.clear()
         for call in list(self.calls):
             call.cancel()
         while self.idle:
@@ -127,6 +154,8 @@ class _Session:
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
         lost: the workers that were gone before they had answered, since the last answer.
+        placing: gets it a worker. All its calls wait for that, and it goes on if their clients leave: a worker that was
+            told to open the session has it.
         use: its calls.
     """
 
@@ -135,7 +164,7 @@ class _Session:
     worker: _Worker | None = None
     moves: int = 0
     lost: set[_Worker] = field(default_factory=set)
-    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    placing: asyncio.Future[None] | None = None
     use: Use = field(default_factory=Use)
 
     @property
@@ -221,6 +250,9 @@ class GatewayRouter:
             self._workers = [known.get(one) or _Worker(*one) for one in wanted]
             for worker in gone:
                 self._lost(worker, "it was replaced")
+            if looks := [asyncio.ensure_future(worker.look()) for worker in gone]:  # they may be alive
+                for late in (await asyncio.wait(looks, timeout=FORGET_SECONDS))[1]:
+                    late.cancel()
 
         self._front.run(change())
 
@@ -327,7 +359,12 @@ class GatewayRouter:
                     f"{len(session.lost)} workers in a row have died while they answered the session's calls; one of "
                     "these may be the reason, so no further worker gets them",
                 )
-            worker = await self._placed(call.token, session)
+            worker = session.worker
+            if worker is None or not worker.up:
+                if session.placing is None or session.placing.done():
+                    session.placing = asyncio.ensure_future(self._place(call.token, session))
+                await asyncio.shield(session.placing)
+                continue  # by now the worker may be gone again
             moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
             try:
                 status, given, body = await self._send(worker, call.method, call.path, headers, call.body)
@@ -367,39 +404,37 @@ class GatewayRouter:
         finally:
             worker.calls.discard(sending)
 
-    async def _placed(self, token: str, session: _Session) -> _Worker:
-        """The session's worker, which is the least busy one for a session that has none."""
-        async with session.placing:  # calls at once must not open the session at two workers
-            while session.worker is None or not session.worker.up:
-                up = [one for one in self._workers if one.up]
-                if not up:
-                    if not self._told_waiting:
-                        self._told_waiting = True
-                        logger.warning("calls wait, because the router has no worker; see GatewayRouter.set_workers")
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                self._told_waiting = False
-                worker = min(up, key=lambda one: len(one.sessions))
-                worker.sessions.add(token)
-                body = b"\n".join([json.dumps(session.head).encode(), *session.journal])
-                session.moves += 1  # before sending: replies of the worker before must not count from here on
-                try:
-                    headers = {"authorization": f"Bearer {token}"}
-                    status, _, said = await self._send(worker, "PUT", "/private/sessions", headers, body)
-                except WorkerGoneError as error:
-                    self._lost(worker, str(error))
-                    continue
-                if status != 200:
-                    worker.sessions.discard(token)
-                    raise GatewayError(
-                        "unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}"
-                    )
-                if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
-                    await self._leave(worker, token)
-                    raise GatewayError("token", "the session was closed")
-                session.worker = worker
-                self.moved += session.moves > 1
-            return session.worker
+    async def _place(self, token: str, session: _Session) -> None:
+        """Open a session at the least busy worker."""
+        while session.worker is None or not session.worker.up:
+            if self._sessions.get(token) is not session:
+                raise GatewayError("token", "the session was closed")
+            up = [one for one in self._workers if one.up]
+            if not up:
+                if not self._told_waiting:
+                    self._told_waiting = True
+                    logger.warning("calls wait, because the router has no worker; see GatewayRouter.set_workers")
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._told_waiting = False
+            worker = min(up, key=lambda one: len(one.sessions))
+            worker.sessions.add(token)
+            body = b"\n".join([json.dumps(session.head).encode(), *session.journal])
+            session.moves += 1  # before sending: replies of the worker before must not count from here on
+            try:
+                headers = {"authorization": f"Bearer {token}"}
+                status, _, said = await self._send(worker, "PUT", "/private/sessions", headers, body)
+            except WorkerGoneError as error:
+                self._lost(worker, str(error))
+                continue
+            if status != 200:
+                worker.sessions.discard(token)
+                raise GatewayError("unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}")
+            if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
+                await self._leave(worker, token)
+                raise GatewayError("token", "the session was closed")
+            session.worker = worker
+            self.moved += session.moves > 1
 
     async def _leave(self, worker: _Worker, token: str) -> None:
         worker.sessions.discard(token)
@@ -415,7 +450,6 @@ class GatewayRouter:
                 "the gateway at %s is gone (%s); its %d sessions move", worker.address, why, len(worker.sessions)
             )
         worker.leave()
-        worker.sessions.clear()
 
     async def _watch(self) -> None:
         """Look at each worker now and then."""
@@ -428,8 +462,8 @@ class GatewayRouter:
                         alive = looking.exception() is None
                         if worker.up and not alive:
                             self._lost(worker, str(looking.exception()))
-                        worker.up = alive
-                    waiting[worker] = time.monotonic(), asyncio.ensure_future(worker.send("GET", "/health", {}, b""))
+                        worker.up = alive and not worker.left
+                    waiting[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
                 elif time.monotonic() - begun > SILENCE_SECONDS:
                     self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
                     looking.cancel()
