@@ -120,7 +120,12 @@ def finite_step(optimizer: Any) -> float:
     """
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+    before = [scaler.state_dict() for scaler in scalers(optimizer)]
     if optimizer.prepare_grads():  # float16 overflowed
+        # Experts have an optimizer and a scaler of their own, but the loss has one scale: all must remain the same.
+        for scaler, state in zip(scalers(optimizer), before, strict=True):
+            scaler.load_state_dict(state)
+            scaler.update(True)
         return math.nan
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
