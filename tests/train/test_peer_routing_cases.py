@@ -119,6 +119,21 @@ def test_replay_of_one_model_leaves_others_alone():
     assert idle.replayed is None
 
 
+def test_nothing_is_left_after_a_pass_that_failed():
+    """miles, SkyRL: neither the experts to replay nor a recording."""
+    model = make()
+    native, routers = used(model, lambda: model(IDS)), Routers(model)
+    routers.replayed = payload()[:, :1]  # of too few layers
+    routers.record()
+    with pytest.raises(IndexError):
+        model(IDS)
+    routers.forget()
+    again = used(model, lambda: model(IDS))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(native, again, strict=True))
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        routers.recorded()
+
+
 def test_scores_are_of_all_logits():
     """ISEEKYAN/Megatron-LM #79: an expert that the router would not choose has its score and a gradient, not 0."""
     model = make()

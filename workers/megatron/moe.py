@@ -138,13 +138,11 @@ class ExpertRouting:
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
 
     def end_step(self) -> dict[str, float]:
-        """End a training step. All ranks call it. Return metrics, the same on every rank: those of `RoutingMeter`, and
-        the auxiliary losses as means over layers, unless their coefficients are 0."""
-        meter = self._meter
-        self.forget()
-        if meter is None:
+        """End a training step, before `forget`. All ranks call it. Return metrics, the same on every rank: those of
+        `RoutingMeter`, and the auxiliary losses as means over layers, unless their coefficients are 0."""
+        if self._meter is None:
             return {}
-        sums = torch.cat([meter.sums(), self._losses])
+        sums = torch.cat([self._meter.sums(), self._losses])
         dist.all_reduce(sums)  # each rank has tokens and layers of its own
         sums = sums.cpu()
         found = RoutingMeter.metrics(sums[:-2], self.shape)
