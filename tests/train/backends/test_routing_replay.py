@@ -307,7 +307,7 @@ def test_engines_that_record_no_experts_are_refused_when_they_are_connected(two)
 
     def connect(**options):
         with LocalWorkerGroup(2, RayClassWithInitArgs(RolloutWorker, HFEngine, QWEN, **options)) as group:
-            two.set_rollout_manager(RolloutManager(group, lambda *_: 0.0))
+            two.set_rollout_manager(RolloutManager(group))
             two.set_rollout_manager(None)
 
     with pytest.raises(TrainArgsError, match=r"R3.* needs the experts of the rollout, .* does not record"):
