@@ -22,6 +22,7 @@ from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.train.args import TrainArgsError
+from workers.train.group_links import RolloutLink
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -304,17 +305,12 @@ def test_models_without_experts_are_refused_before_anything_is_sent(two, asked):
 def test_engines_that_record_no_experts_are_refused_when_they_are_connected(two):
     """Not at the first step, after a whole rollout."""
     begin(two, {"hf_config": QWEN, "routing_replay": "R3"})
-
-    def connect(**options):
-        with LocalWorkerGroup(2, RayClassWithInitArgs(RolloutWorker, HFEngine, QWEN, **options)) as group:
+    with LocalWorkerGroup(2, RayClassWithInitArgs(RolloutWorker, HFEngine, QWEN)) as group:
+        with pytest.raises(TrainArgsError, match=r"R3.* needs the experts of the rollout, .* does not record"):
             two.set_rollout_manager(RolloutManager(group))
-            two.set_rollout_manager(None)
-
-    with pytest.raises(TrainArgsError, match=r"R3.* needs the experts of the rollout, .* does not record"):
-        connect()
-    connect(return_routed_experts=True)
-    begin(two, {"hf_config": QWEN, "routing_replay": "R2"})
-    connect()
+    recording = RayClassWithInitArgs(RolloutWorker, HFEngine, QWEN, return_routed_experts=True)
+    with LocalWorkerGroup(2, recording) as group:
+        RolloutLink(RolloutManager(group), lambda: 0, 9.0).check_experts()
 
 
 @pytest.mark.full("models without replay")
