@@ -87,13 +87,23 @@ class Routers:
 
     def recorded(self) -> torch.Tensor:
         """Return the experts of the last pass since `record`, (tokens, layers, k) int16 on the model's device, in the
-        order of its input; `NATIVE` in layers without experts. Recording ends."""
-        found, self._recorded = self._recorded or {}, None
+        order of its input; `NATIVE` in layers without experts. Recording ends.
+
+        Raises:
+            RuntimeError: there was no pass.
+        """
+        found, self._recorded = self._recorded, None
+        if not found:
+            raise RuntimeError("nothing was recorded: there was no pass since record()")
         first = found[self.shape.sparse[0]]
         made = first.new_full((len(first), self.shape.layers, self.shape.k), NATIVE, dtype=torch.int16)
         for layer, chosen in found.items():
             made[:, layer] = chosen
         return made
+
+    def forget(self) -> None:
+        """Keep nothing of passes that have ended or failed: later ones would take the experts, or be recorded."""
+        self.replayed = self.meter = self.logits = self._recorded = None
 
     def _route(self, layer: int, router: Any, given: Any, made: tuple[torch.Tensor, ...]) -> Any:
         logits, scores, native = made

@@ -1,13 +1,17 @@
 """The gateway, through the clients that programs use: OpenAI's and Anthropic's packages, and plain HTTP."""
 
 import asyncio
+import base64
+import io
 import json
 import logging
 import threading
 import time
+from array import array
 from contextlib import contextmanager
 
 import depth
+import numpy
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
 
@@ -16,7 +20,7 @@ from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.rendering import TokenRenderer, load_renderer
 from workers.rollout.agents.rows import rows
 from workers.rollout.agents.trajectory import Node
-from workers.rollout.engines.rollout_engine import SamplingMask, SamplingParams
+from workers.rollout.engines.rollout_engine import RoutedExperts, SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
 anthropic, httpx, openai = (pytest.importorskip(name) for name in ("anthropic", "httpx", "openai"))
@@ -211,6 +215,25 @@ def test_token_ids_in_and_out():
         tree = gateway.close(token)
     # The second prompt continues the first; the third is the same again; the fourth begins anew.
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, None, 5]
+
+
+def test_token_endpoint_returns_the_experts_that_the_engine_records():
+    """As vLLM does: of all tokens but the last."""
+
+    class Recording(ScriptEngine):
+        routed_experts = True
+
+        def record(self, request, token_ids, *rest):
+            computed = range((len(request.prompt) + len(request.token_ids) + len(token_ids) - 1) * 6)
+            super().record(request, token_ids, *rest, routed_experts=RoutedExperts(array("h", computed), 3, 2))
+
+    with serving(Recording(lambda *_: "yo")) as gateway:
+        _, token = gateway.open(seed=1)
+        url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
+        choice = CLIENT.post(url, json={"token_ids": [5, 6, 7]}, headers=headers).json()["choices"][0]
+    found = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert len(choice["token_ids"]) == 3 and found.dtype == numpy.int16
+    assert numpy.array_equal(found, numpy.arange(5 * 6).reshape(5, 3, 2))
 
 
 def test_a_prompt_of_tokens_continues_the_longest_path():

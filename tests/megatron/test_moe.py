@@ -1,5 +1,8 @@
 """Mixtures of experts on four real processes, compared with transformers' models in this one."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 import train_model_workers as on_ranks
@@ -25,11 +28,13 @@ MODELS = {
     "qwen3": QWEN3,
     "mixtral": MixtralConfig(**HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     "qwen2": Qwen2MoeConfig(**MIXED, shared_expert_intermediate_size=80, tie_word_embeddings=True),
+    "late": Qwen3MoeConfig(**{**MIXED, "mlp_only_layers": [0, 1]}, head_dim=16, norm_topk_prob=True),
 }
 QWEN3_TIED = Qwen3MoeConfig(**MIXED, head_dim=16, tie_word_embeddings=True)
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+ETP2, ETP4 = {"expert_tensor_parallel_size": 2}, {"expert_tensor_parallel_size": 4}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 LOSSES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -139,6 +144,11 @@ CASES = [
     pytest.param("qwen3", EP2, {**ALLGATHER, **LOSSES}, DISTRIBUTED, id="dp4 ep2, allgather, distributed", marks=rare),
     pytest.param("qwen3", {"expert_model_parallel_size": 4}, {}, {}, id="dp4 ep4", marks=rare),
     pytest.param("qwen3", {**TP2, **EP2}, LOSSES, {}, id="dp2 tp2 ep2 etp2", marks=rare),
+    pytest.param("qwen3", {**TP2, **ETP1}, LOSSES, {}, id="dp2 tp2 etp1", marks=rare),
+    pytest.param("qwen3", {**TP2, **ETP1}, LOSSES, DISTRIBUTED, id="dp2 tp2 etp1, distributed", marks=rare),
+    pytest.param("qwen3", {**TP2, **ETP4}, LOSSES, DISTRIBUTED, id="dp2 tp2 etp4, distributed", marks=rare),
+    pytest.param("qwen3", {**PP2, **ETP2}, {**ALLGATHER, **RECOMPUTED}, {},
+                 id="dp2 pp2 etp2, allgather, recomputed", marks=rare),
     pytest.param("qwen3", {**TP2, **EP2, **ETP1}, ALLGATHER, DISTRIBUTED, id="dp2 tp2 ep2 etp1, allgather", marks=rare),
     pytest.param("qwen3", {**TP2, **PP2}, {**LOSSES, **RECOMPUTED}, {}, id="tp2 pp2 etp2, recomputed", marks=rare),
     pytest.param("qwen3", {**TP2, **PP2, **EP2, **ETP1}, LOSSES, {}, id="tp2 pp2 ep2 etp1", marks=rare),
@@ -188,6 +198,7 @@ REPLAYS = [
                  id="dp2 tp2 ep2 etp2, allgather, experts recomputed", marks=rare),
     pytest.param("qwen2", {**VPP, **EP2}, {**UNBATCHED, **RECOMPUTED}, id="interleaved, ep2, recomputed", marks=rare),
     pytest.param("mixtral", {**TP2, **EP2, **ETP1}, RECOMPUTED, id="Mixtral, dp2 tp2 ep2, recomputed", marks=rare),
+    pytest.param("late", {**PP2, **EP2}, {}, id="dp2 pp2 ep2, no_experts in the first stage", marks=rare),
 ]  # fmt: skip
 
 
@@ -291,6 +302,11 @@ def test_critic_with_experts_matches_a_token_classifier(four, saved):
     [
         pytest.param("qwen3", EP2, {**PP2, **EP2}, False, id="dp4 ep2 to dp2 pp2 ep2"),
         pytest.param("qwen3", {**TP2, **EP2, **ETP1}, EP2, True, id="dp2 tp2 ep2 etp1 to dp4 ep2, distributed"),
+        pytest.param("qwen3", {}, EP2, False, id="dp4 to dp4 ep2"),
+        pytest.param("qwen3", EP2, TP2, False, id="dp4 ep2 to dp2 tp2"),
+        pytest.param("qwen3", {**TP2, **ETP1}, EP2, True, id="dp2 tp2 etp1 to dp4 ep2, distributed"),
+        pytest.param("qwen3", {**PP2, **EP2}, ETP2, True, id="dp2 pp2 ep2 to dp4 etp2, distributed"),
+        pytest.param("late", {**PP2, **EP2}, {}, False, id="no_experts in the first stage, to dp4"),
         pytest.param("qwen2", {**TP2, **EP2}, {**PP2, "expert_model_parallel_size": 2}, True,
                      id="Qwen2, dp2 tp2 ep2 etp2 to dp2 pp2 ep2, distributed"),
     ],
@@ -363,6 +379,37 @@ def test_auxiliary_losses_are_scaled_as_the_loss_in_float16(four, saved):
         norms.append(four.run(on_ranks.train_step, batch(), on_ranks.no_loss, 1.0, 1e-3)[0]["grad_norm"])
     print(f"gradient norms in float32 and float16: {norms}")
     assert norms[0] > 0.01 and norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+@rare
+@pytest.mark.parametrize("distributed", [False, True])
+def test_overflow_of_experts_alone_keeps_one_loss_scale_in_float16(four, saved, distributed):
+    """Megatron halves the scale after two overflows in a row. Each of its optimizers has a scaler of its own, but there
+    is one loss: gradients that were divided by another scale would be too large."""
+    _, folder = saved(QWEN3)
+    options = {"overrides": {"moe_aux_loss_coeff": 0.03, "moe_z_loss_coeff": 0.003}, "param_dtype": "fp16"}
+    four.run(on_ranks.make, QWEN3, EP2, optimizer={**ADAM, "distributed": distributed}, **options)
+    four.run(on_ranks.load_hf, folder)
+
+    def norm(**infinite):
+        return four.run(on_ranks.train_step, batch(), on_ranks.no_loss, 1.0, 0.0, **infinite)[0]["grad_norm"]
+
+    before = norm()
+    assert all(math.isnan(norm(infinite=".0.mlp.experts.")) for _ in range(2))
+    assert norm() == pytest.approx(before, rel=0.02)
+
+
+@rare
+def test_failed_pass_leaves_no_experts_to_the_next(four, saved):
+    """Its routes would be taken, and its tokens be counted, by later passes."""
+    make = partial(made, four, saved, QWEN3, EP2, RECOMPUTED, optimizer=ADAM)
+    data = batch()
+    given = {**data, "routed_experts": column(drawn_routes(QWEN3, data))}
+    make()
+    expected = four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e-3)
+    make()
+    assert all(four.run(on_ranks.step_fails, given)), "every router is empty again"
+    assert four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e-3) == expected
 
 
 @rare

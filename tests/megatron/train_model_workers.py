@@ -103,12 +103,34 @@ def no_loss(outputs, part, normalizer):
     return torch.zeros([]), {}
 
 
-def train_step(worker, data, loss, normalizer, lr, temperature=1.0):
+def train_step(worker, data, loss, normalizer, lr, temperature=1.0, infinite=None):
+    """``infinite`` is a part of the names of parameters that get infinite gradients."""
     wants_entropy = loss is policy_loss
+    hooks = [
+        parameter.register_hook(lambda gradient: gradient * torch.inf)
+        for model in worker.model.models
+        for name, parameter in model.named_parameters()
+        if infinite is not None and infinite in name
+    ]
     report = worker.model.train_step(
         own_rows(data), partial(loss, normalizer=normalizer), lr=lr, temperature=temperature, entropy=wants_entropy
     )
+    for hook in hooks:
+        hook.remove()
     return {**report.sums, "grad_norm": report.grad_norm}
+
+
+def step_fails(worker, data):
+    """A loss function that raises. Returns whether this rank's routers keep nothing of the step."""
+
+    def broken(outputs, part):
+        raise ArithmeticError
+
+    try:
+        worker.model.train_step(own_rows(data), broken, lr=0.0)
+    except ArithmeticError:
+        return all(not router.waiting for router in worker.model._routing.routers)
+    return False
 
 
 def hf_shards(worker, rank=None):

@@ -1,5 +1,5 @@
-"""What the tests of other libraries expect of routing replay (NeMo-RL, miles, SkyRL, verl), as cases of our own. The
-table in docs/routing-replay.md says which hold."""
+"""What the tests of other libraries expect of routing replay (NeMo-RL, miles, SkyRL, slime, verl), as cases of our own.
+The table in docs/routing-replay.md says which hold."""
 
 from array import array
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from workers.data.routed_experts import RoutingShape, missing_routes
+from workers.data.routed_experts import RoutingShape, missing_routes, wrong_routes
 from workers.hf_files import config_from
 from workers.hf_routing import Routers, RoutingError
 from workers.rollout.agents.rows import rows
@@ -119,6 +119,21 @@ def test_replay_of_one_model_leaves_others_alone():
     assert idle.replayed is None
 
 
+def test_nothing_is_left_after_a_pass_that_failed():
+    """miles, SkyRL: neither the experts to replay nor a recording."""
+    model = make()
+    native, routers = used(model, lambda: model(IDS)), Routers(model)
+    routers.replayed = payload()[:, :1]  # of too few layers
+    routers.record()
+    with pytest.raises(IndexError):
+        model(IDS)
+    routers.forget()
+    again = used(model, lambda: model(IDS))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(native, again, strict=True))
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        routers.recorded()
+
+
 def test_scores_are_of_all_logits():
     """ISEEKYAN/Megatron-LM #79: an expert that the router would not choose has its score and a gradient, not 0."""
     model = make()
@@ -146,6 +161,50 @@ def test_models_without_routers_are_refused():
     model.model.layers[1].mlp.gate = torch.nn.Identity()
     with pytest.raises(RoutingError, match=r"experts in the layers \[1, 2\], and its model routers in \[2\]"):
         Routers(model)
+
+
+def test_zeros_are_experts_in_layers_that_have_some():
+    """slime: an engine's pipeline stage that was not asked leaves zeros. They are refused in a layer with experts, and
+    ignored in a dense one."""
+    shape, real = RoutingShape(6, 8, 2, (3, 4, 5)), torch.ones(1, 4, dtype=torch.bool)
+    experts = torch.zeros(4, 6, 2, dtype=torch.int16)
+    experts[:, 3:, 1] = 7
+
+    def wrong():
+        return wrong_routes(torch.nested.as_nested_tensor([experts], layout=torch.jagged), real, shape)
+
+    assert wrong() is None
+    experts[:, 4:] = 0
+    assert "the experts [0, 0] at its token 0 in layer 4" in wrong()
+
+
+def test_experts_above_255_survive():
+    """verl: numbers that one byte cannot hold, through recording and replay."""
+    model = make(num_experts=600)
+    routers, wanted = Routers(model), payload()
+    wanted[:3, 1] = torch.tensor([[0, 255], [256, 511], [599, 300]], dtype=torch.int16)
+    routers.replayed = wanted
+    routers.record()
+    model(IDS)
+    assert torch.equal(routers.recorded()[:, 1:3], wanted[:, 1:3])
+
+
+def test_a_continued_request_adds_the_experts_of_new_tokens_only():
+    """verl: each attempt computes the prompt and all tokens so far again."""
+    experts = RoutedExperts(array("h"), 1, 1)
+    for seen in (range(10, 15), range(20, 26), range(30, 38)):
+        experts.extend(array("h", seen), len(seen))
+    assert experts.ids.tolist() == [*range(10, 15), 25, 36, 37]
+
+
+def test_ranks_of_a_shared_sequence_have_their_slice_of_the_experts():
+    """miles: eight tokens for two tensor-parallel ranks."""
+    moe = pytest.importorskip("workers.megatron.moe")
+    routes = torch.arange(8).view(8, 1, 1, 1)
+    whole = moe.RoutedTokens(0, torch.arange(8).view(8, 1) < 7, routes)
+    slices = [whole.slice_of(rank, 2) for rank in range(2)]
+    assert [one.routes.flatten().tolist() for one in slices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [one.real.flatten().tolist() for one in slices] == [[True] * 4, [True] * 3 + [False]]
 
 
 def test_turns_have_the_rows_that_were_captured():

@@ -423,7 +423,7 @@ class FSDPTrainModel(TrainModel):
             raise
         finally:
             if self._routers is not None:
-                self._routers.replayed = None
+                self._routers.forget()
 
     def _cut(self, data: Mapping[str, torch.Tensor], *, sliced: bool = True) -> list[MicroBatch]:
         """Return the micro-batches, the same number on every rank, because each pass is a collective."""

@@ -138,12 +138,11 @@ class MegatronTrainModel(TrainModel):
         """
         if self._routing is None:
             raise ValueError(f"log_probs_and_routes(): a {self.hf_config.model_type!r} has no experts")
-        self._routing.recorded = {}
+        recorded = self._routing.recorded = {}
         try:
             log_probs = self.log_probs(data, temperature)
-            recorded = self._routing.recorded
         finally:
-            self._routing.recorded = None
+            self._routing.forget()
         micro_batches = self._cut(inputs_of(data))
         found = []
         for number, batch in enumerate(micro_batches):
@@ -197,8 +196,12 @@ class MegatronTrainModel(TrainModel):
         if self._routing is not None:
             (tokens,) = self._over_dp([sum(batch.real for batch in micro_batches)], dist.ReduceOp.SUM)
             self._routing.begin_step(tokens, self.device)
-        reports = self._run_pipeline(micro_batches, finish, forward_only=False)
-        found = {} if self._routing is None else self._routing.end_step()
+        try:
+            reports = self._run_pipeline(micro_batches, finish, forward_only=False)
+            found = {} if self._routing is None else self._routing.end_step()
+        finally:
+            if self._routing is not None:
+                self._routing.forget()
         grad_norm = finite_step(self._optimizer)
         return StepReport(
             {**self._sum_over_ranks(reports), **found}, grad_norm, sum(batch.cost for batch in micro_batches)
@@ -238,7 +241,8 @@ class MegatronTrainModel(TrainModel):
     @property
     def _shares_experts(self) -> bool:
         """Whether ranks with different rows run each micro-batch together, because they have each other's experts."""
-        return self.config.expert_model_parallel_size > 1
+        together = self.config.expert_model_parallel_size * (self.config.expert_tensor_parallel_size or 1)
+        return self._routing is not None and bool(self.config.tensor_model_parallel_size % together)
 
     def _shapes(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
         """The shapes that micro-batches are padded to: by default their own."""

@@ -120,7 +120,12 @@ def finite_step(optimizer: Any) -> float:
     """
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+    before = [scaler.state_dict() for scaler in scalers(optimizer)]
     if optimizer.prepare_grads():  # float16 overflowed
+        # Experts have an optimizer and a scaler of their own, but the loss has one scale: all must remain the same.
+        for scaler, state in zip(scalers(optimizer), before, strict=True):
+            scaler.load_state_dict(state)
+            scaler.update(True)
         return math.nan
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
@@ -166,6 +171,11 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     # Experts have an optimizer of their own, with states by number.
     rests = [dict(state)] if len(chained) == 1 else [dict(state[number]) for number in range(len(chained))]  # type: ignore[index]
     by_parameter = [rest.pop("param_state", None) for rest in rests]
+    # What ranks have in common is that of rank 0, which knows no steps of experts if its stage has none. All optimizers
+    # step together, and every stage has dense weights.
+    states: list[dict[Any, Any]] = [rest.get("optimizer", rest).get("state", {}) for rest in rests]
+    for state in states if "common_step" in states[0] else ():
+        state.setdefault("common_step", states[0]["common_step"])
     with own_settings(*inner_optimizers(optimizer)):
         optimizer.load_state_dict(rests[0] if len(chained) == 1 else dict(enumerate(rests)))
     steps = []

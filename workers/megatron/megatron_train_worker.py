@@ -60,11 +60,6 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
                 raise TrainArgsError(
                     f"args.{name}={args[name]}, but a {config.model_type!r} has no experts; leave it out"
                 )
-            if args.routing_replay is not None and experts_of(config) is None:
-                raise TrainArgsError(
-                    f"args.routing_replay={args.routing_replay!r} needs a mixture of experts, and the model is a "
-                    f"{config.model_type!r}; leave it out"
-                )
 
     def begin(self) -> None:
         from megatron.core import parallel_state

@@ -133,21 +133,16 @@ class ExpertRouting:
 
     def begin_step(self, total: float, device: torch.device) -> None:
         """Begin a training step with so many real tokens on all dp ranks."""
-        for router in self.routers:
-            router.waiting.clear()  # of a step that failed
         self.total = max(total, 1.0)
         self._meter = RoutingMeter(self.shape, device)
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
 
     def end_step(self) -> dict[str, float]:
-        """End a training step. All ranks call it. Return metrics, the same on every rank: those of `RoutingMeter`, and
-        the auxiliary losses as means over layers, unless their coefficients are 0."""
-        for router in self.routers:
-            router.waiting.clear()
-        meter, self._meter = self._meter, None
-        if meter is None:
+        """End a training step, before `forget`. All ranks call it. Return metrics, the same on every rank: those of
+        `RoutingMeter`, and the auxiliary losses as means over layers, unless their coefficients are 0."""
+        if self._meter is None:
             return {}
-        sums = torch.cat([meter.sums(), self._losses])
+        sums = torch.cat([self._meter.sums(), self._losses])
         dist.all_reduce(sums)  # each rank has tokens and layers of its own
         sums = sums.cpu()
         found = RoutingMeter.metrics(sums[:-2], self.shape)
@@ -156,12 +151,21 @@ class ExpertRouting:
             found |= {"moe/load_balancing_loss": balance, "moe/z_loss": z}
         return found
 
+    def forget(self) -> None:
+        """Keep nothing of a step that has ended or failed: a later one would take its routes, and count on."""
+        for router in self.routers:
+            router.waiting.clear()
+        self._meter = self.recorded = None
+
     @contextmanager
     def forward(self, tokens: RoutedTokens) -> Iterator[None]:
         """Within it the models' forward pass of a micro-batch runs. Its recomputation runs outside."""
         if self.config.sequence_parallel:
             group = parallel_state.get_tensor_model_parallel_group()
             tokens = tokens.slice_of(group.rank(), group.size())
+        if self.recorded is not None and tokens.number not in self.recorded:  # this stage may have no router
+            shape = (*tokens.real.shape, self.shape.layers, self.shape.k)
+            self.recorded[tokens.number] = torch.full(shape, NATIVE, dtype=torch.int16, device=tokens.real.device)
         self.tokens = tokens
         try:
             yield
@@ -178,9 +182,6 @@ class ExpertRouting:
             tokens: what it was given.
         """
         if self.recorded is not None:
-            shape = (*tokens.real.shape, self.shape.layers, self.shape.k)
-            if tokens.number not in self.recorded:
-                self.recorded[tokens.number] = torch.full(shape, NATIVE, dtype=torch.int16, device=chosen.device)
             self.recorded[tokens.number][:, :, layer] = chosen.view(*tokens.real.shape, -1).short()
         if self._meter is not None:
             self._meter.real = tokens.real.flatten()
@@ -285,6 +286,15 @@ class _Choice:
         given = (self._routes != NATIVE).all(1, keepdim=True)
         self.chosen = torch.where(given, self._routes, self.native)
         return scores.gather(1, self.chosen), self.chosen
+
+
+def reduce_apart(model: nn.Module) -> None:
+    """Let megatron sum the gradients of experts over the ranks that have the same ones, and give them an optimizer of
+    their own, also with ep 1. Otherwise it would sum over the ranks with the same dense weights, which are others if
+    etp is not tp, and a checkpoint with ep 1 would have another layout than one with more."""
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        for parameter in layer.experts.parameters():
+            vars(parameter)["allreduce"] = False
 
 
 def draw_experts(model: nn.Module, config: TransformerConfig) -> None:

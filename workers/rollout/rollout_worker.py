@@ -128,6 +128,11 @@ class RolloutWorker(WeightReceiver):
         tagged = [with_fingerprints(one, self.fingerprints, version) for one in completions]
         return [Generated(completion, version, self.rank) for completion in tagged]
 
+    @register(Dispatch.ONE_TO_ALL)
+    def records_experts(self) -> bool:
+        """Return whether completions have ``routed_experts``, which a trainer with ``routing_replay="R3"`` needs."""
+        return self.engine.routed_experts
+
     @register(Dispatch.ALL_TO_ALL)
     def exchange(self, orders: Orders) -> Report:
         """Begin and abort groups, and return those that are finished. `RolloutStream` calls it; see

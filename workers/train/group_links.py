@@ -14,6 +14,7 @@ from single_controller import Broadcast, WorkerFuture
 from workers.data.balance import Balance, balanced_rows
 from workers.hf_files import known_config
 from workers.recovery.train_recovery import TrainGroup
+from workers.train.args import TrainArgsError
 from workers.train.train_worker import Referred
 from workers.weight_sync import call_manager, receiver_groups
 
@@ -53,6 +54,20 @@ class RolloutLink:
         finally:
             if getattr(manager, "refresh", self) is None:
                 manager.refresh = self._refresh
+
+    def check_experts(self) -> None:
+        """Check that the rollout workers record experts, for ``routing_replay="R3"``.
+
+        Raises:
+            TrainArgsError: one of them has an engine that does not.
+        """
+        for group in receiver_groups(self.manager, self._timeout):
+            ask = getattr(group.methods, "records_experts", None)  # receivers of the user's own class have none
+            if ask is not None and not all(ask()):
+                raise TrainArgsError(
+                    "args.routing_replay='R3' needs the experts of the rollout, which an engine of this manager's "
+                    "rollout workers does not record; give HFEngine return_routed_experts=True, or use 'R2'"
+                )
 
     def forget(self) -> None:
         """The train workers were replaced, or have dropped the manager: `outdated` is true from now on."""

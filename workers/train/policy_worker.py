@@ -47,6 +47,7 @@ from workers.data.rollout_data import (
 from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_routes, without_routes
 from workers.hf_files import known_config, known_vocab_size, tokens_of
 from workers.seeds import mixed_seed
+from workers.train.args import TrainArgsError
 from workers.train.args_checks import function_at, function_of
 from workers.train.kept_rows import KeptRows
 from workers.train.model_worker import ModelWorker
@@ -66,6 +67,17 @@ class PolicyTrainWorker(ModelWorker):
     _rollout_id = 0
     """Of the rollout in training."""
     _kept: KeptRows | None = None
+
+    @classmethod
+    def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
+        super().check_args(args, ranks, with_ref)
+        if args.debug_rollout_only or args.routing_replay is None or (config := known_config(args)) is None:
+            return
+        if RoutingShape.of(config) is None:
+            raise TrainArgsError(
+                f"args.routing_replay={args.routing_replay!r} needs a mixture of experts, and the model is a "
+                f"{config.model_type!r}; leave it out"
+            )
 
     @classmethod
     def check_rows(cls, args: Any, rows: Any, role: str, computed: Collection[str]) -> None:

@@ -731,9 +731,14 @@ class RayTrainGroup:
             manager: a `RolloutManager`, a Ray actor of one, any object with the workers' group as its ``group``, or
                 None. A manager in this process calls `update_weights` when its workers were restarted, unless its
                 ``refresh`` is set to something else; all workers then get the current weights, as the next version.
+
+        Raises:
+            TrainArgsError: ``routing_replay`` is "R3", and an engine does not record experts.
         """
         workers = self.ready_workers("set_rollout_manager")
         link = RolloutLink(manager, self._refresh, update_seconds(self.args))
+        if manager is not None and self.role == "actor" and self.args.routing_replay == "R3":
+            link.check_experts()
         link.introduce(workers.set_rollout_manager)
         self._rollout = None if manager is None else link
 

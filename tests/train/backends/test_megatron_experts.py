@@ -119,21 +119,22 @@ def test_second_step_takes_the_experts_of_the_first_pass(megatron_groups, mixtur
     assert effect > 1e-2, "the experts made no difference"
 
 
-@rare
-def test_experts_of_the_engine_compute_the_same_log_probs(megatron_groups, mixture_folder):
-    """Recorded in HFEngine, replayed on two ranks that share tensors and experts."""
+@ways("pp2", "ep2", "tp2 ep2", "pp2 ep2 dp2")
+def test_experts_of_the_engine_compute_the_same_log_probs(megatron_groups, mixture_folder, way):
+    """Recorded in HFEngine, replayed on ranks that share stages, tensors or experts."""
     engine = HFEngine(mixture_folder, return_routed_experts=True)
     prompts = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4]] * 3
     done = engine.generate(prompts, SamplingParams(12, stop_token_ids=(6,)), range(len(prompts)))
     engine.close()
     rows = engine_rows(prompts, done)
-    ranks, sizes = WAYS["tp2 ep2"]
+    ranks, sizes = WAYS.get(way) or (2, {"pipeline_model_parallel_size": 2})
     group = megatron_groups(ranks)
     args = {"hf_checkpoint": mixture_folder, "lr": 1e-9, **sizes}
     begin(group, {**args, "routing_replay": "R3"})
-    (chosen, _) = group.worker_group.execute_with_func_generator(experts_in_the_pass, Broadcast(rows))
+    of_ranks = group.worker_group.execute_with_func_generator(experts_in_the_pass, Broadcast(rows))
     recorded = rows["routed_experts"].unbind()
-    for row, (found, wanted) in enumerate(zip(chosen, recorded, strict=True)):
+    for row, (of_row, wanted) in enumerate(zip(zip(*of_ranks, strict=True), recorded, strict=True)):
+        found = torch.stack(of_row).amax(0)  # of each layer, from the stage that has it
         for layer in (0, 2, 3):
             assert torch.equal(found[:-1, layer].sort(-1).values, wanted[:-1, layer].sort(-1).values), (row, layer)
     replayed = learn(group, 0, rows)

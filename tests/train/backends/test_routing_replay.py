@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from train_helpers import begin, learn
 
-from single_controller import Broadcast
+from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers.data.collate import collate
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of
 from workers.data.routed_experts import RoutingShape, without_routes
@@ -19,6 +19,10 @@ from workers.hf_routing import RoutingError
 from workers.lora import LoraSettings
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_worker import RolloutWorker
+from workers.train.args import TrainArgsError
+from workers.train.group_links import RolloutLink
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -292,10 +296,24 @@ def test_wrong_experts_are_refused_before_the_step(two):
         ray.get(two.async_train(0, data.exclude("routed_experts")))
 
 
+@pytest.mark.parametrize("asked", [{"routing_replay": "R3"}, {"use_routing_replay": True}])
+def test_models_without_experts_are_refused_before_anything_is_sent(two, asked):
+    with pytest.raises(TrainArgsError, match="needs a mixture of experts, and the model is a 'llama'"):
+        two.async_init({"train_backend": "fsdp", "hf_config": {**SIZES, "model_type": "llama"}, **asked})
+
+
+def test_engines_that_record_no_experts_are_refused_when_they_are_connected(two):
+    """Not at the first step, after a whole rollout."""
+    begin(two, {"hf_config": QWEN, "routing_replay": "R3"})
+    with LocalWorkerGroup(2, RayClassWithInitArgs(RolloutWorker, HFEngine, QWEN)) as group:
+        with pytest.raises(TrainArgsError, match=r"R3.* needs the experts of the rollout, .* does not record"):
+            two.set_rollout_manager(RolloutManager(group))
+    recording = RayClassWithInitArgs(RolloutWorker, HFEngine, QWEN, return_routed_experts=True)
+    with LocalWorkerGroup(2, recording) as group:
+        RolloutLink(RolloutManager(group), lambda: 0, 9.0).check_experts()
+
+
 @pytest.mark.full("models without replay")
 def test_models_without_such_routers_are_refused_at_the_start(two):
-    llama = {**SIZES, "model_type": "llama"}
-    with pytest.raises(RoutingError, match="'llama' of this config has no experts"):
-        begin(two, {"hf_config": llama, "routing_replay": "R3"})
     with pytest.raises(RoutingError, match="PhimoeTopKRouter"):
         begin(two, {"hf_config": {**SIZES, "model_type": "phimoe", "num_local_experts": 4}, "routing_replay": "R2"})

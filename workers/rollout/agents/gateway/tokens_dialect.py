@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from workers.rollout.agents.gateway.dialect import (
     count,
     log_probs_of,
 )
+from workers.rollout.engines.rollout_engine import RoutedExperts
 
 
 class TokensDialect(Dialect):
@@ -49,8 +52,21 @@ class TokensDialect(Dialect):
         }
         if (mask := done.sampling_mask) is not None:
             choice["sampling_mask"] = {"token_ids": list(mask.token_ids), "lengths": list(mask.lengths)}
+        if (experts := done.routed_experts) is not None:
+            choice["routed_experts"] = _npy(experts)
         return {"request_id": f"gen-{answer.id}", "choices": [choice], "prompt_logprobs": None}
 
     def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
         """See `Dialect.events`."""
         yield None, json.dumps(reply)
+
+
+def _npy(experts: RoutedExperts) -> str:
+    """vLLM's format: a file of numpy in base64, (tokens - 1, layers, k), without the last token, which was not
+    computed. -1 stands for what is not known."""
+    import numpy
+
+    file = io.BytesIO()
+    known = numpy.array(experts.ids[: (len(experts) - 1) * experts.layers * experts.k], dtype=numpy.int16)
+    numpy.save(file, known.reshape(-1, experts.layers, experts.k))
+    return b64encode(file.getvalue()).decode()
