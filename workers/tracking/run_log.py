@@ -510,6 +510,8 @@ def _new_folder() -> Path:
 
 
 def _number(name: Any, value: Any) -> float:
+    if type(value) is float and type(name) is str:  # nearly always
+        return value
     if isinstance(name, str) and not isinstance(value, (str, bytes, bytearray)):
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several raises RuntimeError
             return float(value)
