@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+import json
 import random
 import weakref
 from collections import deque
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from workers.rollout.engines.rollout_engine import Completion
 
 Decode = Callable[[Sequence[int]], str]
+
+MOST_BYTES = 1 << 16
+"""A value of a row's prompt or session of which more would be written is cut."""
 
 _OWN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_probs", "advantages", "rewards"}) | {
     "group_ids",
@@ -196,11 +200,11 @@ def step_samples(
                 "number": number,
                 "finish": note.finish if note is not None else "length" if truncated[row] else None,
                 "reward_parts": {name: values[number] for name, values in parts.items()},
-                "columns": {} if note is None else note.columns,
+                "columns": {} if note is None else _bounded(note.columns),
                 "fingerprints": digests[row],
                 "prompt": None if decode is None else decode(tokens[begin:prompt]),
                 "completion": None if decode is None else decode(tokens[prompt:end]),
-                "info": None if note is None else note.info,
+                "info": None if note is None or note.info is None else _bounded(note.info),
                 "turns": _turns(mask[begin:end]) if note is not None and note.info is not None else None,
             }
         )
@@ -224,6 +228,20 @@ def _note_digests(
     at = zip(rows[begins].tolist(), versions[begins].tolist(), fingerprints[begins].tolist(), strict=True)
     for row, version, digest in at:
         digests[row][str(version)] = hexadecimal(digest)
+
+
+def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row's prompt or session has, without what is too large to look at, such as images."""
+    made = {}
+    for name, value in values.items():
+        plain = value is None or isinstance(value, (bool, int, float))
+        sized = isinstance(value, (str, bytes)) or plain
+        size = 0 if plain else getattr(value, "nbytes", None) or len(value if sized else json.dumps(value, default=str))
+        made[name] = value
+        if size > MOST_BYTES:
+            begin = value[:MOST_BYTES] if isinstance(value, str) else type(value).__name__
+            made[name] = f"{begin}... ({size} bytes)"
+    return made
 
 
 def _first(mask: np.ndarray) -> int:
