@@ -7,6 +7,7 @@ import math
 import sqlite3
 import struct
 import sys
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -254,6 +255,18 @@ def test_logger_that_fails_does_not_end_the_training(tmp_path, monkeypatch, capl
     ]
     (told,) = [line for _, line in read_lines(folder / EVENTS) if line["kind"] == "logger"]
     assert told["text"] == "the logger console has failed: no route"
+
+
+def test_tensorboard_goes_on_after_an_error_of_the_disk(tmp_path, monkeypatch):
+    with RunLog(run_dir=tmp_path, loggers=["tensorboard"]) as log:
+        log.log(0, {"value": 0})
+        writer = log._loggers["tensorboard"]._writer
+        monkeypatch.setattr(writer, "flush", Mock(side_effect=OSError(28, "No space left on device")))
+        log.log(1, {"value": 1})
+        log.log(2, {"value": 2})
+        writer.close()
+    steps = [step for step, _ in of_tensorboard(tmp_path)["value"]]
+    assert {0, 2} <= set(steps) and len(set(steps)) == len(steps)
 
 
 def test_numbers_that_are_not_finite(tmp_path):

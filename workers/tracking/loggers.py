@@ -95,9 +95,13 @@ class TensorBoardLogger(Logger):
                 self._writer.close()
             self._writer = self._make(str(self.about.folder), purge_step=step)
         self._last = step
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a killed run keeps what it has logged
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # a killed run keeps what it has logged
+        except Exception:
+            self._writer = None  # its thread has ended with the error: the next step gets another one
+            raise
 
     def close(self) -> None:
         if self._writer is not None:
