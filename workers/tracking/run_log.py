@@ -19,7 +19,9 @@ from functools import partial
 from itertools import count
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import numpy as np
 
 from dispatch.checks import check_count
 from single_controller import GroupClosedError, SingleControllerError
@@ -31,9 +33,6 @@ from workers.tracking.run_about import about_process, without_secrets
 from workers.tracking.run_folder import RunFolder
 from workers.tracking.samples import RowNote, hexadecimal, step_samples, with_record_rows
 from workers.tracking.timeline import CallLines
-
-if TYPE_CHECKING:
-    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class RunLog(Closing):
         self._train_groups: list[Any] = []
         self._managers: list[Any] = []
         self._version, self._checkpoint = 0, None  # of the actor, that events are written of
-        self._known_tokens: set[int] = set()
+        self._known_tokens = np.zeros(0, bool)
         self._failed: set[str] = set()
         bound = int(self._config.get("max_staleness") or 0) if self._config.get("async_rollout") else 0
         self._alarms = Alarms(bound)
@@ -384,9 +383,13 @@ class RunLog(Closing):
     ) -> None:
         """Write a step. Under the lock."""
         if samples is not None and self._decode is not None:
-            new = set(samples[0]["tokens"].tolist()) - self._known_tokens
-            folder.words({token: self._decode([token]) for token in sorted(new)})
-            self._known_tokens |= new
+            tokens = samples[0]["tokens"]
+            known = self._known_tokens  # by id: a set of a step's tokens would take longer than all their arrays
+            known = np.pad(known, (0, max(0, int(tokens.max(initial=0)) + 1 - len(known))))
+            new = np.unique(tokens[~known[tokens]])
+            folder.words({token: self._decode([token]) for token in new.tolist()})
+            known[new] = True
+            self._known_tokens = known
         folder.step(step, metrics, samples)
         for event in events:
             folder.event(step=step, **event)

@@ -189,7 +189,7 @@ def step_samples(
     if "weight_fingerprints" in names and "versions" in arrays:
         _note_digests(digests, offsets, arrays["versions"], flat(batch["weight_fingerprints"]))
     truncated = _numpy(batch["truncated"][at]).tolist() if "truncated" in names else [False] * len(numbers)
-    tokens = arrays["tokens"].tolist()
+    tokens = [] if decode is None else arrays["tokens"].tolist()
     rows = []
     for row, number in enumerate(numbers):
         begin, end = offsets[row], offsets[row + 1]
