@@ -340,8 +340,8 @@ class RunFolder(Closing):
             step: of the run, if the event belongs to one.
             fields: further entries.
         """
-        known = without_secrets({"text": text, **fields})  # an error may quote an address or a command line
-        self._events.add([{"step": step, "time": time.time(), "kind": kind, **known}])
+        text = without_secrets(text)  # an error may quote an address or a command line
+        self._events.add([{"step": step, "time": time.time(), "kind": kind, "text": text, **fields}])
 
     def timeline(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Write parts of calls."""
@@ -379,9 +379,10 @@ class RunFolder(Closing):
         """
         if self._lock.closed:
             return
+        reason = without_secrets(reason)
         try:
             self.event("end", f"the run has ended: {reason}", reason=reason)
-            self.update(ended={"time": time.time(), "reason": without_secrets(reason)})
+            self.update(ended={"time": time.time(), "reason": reason})
         finally:
             self.leave()
 

@@ -256,7 +256,7 @@ class RunLog(Closing):
         self.steps[step] = noted
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
-        with self._saving("samples"):
+        with self._saving(None if batch is None else "samples"):
             samples = self._samples(batch)
         events = self._of_actor()
         with self._lock, self._saving("folder"):
@@ -415,8 +415,9 @@ class RunLog(Closing):
         free, size = 0, 0  # unknown
         with self._lock, self._saving():
             self._look()
-            disk = os.statvfs(self._folder.path)
-            free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+            if self._folder is not None:  # it may have been closed meanwhile
+                disk = os.statvfs(self._folder.path)
+                free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         with self._lock:
             alarms = self._alarms.tick(time.monotonic(), free, size)
         for alarm in alarms:
