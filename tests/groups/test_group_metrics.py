@@ -94,7 +94,7 @@ def test_metrics_of_a_run(ray_cluster, told, tmp_path):
         group.close()
 
 
-def test_gauges_are_set_again_as_long_as_there_is_something_to_tell(ray_cluster, told):
+def test_gauges_are_set_again_as_long_as_there_is_something_to_tell(told):
     """Ray drops a gauge that was not set for 20 s."""
     group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
     with GroupMetrics(group, interval=0.02) as metrics:
