@@ -54,24 +54,30 @@ RUN_GAUGES = {
 """Metrics of a run, with the tags ``run`` and, but for the step, ``metric``."""
 
 
+LONGEST_INTERVAL = 5.0
+"""Ray exports every 10 s the gauges that were set since, and drops one that it did not get twice in a row: so gauges
+are set again more often, and are gone 20 s after the group or the run."""
+
+
 class GroupMetrics(Closing):
     """Exports metrics of groups as Ray's own, until it is closed. Off unless you make one: a look takes some tens of
     microseconds for each method and group, in a thread of the driver.
 
     Args:
         *groups: the groups. They are not kept alive. `add` adds more.
-        interval: seconds between two looks.
+        interval: seconds between two looks, at most `LONGEST_INTERVAL`.
 
     Raises:
         ValueError: the interval is not a positive number.
     """
 
-    def __init__(self, *groups: WorkerGroup, interval: float = 10.0) -> None:
-        self._interval = check_seconds("interval", interval)
+    def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
+        self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)
         self._groups: list[weakref.ref[WorkerGroup]] = []
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
         self._run_gauges: dict[str, Gauge] = {}
+        self._runs: dict[str, tuple[int, dict[str, float]]] = {}  # run -> its last step, and the metrics of it
         self._counted: dict[tuple[str, str, str], float] = {}  # counter, group, method -> what Ray was told
         self._deaths: set[tuple[str, int, int]] = set()  # group, rank, generation
         self._ended = threading.Event()
@@ -82,7 +88,10 @@ class GroupMetrics(Closing):
     def add(self, group: WorkerGroup) -> None:
         """Export the metrics of one more group."""
         self._groups.append(weakref.ref(group))
-        if self._thread is None:
+        self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._ended.is_set():
             args = weakref.ref(self), self._ended, self._interval
             self._thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
             self._thread.start()
@@ -91,8 +100,13 @@ class GroupMetrics(Closing):
         """Tell Ray what the groups have done until now. The thread does that by itself."""
         for weak in list(self._groups):
             group = weak()
+            closed = group is None or group.closed
             if group is not None:
-                self._look(group)
+                self._look(group, closed)
+            if closed:
+                self._groups.remove(weak)
+        for run, (step, metrics) in list(self._runs.items()):
+            self._tell_run(run, step, metrics)
 
     def log(self, step: int, metrics: Mapping[str, float], run: str = "") -> None:
         """Tell Ray the metrics of a step.
@@ -105,10 +119,15 @@ class GroupMetrics(Closing):
         if not self._run_gauges:
             tags = {"run_step": ("run",), "run_metric": ("run", "metric")}
             self._run_gauges = {name: Gauge(PREFIX + name, text, tags[name]) for name, text in RUN_GAUGES.items()}
+        known = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._runs[run] = step, known
+        self._tell_run(run, step, known)
+        self._start()
+
+    def _tell_run(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
         self._run_gauges["run_step"].set(step, {"run": run})
         for name, value in metrics.items():
-            if math.isfinite(value):
-                self._run_gauges["run_metric"].set(float(value), {"run": run, "metric": name})
+            self._run_gauges["run_metric"].set(value, {"run": run, "metric": name})
 
     def close(self) -> None:
         """Look for the last time, and end the thread."""
@@ -118,8 +137,20 @@ class GroupMetrics(Closing):
                 self._thread.join(timeout=self._interval)
             self.look()
 
-    def _look(self, group: WorkerGroup) -> None:
-        state, name, now = group._state, group._state.name, time.monotonic()
+    def _look(self, group: WorkerGroup, closed: bool) -> None:
+        name = group._state.name
+        if not closed:
+            self._set_gauges(group)
+        stats: Stats = group.stats()
+        for method, of_method in stats.methods.items():
+            for counter, total in _totals(of_method).items():
+                self._count(counter, name, method, total)
+        deaths = list(group._state.last_deaths.items())
+        self._deaths |= {(name, rank, death.generation) for rank, death in deaths}
+        self._count("deaths", name, "", sum(one[0] == name for one in self._deaths))
+
+    def _set_gauges(self, group: WorkerGroup) -> None:
+        state, now = group._state, time.monotonic()
         calls = state.running()
         late = {rank for call in calls if now - call.started > LATE_LOG_SECONDS for rank in call.late}
         alive = sum(group.alive())  # also notes deaths
@@ -132,13 +163,7 @@ class GroupMetrics(Closing):
             "broken": state.broken is not None,
         }
         for gauge, value in known.items():
-            self._gauges[gauge].set(float(value), {"group": name})
-        stats: Stats = group.stats()
-        for method, of_method in stats.methods.items():
-            for counter, total in _totals(of_method).items():
-                self._count(counter, name, method, total)
-        self._deaths |= {(name, rank, death.generation) for rank, death in list(state.last_deaths.items())}
-        self._count("deaths", name, "", sum(one[0] == name for one in self._deaths))
+            self._gauges[gauge].set(float(value), {"group": state.name})
 
     def _count(self, counter: str, group: str, method: str, total: float) -> None:
         key = counter, group, method

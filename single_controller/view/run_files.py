@@ -29,7 +29,7 @@ def sample_files(folder: Path, step: int) -> tuple[Path, Path]:
 def sample_steps(folder: Path) -> list[int]:
     """Return the steps that have samples, in order."""
     names = (path.stem.removeprefix("step_") for path in (folder / SAMPLES).glob("step_*.npz"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.removeprefix("-").isdigit())
 
 
 def read_run(folder: Path) -> dict[str, Any]:

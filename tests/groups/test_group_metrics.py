@@ -82,14 +82,37 @@ def test_late_ranks(pool, told, monkeypatch):
 
 def test_metrics_of_a_run(ray_cluster, told, tmp_path):
     """As the logger "ray" of `RunLog` has them."""
-    with RunLog(run_dir=tmp_path / "a", loggers=["ray"]) as log:
-        group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
-        log.watch(group)
+    for where in ({"run_dir": tmp_path / "a"}, {"run_dir": None, "name": "a"}):  # it needs no folder
+        told.clear()
+        with RunLog(**where, loggers=["ray"]) as log:
+            group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
+            log.watch(group)
+            group.add(1)
+            log.log(7, {"buffer/ready": 3.0, "loss": float("nan")})
+        assert told["run_step"] == {("a",): 7} and told["run_metric"] == {("a", "buffer/ready"): 3}
+        assert told["calls"][group.name, "add"] == 1 and told["alive_ranks"][(group.name,)] == 2
+        group.close()
+
+
+def test_gauges_are_set_again_as_long_as_there_is_something_to_tell(told):
+    """Ray drops a gauge that was not set for 20 s."""
+    group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
+    with GroupMetrics(group, interval=0.02) as metrics:
+        metrics.log(3, {"loss": 0.5}, "mine")
+        told.clear()
+        wait_until(lambda: told["run_metric"] == {("mine", "loss"): 0.5} and told["run_step"] == {("mine",): 3})
+        wait_until(lambda: told["ranks"] == {(group.name,): 2})
+        metrics.log(4, {"kl": 0.1}, "mine")
+        told.clear()
+        wait_until(lambda: told["run_metric"] == {("mine", "kl"): 0.1})  # of the last step alone
         group.add(1)
-        log.log(7, {"buffer/ready": 3.0, "loss": float("nan")})
-    assert told["run_step"] == {("a",): 7} and told["run_metric"] == {("a", "buffer/ready"): 3}
-    assert told["calls"][group.name, "add"] == 1 and told["alive_ranks"][(group.name,)] == 2
-    group.close()
+        group.close()
+        wait_until(lambda: told["calls"][group.name, "add"] == 1)
+        metrics.look()
+        told.clear()
+        metrics.look()
+        assert told["ranks"] == {} and told["run_step"] == {("mine",): 4}
+    assert GroupMetrics(interval=3600)._interval == group_metrics.LONGEST_INTERVAL < 10
 
 
 @pytest.mark.full("late ranks in the metrics of groups, and what a look costs")

@@ -64,6 +64,45 @@ def test_entropy():
     assert raised([0.5] * 100, name="entropy") == []
 
 
+def collapsed(rewards, rows=lambda reward: (0.0, 1.0)):
+    """The alarms of entropy, of a run whose entropy falls to 0.5 % from step 30 on."""
+    series = []
+    for step, reward in enumerate(rewards):
+        series.append({"entropy": 2.0 if step < 30 else 0.01, "reward": reward})
+        if rows is not None:
+            series[-1] |= zip(("reward/min", "reward/max"), rows(reward), strict=True)
+    return [found for found in raised(series) if found[1] == "entropy"]
+
+
+LEARNED = [min(1.0, step / 30) for step in range(60)]
+
+
+def test_entropy_of_a_solved_task_raises_none():
+    assert collapsed(LEARNED) == []
+    assert collapsed([0.98 * reward for reward in LEARNED]) == []  # but for a few rows
+    assert collapsed([reward - 1 for reward in LEARNED], lambda reward: (-1.0, 0.0)) == []
+    assert collapsed(LEARNED, lambda reward: (reward, reward) if reward == 1 else (0.0, 1.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rows"),
+    [
+        ([min(0.5, step / 30) for step in range(60)], lambda reward: (0.0, 1.0)),  # at half of what some rows got
+        ([0.0] * 60, lambda reward: (0.0, 0.0)),  # no row was ever better than another
+        ([0.0] * 60, lambda reward: (0.0, 1.0)),
+        (LEARNED, None),  # rewards of rows are not known
+        ([*LEARNED[:30], *([0.9] * 30)], lambda reward: (reward, reward) if reward == 0.9 else (0.0, 1.0)),
+    ],
+    ids=["half", "nothing", "low", "unknown", "equal"],
+)
+def test_entropy_collapses_below_the_best_reward(rewards, rows):
+    assert collapsed(rewards, rows) == [(34, "entropy")]
+
+
+def test_reward_that_falls_after_the_task_was_solved_raises_the_alarm():
+    assert [step for step, _ in collapsed([*LEARNED, *([0.2] * 30)])] == [60]
+
+
 def test_log_prob_difference():
     assert raised([0.01] * 40 + [0.5] * 40, name="rollout_log_prob_diff") == [(41, "log_prob_difference")]
     assert raised([0.01] * 40 + [0.5] + [0.01] * 40, name="rollout_log_prob_diff") == []  # once is chance

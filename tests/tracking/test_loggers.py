@@ -7,6 +7,7 @@ import math
 import sqlite3
 import struct
 import sys
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -193,6 +194,44 @@ def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch):
     assert own == dict(enumerate(STEPS))
 
 
+def test_resumed_run_has_no_step_twice(tmp_path, monkeypatch):
+    """A step that was logged before the kill is replaced where a logger can, and otherwise not sent again."""
+    sent = []
+
+    class Appends(Logger):
+        replaces = False
+
+        def log(self, step, metrics):
+            sent.append((step, metrics["reward"]))
+
+        def close(self):
+            pass
+
+    monkeypatch.setitem(LOGGERS, "wandb", Appends)
+    folder, loggers = tmp_path / "run", ["tensorboard", "json", "wandb"]
+    write(folder, loggers)
+    with open(folder / "json" / "metrics.jsonl", "ab") as torn:
+        torn.write(b'{"step": 3, "time": 17')
+    write(folder, loggers, [{"reward": 7.0}, {"reward": 8.0}, {"reward": 9.0}], first=1)
+    assert of_json(folder)["reward"] == of_tensorboard(folder)["reward"] == [(0, 0.125), (1, 7), (2, 8), (3, 9)]
+    assert sent == [(0, 0.125), (1, 0.5), (2, 2.0), (3, 9.0)]
+    with RunLog(run_dir=folder, loggers=loggers) as log:
+        for step in (4, 5, 4, 5, 6):
+            log.log(step, {"reward": step})
+    assert [step for step, _ in of_json(folder)["reward"]] == list(range(7)) == [step for step, _ in sent]
+    write(folder, loggers, [{"reward": 1.0}], args={"load": None})  # another run
+    assert of_json(folder) == {"reward": [(0, 1.0)]} and sent[-1] == (0, 1.0)
+    assert {name: values for name, values in of_tensorboard(folder).items() if values} == {"reward": [(0, 1.0)]}
+
+
+def test_tensorboard_alone_has_no_step_twice(tmp_path):
+    for first in (0, 2):
+        with RunLog(tmp_path / "tensorboard", run_dir=None) as log:
+            for step in range(first, 4):
+                log.log(step, {"value": step + first})
+    assert of_tensorboard(tmp_path) == {"value": [(0, 0), (1, 1), (2, 4), (3, 5)]}
+
+
 @pytest.mark.parametrize("name", sorted(name for name, logger in LOGGERS.items() if logger.extra))
 def test_missing_library_names_the_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
@@ -216,6 +255,18 @@ def test_logger_that_fails_does_not_end_the_training(tmp_path, monkeypatch, capl
     ]
     (told,) = [line for _, line in read_lines(folder / EVENTS) if line["kind"] == "logger"]
     assert told["text"] == "the logger console has failed: no route"
+
+
+def test_tensorboard_goes_on_after_an_error_of_the_disk(tmp_path, monkeypatch):
+    with RunLog(run_dir=tmp_path, loggers=["tensorboard"]) as log:
+        log.log(0, {"value": 0})
+        writer = log._loggers["tensorboard"]._writer
+        monkeypatch.setattr(writer, "flush", Mock(side_effect=OSError(28, "No space left on device")))
+        log.log(1, {"value": 1})
+        log.log(2, {"value": 2})
+        writer.close()
+    steps = [step for step, _ in of_tensorboard(tmp_path)["value"]]
+    assert {0, 2} <= set(steps) and len(set(steps)) == len(steps)
 
 
 def test_numbers_that_are_not_finite(tmp_path):

@@ -1,14 +1,20 @@
 """A run's metrics and its folder. TensorBoard's files are read back with TensorBoard's own reader."""
 
+import errno
 import json
 import logging
 import math
 import os
+import shutil
+import signal
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from omegaconf import OmegaConf
 from run_batches import batch_of, check_clean, check_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waits import wait_until
@@ -223,9 +229,208 @@ def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
         os.close(log._folder._metrics._file)
         log._folder._metrics._file = real
         log.log(3, {"value": 3.0})
-    assert [record.levelname for record in caplog.records] == ["ERROR"]  # once
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]  # once, and when it is over
     assert "cannot be written" in caplog.text and log.column("value") == [0.0, 1.0, 2.0, 3.0]
     assert [line["step"] for line in lines(tmp_path, METRICS)] == [0, 3]
+    assert [line["kind"] for line in lines(tmp_path, EVENTS)] == ["start", "end"]  # step 1 was not repeated
+
+
+def test_a_disk_that_is_too_full_for_samples_gets_the_metrics(tmp_path, caplog, monkeypatch):
+    def full(self, data):
+        with open(self, "wb"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(0, {"value": 0}, log.mark(0, batch_of(0)))
+        with monkeypatch.context() as patch:
+            patch.setattr("pathlib.Path.write_bytes", full)
+            for step in (1, 2, 3):
+                log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+                log.event("mine", "a line that fits")
+                log._tick()
+            assert check_folder(tmp_path) == [0, 1, 2, 3] and sample_steps(tmp_path) == [0]
+            assert {file.name for file in (tmp_path / "samples").iterdir()} == {
+                "step_00000000.json", "step_00000000.npz"
+            }  # fmt: skip
+        log.log(4, {"value": 16}, log.mark(4, batch_of(4)))
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    check_clean(tmp_path, 5)
+
+
+def test_a_disk_that_is_full_at_the_end_does_not_keep_the_folder(tmp_path, caplog, monkeypatch):
+    log = RunLog(run_dir=tmp_path)
+    log.log(0, {"value": 0})
+    log._folder._events._file = os.open("/dev/full", os.O_WRONLY)
+    log.close()
+    assert "cannot be written" in caplog.text
+    with RunLog(run_dir=tmp_path) as log:
+        log.log(1, {"value": 1})
+    assert check_folder(tmp_path) == [0, 1]
+
+
+def test_a_disk_that_is_full_when_a_run_resumes(tmp_path, monkeypatch):
+    with RunLog(run_dir=tmp_path) as log:
+        for step in range(4):
+            log.log(step, {"value": step**2})
+    with RunLog(run_dir=tmp_path) as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(log._folder, "update", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+            log.log(2, {"value": 4})
+        log.log(2, {"value": 4})
+    assert check_folder(tmp_path) == [0, 1, 2] and [one["step"] for one in read_run(tmp_path)["resumed"]] == [2]
+
+
+def test_a_folder_that_is_deleted_does_not_end_the_training(tmp_path, caplog):
+    with RunLog(run_dir=tmp_path / "run", loggers=["json"]) as log:
+        log.log(0, {"value": 0}, log.mark(0, batch_of(0)))
+        shutil.rmtree(tmp_path / "run")
+        for step in (1, 2):
+            log.log(step, {"value": step})  # without samples: its open file takes it, and it would be lost silently
+            log._tick()
+        log.log(3, {"value": 9}, log.mark(3, batch_of(3)))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 1 and "the run's folder was deleted" in said[0] and log.column("value") == [0, 1, 2, 9]
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot be written .*; pass another run_dir, or None for no folder.*file/run"):
+        RunLog(run_dir=tmp_path / "file" / "run")
+
+
+def test_a_script_may_change_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with RunLog("events", run_dir="run", loggers=["json"]) as log:
+        for step in (0, 1, 2, 1):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+            monkeypatch.chdir(tmp_path / "elsewhere")
+    check_clean(tmp_path / "run", 2)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("value")] == [0, 1]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_runs_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda format: "runs/now")
+    with RunLog() as first, RunLog() as second:
+        first.log(0, {"value": 0})
+        second.log(0, {"value": 0})
+    with RunLog() as third:
+        assert len({first.run_dir, second.run_dir, third.run_dir}) == 3
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".letter.new").write_text("dear")
+    RunLog(run_dir=tmp_path).close()
+    assert (tmp_path / "mine" / ".letter.new").read_text() == "dear"
+
+
+def test_a_fork_writes_nothing_and_does_not_hold_the_folder(tmp_path):
+    log = RunLog(run_dir=tmp_path, loggers=["json", "tensorboard"])
+    log.log(0, {"value": 0})
+    ended = os.fork()
+    if not ended:
+        try:
+            with log:
+                log.log(1, {"value": 7})
+                log.event("mine", "of the fork")
+        finally:
+            os._exit(0)
+    assert os.waitpid(ended, 0)[1] == 0
+    lives = os.fork()
+    if not lives:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert read_run(tmp_path)["ended"] is None
+        log.log(1, {"value": 1})
+        log.close()
+        with RunLog(run_dir=tmp_path):  # although the fork of before is there
+            pass
+    finally:
+        os.kill(lives, signal.SIGKILL)
+        os.waitpid(lives, 0)
+    assert check_folder(tmp_path) == [0, 1]
+    assert [line["kind"] for line in lines(tmp_path, EVENTS)] == ["start", "end", "end"]
+    assert [line["value"] for line in lines(tmp_path / "json", METRICS)] == [0, 1]
+
+
+def test_secrets_are_not_recorded(tmp_path, monkeypatch):
+    secrets = ["hunter2", "of-the-environment", "hf_" + "Ab1" * 10, "12-3-key", "password1", "Zx81-bearer"]
+    monkeypatch.setenv("SOME_API_KEY", secrets[1])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hf-token", "12-3-key", "wandb.api_key=hunter2", "--lr=1e-4"])
+    args = {
+        "load": f"s3://{secrets[1]}/x",
+        "hub": {"hf_token": "hunter2", "password": 17123456, "max_tokens": 5, "pad_token": "<pad>"},
+        "reward": {"url": "https://me:password1@host/score?token=hunter2&n=1"},
+        "headers": ["Authorization: Bearer Zx81-bearer"],
+        "env": {"variables": [f"HF_TOKEN={secrets[2]}", "OMP_NUM_THREADS=1"]},
+        "note": f"with {secrets[2]}",
+    }
+    with pytest.raises(ValueError), RunLog(run_dir=tmp_path, args=args, loggers=["tensorboard"]) as log:
+        log.event("mine", f"{secrets[1]} was refused")
+        raise ValueError("https://me:hunter2@host/ does not answer")
+    written = "".join(file.read_text() for file in tmp_path.iterdir() if file.is_file())
+    assert not [secret for secret in [*secrets, "17123456"] if secret in written]
+    run = read_run(tmp_path)
+    assert run["process"]["argv"] == ["train.py", "--hf-token", "***", "wandb.api_key=***", "--lr=1e-4"]
+    assert run["config"]["hub"] == {"hf_token": "***", "password": "***", "max_tokens": 5, "pad_token": "<pad>"}
+    assert run["config"]["reward"]["url"] == "https://me:***@host/score?token=***&n=1"
+    assert run["config"]["env"]["variables"] == ["HF_TOKEN=***", "OMP_NUM_THREADS=1"]
+    assert args["hub"]["hf_token"] == "hunter2"  # the caller's is as it was
+
+
+def test_a_configuration_without_secrets_is_recorded_as_it_is(tmp_path):
+    args = read_args({"hf_config": {"model_type": "llama", "eos_token_id": 2, "pad_token": "<pad>"}})
+    with RunLog(run_dir=tmp_path, args=args):
+        assert read_run(tmp_path)["config"] == OmegaConf.to_container(args)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, torch.zeros(2), [1.0], 1j], ids=repr)
+def test_metric_that_is_no_number(tmp_path, value):
+    with RunLog(run_dir=tmp_path) as log:
+        with pytest.raises(TypeError, match=r"RunLog.log: metric 'accuracy' is .*; pass a number"):
+            log.log(0, {"value": 1, "accuracy": value})
+        assert log.steps == {} == dict(lines(tmp_path, METRICS))
+        with pytest.raises(TypeError, match=r"step is 1\.5; pass a whole number"):
+            log.log(1.5, {})
+
+
+def test_numbers_of_other_libraries(tmp_path):
+    metrics = {"a": np.float32(0.5), "b": torch.tensor(2), "c": torch.tensor([3.0], dtype=torch.bfloat16), "d": True}
+    with RunLog(run_dir=tmp_path) as log:
+        noted = log.log(np.int64(7), metrics | {"e": np.float64("nan"), "f": np.array(-math.inf)})
+        log.log(torch.tensor(8), {})
+    assert [(line["step"], *line["metrics"]) for line in lines(tmp_path, METRICS)] == [(7, *"abcdef"), (8,)]
+    assert all(type(value) is float for value in noted.values())
+    (first, _) = lines(tmp_path, METRICS)
+    assert list(first["metrics"].values())[:4] == [0.5, 2, 3, 1] and math.isnan(noted["e"]) and noted["f"] == -math.inf
+
+
+def test_samples_that_are_larger_than_the_limit_are_left_out(tmp_path, caplog):
+    with RunLog(run_dir=tmp_path, keep_bytes=50_000) as log:
+        for step, length in enumerate((5, 3000, 3000, 5)):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step, length=length)))
+    assert sample_steps(tmp_path) == [0, 3] and len(lines(tmp_path, METRICS)) == 4
+    (event,) = [line for line in lines(tmp_path, EVENTS) if line["kind"] == "samples"]
+    assert event["step"] == 1 and event["bytes"] > 50_000
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_tokenizer_that_fails_does_not_end_the_training(tmp_path, caplog):
+    class Words:
+        def decode(self, ids):
+            raise OverflowError("no such token")
+
+    with RunLog(run_dir=tmp_path, tokenizer=Words()) as log:
+        for step in range(3):
+            log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
+    assert check_folder(tmp_path) == [0, 1, 2]
+    assert [record.levelname for record in caplog.records] == ["ERROR"] and "no such token" in caplog.text
 
 
 class Sleeper(Worker):

@@ -90,3 +90,20 @@ def test_other_columns_are_kept_in_their_shapes():
     assert arrays["jagged/sampling_mask"].tolist() == [9, 8, 7]
     assert arrays["jagged/sampling_mask/offsets"].tolist() == [0, 1, 3]
     assert about["columns"]["halves"] == "bfloat16" and "finish" in about["rows"][0]
+
+
+def test_large_values_of_a_prompt_are_cut():
+    columns = {"label": "x" * 200_000, "image": np.zeros((256, 256, 3), np.uint8), "pixels": [0.5] * 50_000, "id": 7}
+    info = {"turns": 3, "log": b"y" * 100_000}
+    completion = Completion([2], [-0.5], "stop", info=info)
+    batch = collate([[1]], [completion])
+    notes = RowNotes()
+    notes.put(batch, [completion], [columns])
+    (row,) = step_samples(with_record_rows(batch, None, 0), {}, notes.of(batch))[1]["rows"]
+    assert row["columns"] == {
+        "label": "x" * 65536 + "... (200000 bytes)",
+        "image": "ndarray... (196608 bytes)",
+        "pixels": "list... (250000 bytes)",
+        "id": 7,
+    }
+    assert row["info"] == {"turns": 3, "log": "bytes... (100000 bytes)"}

@@ -19,6 +19,10 @@ CALM = 20
 WINDOW = 10
 """Number of steps of which a mean is taken."""
 
+SOLVED = 0.95
+"""A task is solved if the mean reward is this share of the way from the lowest to the highest reward of any row so far.
+An entropy of zero is then what training should lead to."""
+
 STALL_FACTOR, STALL_SECONDS = 10.0, 120.0
 """There is no progress if a step takes longer than both the median step times the factor, and the seconds."""
 
@@ -55,6 +59,7 @@ class Alarms:
         self._at_bound = 0
         self._jumped = 0
         self._first_entropy: float | None = None
+        self._lowest, self._highest = math.inf, -math.inf  # reward of any row
 
     def step(self, metrics: Mapping[str, float], now: float) -> list[Alarm]:
         """Return the alarms of a step that was logged.
@@ -114,8 +119,11 @@ class Alarms:
                 f"the gradient norm is {metrics['grad_norm']}; the optimizer step was skipped",
                 "rewards and log-probabilities that are not finite, the learning rate, and clip_grad",
             )
-        yield from self._reward(self._last("reward", metrics))
-        yield from self._entropy(self._last("entropy", metrics))
+        rewards = self._last("reward", metrics)
+        yield from self._reward(rewards)
+        self._lowest = min(self._lowest, metrics.get("reward/min", math.inf))
+        self._highest = max(self._highest, metrics.get("reward/max", -math.inf))
+        yield from self._entropy(self._last("entropy", metrics), rewards)
         yield from self._difference(self._last("rollout_log_prob_diff", metrics))
         yield from self._staleness(metrics)
 
@@ -148,18 +156,30 @@ class Alarms:
                 "entropy, kl and grad_norm of the steps before; the samples of the last step; an earlier checkpoint",
             )
 
-    def _entropy(self, entropies: list[float]) -> Iterator[Alarm]:
+    def _solved(self, rewards: list[float]) -> bool:
+        """Whether rows of the latest steps have the highest reward that any row ever had, but for a few.
+
+        If no row was ever better than another, nothing is known of what the task gives, and it is not solved.
+        """
+        span = self._highest - self._lowest
+        return (
+            len(rewards) > 0
+            and 0 < span < math.inf
+            and (fmean(rewards[-WINDOW // 2 :]) >= self._lowest + SOLVED * span)
+        )
+
+    def _entropy(self, entropies: list[float], rewards: list[float]) -> Iterator[Alarm]:
         if len(entropies) == WINDOW:
             self._first_entropy = fmean(entropies)
         if self._first_entropy is None or len(entropies) < 2 * WINDOW:
             return
         latest = fmean(entropies[-WINDOW // 2 :])
-        if latest < 0.02 * self._first_entropy:
+        if latest < 0.02 * self._first_entropy and not self._solved(rewards):
             yield Alarm(
                 "entropy",
                 f"the entropy is {latest:.2g} nats, {latest / self._first_entropy:.1%} of that of the first steps",
-                "completions of one prompt may all be equal, so that nothing more is learned, unless the reward is at "
-                "its maximum; entropy_coef, the temperature and the learning rate",
+                "completions of one prompt may all be equal, so that nothing more is learned; entropy_coef, the "
+                "temperature and the learning rate",
             )
 
     def _difference(self, differences: list[float]) -> Iterator[Alarm]:

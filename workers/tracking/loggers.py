@@ -19,6 +19,7 @@ from typing import Any
 
 from single_controller import GroupMetrics, WorkerGroup
 from workers.extras import require
+from workers.tracking.run_folder import StepLines
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RunAbout:
         project: what the run is grouped under.
         name: of the run.
         id: the same when the run is resumed.
-        existed: whether the folder had a run before, this one or another.
+        resumed: whether a run of before goes on.
         folder: for the logger's files.
         config: the configuration.
     """
@@ -37,7 +38,7 @@ class RunAbout:
     project: str
     name: str
     id: str
-    existed: bool
+    resumed: bool
     folder: Path
     config: Mapping[str, Any]
 
@@ -54,6 +55,8 @@ class Logger(ABC):
 
     extra: str | None = None
     """The extra to install, and the name of its module."""
+    replaces = True
+    """Whether a step that is sent again replaces what was sent before. If not, it is not sent again."""
 
     def __init__(self, about: RunAbout) -> None:
         self.about = about
@@ -83,7 +86,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
-        if not about.existed:
+        if not any(about.folder.glob("events.out.tfevents.*")):
             self._writer = SummaryWriter(str(about.folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -92,9 +95,13 @@ class TensorBoardLogger(Logger):
                 self._writer.close()
             self._writer = self._make(str(self.about.folder), purge_step=step)
         self._last = step
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a killed run keeps what it has logged
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # a killed run keeps what it has logged
+        except Exception:
+            self._writer = None  # its thread has ended with the error: the next step gets another one
+            raise
 
     def close(self) -> None:
         if self._writer is not None:
@@ -102,9 +109,10 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Weights & Biases. It ignores steps that are repeated."""
+    """Weights & Biases."""
 
     extra = "wandb"
+    replaces = False
     folder_argument = "dir"
     """What the library calls the folder of its files."""
 
@@ -131,6 +139,7 @@ class MlflowLogger(Logger):
     """MLflow: at ``MLFLOW_TRACKING_URI``, or else in a file of the folder ``mlflow``."""
 
     extra = "mlflow"
+    replaces = False
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
@@ -181,6 +190,7 @@ class TrackioLogger(Logger):
     """Trackio. Its files are where ``TRACKIO_DIR`` says."""
 
     extra = "trackio"
+    replaces = False
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
@@ -203,21 +213,23 @@ class TrackioLogger(Logger):
 
 class JsonLogger(Logger):
     """``metrics.jsonl`` in the folder ``json``: a line ``{"step", "time", ...metrics}`` for each step, in the chosen
-    names. A step that is repeated has several lines; the last one counts."""
+    names."""
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
         about.folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(about.folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._lines = StepLines(about.folder / "metrics.jsonl")
+        self._first = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = json.dumps({"step": step, "time": time.time(), **metrics})
-        os.write(self._file, line.encode() + b"\n")
+        if self._first or step in self._lines.offsets:
+            another = self._first and not self.about.resumed
+            self._lines.drop(min([step, *self._lines.offsets]) if another else step)
+        self._first = False
+        self._lines.add_step(step, metrics)
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        self._lines.close()
 
 
 class ConsoleLogger(Logger):

@@ -36,6 +36,7 @@ _VERL = {
     "critic/value/mean": "critic/values/mean",
     "critic/value/max": "critic/values/max",
     "critic/value/min": "critic/values/min",
+    "critic/explained_variance": "critic/vf_explained_var",
 }
 
 _SLIME = {

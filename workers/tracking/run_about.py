@@ -1,8 +1,10 @@
-"""What ``run.json`` says about the process of a run."""
+"""What ``run.json`` says about the process of a run, without its secrets."""
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +14,51 @@ from typing import Any
 
 PACKAGES = ("single-controller", "ray", "torch", "tensordict", "transformers", "megatron-core", "numpy", "vllm", "peft")
 GIT_SECONDS = 5.0
+
+HIDDEN = "***"
+
+# The last words of a name. Alone, "token" is one of text more often than not: in "pad_token", and in "per_token".
+_WORDS = r"passwords?|passwd|passphrase|secrets?|credentials?|authorization|(?:api|access|private|secret)[_-]?key"
+_TOKENS = r"(?<![a-z])(?:(?:hf|hub|api|auth|access|bearer|session|secret|refresh|git\w*|wandb|hugging\w*)[_-])+token"
+_NAME = re.compile(rf"(?:{_WORDS}|{_TOKENS})$|^token$", re.IGNORECASE)
+_IN_TEXT = re.compile(
+    rf"""((?:{_WORDS}|{_TOKENS}|[?&]token|^\W*token)["']?[=:]\s*["']?)(?!bearer |basic )[^\s&"',;]+"""  # NAME=VALUE
+    r"|((?:bearer|basic)\s+)[\w.~+/=-]{8,}"
+    r"|(://[^\s/@:]*:)[^\s/@]+(?=@)"  # the password in an address
+    r"|()\b(?:hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+)",
+    re.IGNORECASE,
+)
+_ENVIRONMENT = re.compile(r"(?:TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|KEY|AUTH)$", re.IGNORECASE)
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return a configuration, or a part of it, with `HIDDEN` in place of its tokens, passwords and keys: the values of
+    names such as ``hf_token`` and ``api_key``, texts that look like one, and the values that variables of the
+    environment with such a name have.
+
+    Args:
+        value: of mappings, lists and tuples of any depth, or a text.
+        name: of the value.
+    """
+    number = isinstance(value, (bool, int, float))
+    empty = value is None or (isinstance(value, str) and not value)
+    if not empty and _NAME.search(name) and not (number and name.lower().endswith("token")):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {key: without_secrets(one, str(key)) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        made, flag = [], ""
+        for one in value:
+            made.append(without_secrets(one, flag))
+            flag = one.lstrip("-") if isinstance(one, str) and one.startswith("-") else ""  # ["--api-key", "..."]
+        return made
+    if not isinstance(value, str):
+        return value
+    for variable, secret in os.environ.items():
+        if len(secret) >= 8 and secret in value and _ENVIRONMENT.search(variable):
+            value = value.replace(secret, HIDDEN)
+    return _IN_TEXT.sub(lambda found: "".join(part or "" for part in found.groups()) + HIDDEN, value)
 
 
 def about_process(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ appended with one system call, and other files are renamed into place.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -16,7 +17,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from single_controller.view.run_files import (
     sample_files,
     sample_steps,
 )
+from workers.tracking.run_about import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +79,15 @@ class _Lines:
         written = os.write(self._file, data)
         if written < len(data):  # the disk is full: without the incomplete line, the file stays valid
             os.ftruncate(self._file, self.size)
-            raise OSError(28, f"the disk is full: {len(data)} bytes were not written", str(self._path))
+            raise OSError(errno.ENOSPC, f"the disk is full: {len(data)} bytes were not written", str(self._path))
         self.size += written
         if self._most is not None and self.size > self._most:
             self._halve()
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the file was deleted: what is written into it gets lost."""
+        return not os.fstat(self._file).st_nlink
 
     def cut(self, size: int) -> None:
         """Drop what is behind this offset."""
@@ -103,6 +111,50 @@ class _Lines:
         self._file = -1
 
 
+class StepLines(_Lines):
+    """A file with one line for each step, which begins with it.
+
+    Args:
+        path: the file. An incomplete last line is cut off.
+
+    Attributes:
+        offsets: step -> where its line begins, in the order of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._read()
+
+    def _read(self) -> None:
+        self.offsets: dict[int, int] = {}
+        at = 0
+        for line in self._all():
+            self.offsets[_step_of(line)] = at
+            at += len(line)
+
+    def _all(self) -> Iterator[bytes]:
+        with open(self._path, "rb") as file:
+            yield from file
+
+    def add_step(self, step: int, entry: Mapping[str, Any]) -> None:
+        """Append the line of a step."""
+        begin = self.size
+        self.add([{"step": step, "time": time.time(), **entry, **{"step": step}}])
+        self.offsets[step] = begin
+
+    def drop(self, step: int) -> None:
+        """Drop this step and those after it."""
+        begin = min((offset for known, offset in self.offsets.items() if known >= step), default=None)
+        if begin is None:
+            return
+        if all(offset < begin for known, offset in self.offsets.items() if known < step):
+            self.cut(begin)
+            self.offsets = {known: offset for known, offset in self.offsets.items() if known < step}
+        else:  # steps were not logged in order
+            self.replace(b"".join(line for line in self._all() if _step_of(line) < step))
+            self._read()
+
+
 def _complete(file: int) -> int:
     """Return the offset behind the last complete line."""
     end = os.fstat(file).st_size
@@ -118,8 +170,13 @@ def _complete(file: int) -> int:
 def _write(path: Path, data: bytes | memoryview) -> None:
     """Write a file so that a reader finds the old one or the complete new one."""
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(data)
-    os.replace(fresh, path)
+    try:
+        fresh.write_bytes(data)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)  # on a full disk it would take the space that a line needs
+        raise
 
 
 def _plain(value: Any) -> Any:
@@ -152,6 +209,7 @@ class RunFolder(Closing):
         run: what ``run.json`` has.
         existed: whether the folder had a run.
         resumed: whether that run goes on.
+        last_step: the last step that the folder had of it; None if another run begins.
 
     Raises:
         RunFolderInUse: another process writes it.
@@ -168,14 +226,29 @@ class RunFolder(Closing):
         keep_steps: int = 200,
         keep_bytes: int = 1 << 30,
     ) -> None:
-        self.path = Path(path)
-        (self.path / SAMPLES).mkdir(parents=True, exist_ok=True)
+        self.path = Path(path).absolute()  # the script may change its working directory
         self._keep_steps, self._keep_bytes = keep_steps, keep_bytes
-        self._lock = open(self.path / LOCK, "w")  # noqa: SIM115  (held until the folder is closed)
+        self._files: list[_Lines] = []
+        self._too_large = False  # whether samples were left out for their size
+        try:
+            (self.path / SAMPLES).mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / LOCK, "w")  # noqa: SIM115  (held until the folder is closed)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the run's folder cannot be written ({error.strerror}); pass another run_dir, or None for no folder",
+                str(self.path),
+            ) from None
+        try:
+            self._open(about or {}, resume)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _open(self, about: Mapping[str, Any], resume: bool) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
             raise RunFolderInUse(
                 f"{self.path} is written by another process; pass another run_dir, or end that process"
             ) from None
@@ -192,17 +265,20 @@ class RunFolder(Closing):
             "started": now,
             "resumed": [],
             **(before if self.resumed else {}),
-            **(about or {}),
-            "process": {"host": socket.gethostname(), "pid": os.getpid(), "argv": sys.argv},
+            **about,
+            "process": {"host": socket.gethostname(), "pid": os.getpid(), "argv": without_secrets(sys.argv)},
             "ended": None,
         }
-        for left in self.path.rglob(".*.new"):
+        folder = self.path / SAMPLES
+        alone = [file for file in folder.glob("step_*.json") if not file.with_suffix(".npz").exists()]
+        for left in (self.path / f".{RUN}.new", *folder.glob(".step_*.new"), *alone):  # of a process that was killed
             left.unlink(missing_ok=True)
-        self._metrics = _Lines(self.path / METRICS)
-        self._events = _Lines(self.path / EVENTS, _LOG_BYTES)
-        self._timeline = _Lines(self.path / TIMELINE, _LOG_BYTES)
-        self._vocabulary = _Lines(self.path / VOCABULARY)
-        self._offsets = _offsets(self.path / METRICS)  # of each step's line
+        for name, most in ((EVENTS, _LOG_BYTES), (TIMELINE, _LOG_BYTES), (VOCABULARY, None)):
+            self._files.append(_Lines(self.path / name, most))
+        self._events, self._timeline, self._vocabulary = self._files
+        self._metrics = StepLines(self.path / METRICS)
+        self._files.append(self._metrics)
+        self.last_step = max(self._metrics.offsets, default=None) if self.resumed else None
         # step -> bytes of its samples
         self._samples = {step: self._size(step) for step in sample_steps(self.path)}
         self._first = self.existed  # whether the next step is the first since there was another run
@@ -230,21 +306,30 @@ class RunFolder(Closing):
             metrics: by name.
             samples: the arrays of the ``.npz``, and the ``.json`` without step and time.
         """
-        if self._first and not self.resumed:
-            self._first = False
-            self._drop(min([step, *self._offsets, *self._samples]))
-        elif self._first:
-            self._first = False
-            self._drop(step)
-            self.update(resumed=[*self.run["resumed"], {"time": time.time(), "step": step}])
-            self.event("resume", f"the run goes on with step {step}", step, pid=os.getpid())
-        elif step in self._offsets:
+        if self._metrics.deleted:
+            raise FileNotFoundError(errno.ENOENT, "the run's folder was deleted", str(self.path))
+        if self._first:
+            if self.resumed:
+                self._drop(step)
+                self.update(resumed=[*self.run["resumed"], {"time": time.time(), "step": step}])
+                self.event("resume", f"the run goes on with step {step}", step, pid=os.getpid())
+            else:
+                self._drop(min([step, *self._metrics.offsets, *self._samples]))
+            self._first = False  # now: a step after an error of the disk tries again
+        elif step in self._metrics.offsets:
             self._drop(step)
             self.event("rewind", f"training goes back to step {step}", step)
+        failed: OSError | None = None
         if samples is not None:  # first: a step whose metrics are there is complete
-            self._write_samples(step, *samples)
-        self._offsets[step] = self._metrics.size
-        self._metrics.add([{"step": step, "time": time.time(), "metrics": metrics}])
+            try:
+                self._write_samples(step, *samples)
+            except OSError as error:  # the metrics may fit where the samples do not
+                failed = error
+                with suppress(OSError):
+                    self._remove(step)
+        self._metrics.add_step(step, {"metrics": metrics})
+        if failed is not None:
+            raise failed
 
     def event(self, kind: str, text: str, step: int | None = None, **fields: Any) -> None:
         """Write an event.
@@ -255,6 +340,7 @@ class RunFolder(Closing):
             step: of the run, if the event belongs to one.
             fields: further entries.
         """
+        text = without_secrets(text)  # an error may quote an address or a command line
         self._events.add([{"step": step, "time": time.time(), "kind": kind, "text": text, **fields}])
 
     def timeline(self, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -267,15 +353,22 @@ class RunFolder(Closing):
 
     def _write_samples(self, step: int, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
         data, text = sample_files(self.path, step)
+        encoded = json.dumps({"step": step, "time": time.time(), **about}, default=_plain).encode()
+        size = len(encoded) + sum(array.nbytes for array in arrays.values())
+        if size > self._keep_bytes:
+            if not self._too_large:
+                self._too_large = True
+                said = f"the samples of step {step} take {size} bytes, more than keep_bytes={self._keep_bytes}"
+                logger.warning("%s: they are not recorded, nor are other steps' that are as large", said)
+                self.event("samples", said, step, bytes=size)
+            self._remove(step)
+            return
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        # First: where the arrays are, the text is.
-        _write(text, json.dumps({"step": step, "time": time.time(), **about}, default=_plain).encode())
+        _write(text, encoded)  # first: where the arrays are, the text is
         _write(data, buffer.getbuffer())
         self._samples[step] = self._size(step)
-        while len(self._samples) > self._keep_steps or (
-            sum(self._samples.values()) > self._keep_bytes and len(self._samples) > 1
-        ):
+        while len(self._samples) > self._keep_steps or sum(self._samples.values()) > self._keep_bytes:
             self._remove(min(self._samples))
 
     def close(self, reason: str = "finished") -> None:
@@ -286,9 +379,16 @@ class RunFolder(Closing):
         """
         if self._lock.closed:
             return
-        self.event("end", f"the run has ended: {reason}", reason=reason)
-        self.update(ended={"time": time.time(), "reason": reason})
-        for file in (self._metrics, self._events, self._timeline, self._vocabulary):
+        reason = without_secrets(reason)
+        try:
+            self.event("end", f"the run has ended: {reason}", reason=reason)
+            self.update(ended={"time": time.time(), "reason": reason})
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the files, and write nothing."""
+        for file in self._files:
             file.close()
         self._lock.close()
 
@@ -303,15 +403,7 @@ class RunFolder(Closing):
     def _drop(self, step: int) -> None:
         for later in [known for known in self._samples if known >= step]:
             self._remove(later)
-        begin = min((offset for known, offset in self._offsets.items() if known >= step), default=None)
-        if begin is None:
-            return
-        if all(offset < begin for known, offset in self._offsets.items() if known < step):
-            self._metrics.cut(begin)
-        else:  # steps were not logged in order
-            lines = (self.path / METRICS).read_bytes().splitlines(keepends=True)
-            self._metrics.replace(b"".join(line for line in lines if _step_of(line) < step))
-        self._offsets = _offsets(self.path / METRICS)
+        self._metrics.drop(step)
 
 
 def _step_of(line: bytes) -> int:
@@ -319,12 +411,3 @@ def _step_of(line: bytes) -> int:
     if found is None:
         raise RunFolderError(f"a line of {METRICS} does not begin with its step: {line[:80]!r}")
     return int(found[1])
-
-
-def _offsets(path: Path) -> dict[int, int]:
-    offsets, at = {}, 0
-    with open(path, "rb") as file:
-        for line in file:
-            offsets[_step_of(line)] = at
-            at += len(line)
-    return offsets

@@ -16,8 +16,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import numpy as np
 
 from dispatch.checks import check_count
 from single_controller import GroupClosedError, SingleControllerError
@@ -25,13 +29,10 @@ from single_controller.call.state import Closing
 from workers.tracking.alarms import Alarm, Alarms
 from workers.tracking.loggers import LOGGERS, Logger, RunAbout, check_loggers
 from workers.tracking.metric_names import NAMES, BatchNumbers, renamed
-from workers.tracking.run_about import about_process
+from workers.tracking.run_about import about_process, without_secrets
 from workers.tracking.run_folder import RunFolder
 from workers.tracking.samples import RowNote, hexadecimal, step_samples, with_record_rows
 from workers.tracking.timeline import CallLines
-
-if TYPE_CHECKING:
-    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +97,16 @@ class RunLog(Closing):
         chosen = check_loggers(loggers)
         if folder is not None and "tensorboard" not in chosen:
             chosen.append("tensorboard")
-        needy = [one for one in chosen if one != "console" and not (one == "tensorboard" and folder is not None)]
+        needy = [
+            one for one in chosen if one not in ("console", "ray") and not (one == "tensorboard" and folder is not None)
+        ]
         if run_dir is None and needy:
             raise ValueError(f"loggers has {needy[0]!r}, whose files go into the run's folder, but run_dir is None")
         self.steps: dict[int, dict[str, float]] = {}
         self._seconds: dict[str, float] = {}
         self._parts: list[dict[str, Any]] = []
-        self._names = metric_names
-        self._config = _plain(args)
+        self._names, self._name = metric_names, name
+        self._config = without_secrets(_plain(args))
         self._decode: Callable[[Sequence[int]], str] | None = None if tokenizer is None else tokenizer.decode
         self._limit = None if record_rows is None else check_count("record_rows", record_rows, 0)
         self._lock = threading.RLock()
@@ -113,14 +116,14 @@ class RunLog(Closing):
         self._train_groups: list[Any] = []
         self._managers: list[Any] = []
         self._version, self._checkpoint = 0, None  # of the actor, that events are written of
-        self._known_tokens: set[int] = set()
+        self._known_tokens = np.zeros(0, bool)
         self._failed: set[str] = set()
         bound = int(self._config.get("max_staleness") or 0) if self._config.get("async_rollout") else 0
         self._alarms = Alarms(bound)
         self._folder: RunFolder | None = None
         self.run_dir: Path | None = None
         if run_dir is not None:
-            path = Path(time.strftime("runs/%Y%m%d-%H%M%S") + f"-{os.getpid()}") if run_dir == "auto" else Path(run_dir)
+            path = _new_folder() if run_dir == "auto" else Path(run_dir)
             about = about_process(self._config, name)
             about["vocabulary"] = None if tokenizer is None else {"file": "vocabulary.jsonl"}
             self._folder = RunFolder(
@@ -130,8 +133,9 @@ class RunLog(Closing):
                 keep_steps=check_count("keep_steps", keep_steps),
                 keep_bytes=check_count("keep_bytes", keep_bytes),
             )
-            self.run_dir = path
+            self.run_dir = self._folder.path
         self._loggers: dict[str, Logger] = {}
+        self._told = None if self._folder is None else self._folder.last_step  # the last step that loggers have
         try:
             for one in chosen:
                 self._loggers[one] = LOGGERS[one](self._about(one, folder, project))
@@ -139,6 +143,7 @@ class RunLog(Closing):
             self._end("a logger could not be opened")
             raise
         self._stop = threading.Event()
+        _open_logs.add(self)
         if self._folder is not None:
             threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="run-log", daemon=True).start()
 
@@ -171,9 +176,9 @@ class RunLog(Closing):
         Args:
             watched: train groups, rollout managers, and worker groups.
         """
-        if self._folder is None:
+        if self._folder is None and not self._loggers:
             return
-        ranks: dict[str, Any] | None = self._folder.run.get("ranks")
+        ranks: dict[str, Any] | None = None if self._folder is None else self._folder.run.get("ranks")
         for one in watched:
             if hasattr(one, "async_train"):
                 self._train_groups.append(one)
@@ -189,8 +194,9 @@ class RunLog(Closing):
                 self._watch_group(one.group)
             else:
                 self._watch_group(one)
-        with self._lock:
-            self._folder.update(groups=list(self._groups), ranks=ranks)
+        with self._lock, self._saving():
+            if self._folder is not None:
+                self._folder.update(groups=list(self._groups), ranks=ranks)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -230,10 +236,16 @@ class RunLog(Closing):
 
         Returns:
             The metrics, including the seconds of each part.
+
+        Raises:
+            TypeError: the step or a metric is no number.
         """
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise TypeError(f"RunLog.log: step is {step!r:.80}; pass a whole number")
+        step = index(step)
         numbers = None if batch is None else BatchNumbers.of(batch)
         noted = {} if numbers is None else numbers.metrics()
-        noted |= {name: float(value) for name, value in metrics.items()}
+        noted |= {name: _number(name, value) for name, value in metrics.items()}
         noted |= {f"seconds/{part}": seconds for part, seconds in self._seconds.items()}
         whole = sum(self._seconds.values())
         if whole and "tokens" in noted:
@@ -243,9 +255,12 @@ class RunLog(Closing):
             del self.steps[later]
         self.steps[step] = noted
         self._watch_new_workers()
-        samples, events = self._samples(batch), self._of_actor()
-        if self._folder is not None:
-            with self._lock, self._saving():
+        samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
+        with self._saving(None if batch is None else "samples"):
+            samples = self._samples(batch)
+        events = self._of_actor()
+        with self._lock, self._saving("folder"):
+            if self._folder is not None:
                 self._write(self._folder, step, noted, samples, events)
         with self._lock:
             alarms = self._alarms.step(noted, time.monotonic())
@@ -253,8 +268,11 @@ class RunLog(Closing):
             self._raise(alarm, step)
         if self._loggers:
             told = renamed(self._names, noted, numbers, self._config)
+            again = self._told is not None and step <= self._told
+            self._told = step if self._told is None else max(step, self._told)
             for name, one in self._loggers.items():
-                self._tell(name, lambda one=one: one.log(step, told))  # type: ignore[misc]
+                if one.replaces or not again:
+                    self._tell(name, partial(one.log, step, told))
         return noted
 
     def event(self, kind: str, text: str, step: int | None = None, **fields: Any) -> None:
@@ -266,8 +284,8 @@ class RunLog(Closing):
             step: of the run, if it belongs to one.
             fields: further entries, as JSON writes them.
         """
-        if self._folder is not None:
-            with self._lock, self._saving():
+        with self._lock, self._saving():
+            if self._folder is not None:
                 self._folder.event(kind, text, step, **fields)
 
     def column(self, name: str) -> list[float]:
@@ -284,14 +302,14 @@ class RunLog(Closing):
     # --- the inside -----------------------------------------------------------------------------------------
 
     def _about(self, logger_name: str, folder: str | Path | None, project: str) -> RunAbout:
-        run: Mapping[str, Any] = {} if self._folder is None else self._folder.run
+        run: Mapping[str, Any] = {"name": self._name} if self._folder is None else self._folder.run
         where = Path(folder) if logger_name == "tensorboard" and folder is not None else None
         return RunAbout(
             project,
-            run.get("name", "run"),
+            run["name"] or "run",
             run.get("id", "run"),
-            self._folder is not None and self._folder.existed,
-            where or (self.run_dir or Path()) / logger_name,
+            self._folder is not None and self._folder.resumed,
+            (where or (self.run_dir or Path()) / logger_name).absolute(),
             self._config,
         )
 
@@ -365,14 +383,18 @@ class RunLog(Closing):
     ) -> None:
         """Write a step. Under the lock."""
         if samples is not None and self._decode is not None:
-            new = set(samples[0]["tokens"].tolist()) - self._known_tokens
-            folder.words({token: self._decode([token]) for token in sorted(new)})
-            self._known_tokens |= new
+            tokens = samples[0]["tokens"]
+            known = self._known_tokens  # by id: a set of a step's tokens would take longer than all their arrays
+            known = np.pad(known, (0, max(0, int(tokens.max(initial=0)) + 1 - len(known))))
+            new = np.unique(tokens[~known[tokens]])
+            folder.words({token: self._decode([token]) for token in new.tolist()})
+            known[new] = True
+            self._known_tokens = known
         folder.step(step, metrics, samples)
         for event in events:
             folder.event(step=step, **event)
-        folder.timeline([{**part, "step": step} for part in self._parts])
-        self._parts = []
+        parts, self._parts = self._parts, []
+        folder.timeline([{**part, "step": step} for part in parts])
         self._look(step)
 
     def _look(self, step: int | None = None) -> None:
@@ -388,13 +410,14 @@ class RunLog(Closing):
 
     def _tick(self) -> None:
         """What the thread does."""
-        folder = self._folder
-        if folder is None:
+        if self._folder is None:
             return
+        free, size = 0, 0  # unknown
         with self._lock, self._saving():
             self._look()
-        disk = os.statvfs(folder.path)
-        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+            if self._folder is not None:  # it may have been closed meanwhile
+                disk = os.statvfs(self._folder.path)
+                free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         with self._lock:
             alarms = self._alarms.tick(time.monotonic(), free, size)
         for alarm in alarms:
@@ -406,16 +429,24 @@ class RunLog(Closing):
         self.event("alarm", alarm.text, step, alarm=alarm.name, advice=alarm.advice)
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Inside, an error of the disk is logged once and does not end the training."""
+    def _saving(self, whole: str | None = None) -> Iterator[None]:
+        """Inside, no error ends the training. It is logged once, until all of a step was recorded again.
+
+        Args:
+            whole: "folder" or "samples", of a step. What is written between two steps says nothing about the next one.
+        """
+        what = whole or "folder"
         try:
             yield
-        except OSError as error:
-            if "folder" not in self._failed:
-                self._failed.add("folder")
-                logger.exception("the run's folder %s cannot be written: %s. Training goes on", self.run_dir, error)
+        except Exception as error:
+            if what not in self._failed:
+                self._failed.add(what)
+                said = "recording has failed and is tried again each step; training goes on"
+                logger.exception("the run's folder %s cannot be written: %s (%s)", self.run_dir, error, said)
         else:
-            self._failed.discard("folder")
+            if whole in self._failed:
+                self._failed.discard(whole)
+                logger.warning("the run's folder %s is written again", self.run_dir)
 
     def _tell(self, name: str, send: Callable[[], object]) -> None:
         try:
@@ -435,11 +466,33 @@ class RunLog(Closing):
         loggers, self._loggers = self._loggers, {}
         for name, one in loggers.items():
             self._tell(name, one.close)
-        if self._folder is not None:
-            with self._lock, self._saving():
-                self._look()
-                self._folder.close(reason)
+        with self._lock:
+            folder = self._folder
+            if folder is not None:
+                with self._saving():
+                    self._look()
+                with self._saving():
+                    folder.close(reason)
             self._folder = None
+
+    def _leave_to_parent(self) -> None:
+        """In a fork: what is open is the parent's. A lock that a fork holds would outlive the parent."""
+        self._lock = threading.RLock()  # the parent's may be held by a thread that the fork has not
+        if self._folder is not None:
+            self._folder.leave()
+        self._of_parent = self._watchers, self._loggers  # kept: they may do something when they are deleted
+        self._folder, self._watchers, self._loggers = None, [], {}
+
+
+_open_logs: weakref.WeakSet[RunLog] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for one in _open_logs:
+        one._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
@@ -452,6 +505,21 @@ def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
         except Exception:
             logger.exception("recording the run has failed; training goes on")
         del one  # this thread must not keep it while it waits
+
+
+def _new_folder() -> Path:
+    stem = time.strftime("runs/%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+    names = (f"{stem}-{number}" if number else stem for number in count())
+    return next(path for name in names if not (path := Path(name)).exists())  # two runs may begin in one second
+
+
+def _number(name: Any, value: Any) -> float:
+    if type(value) is float and type(name) is str:  # nearly always
+        return value
+    if isinstance(name, str) and not isinstance(value, (str, bytes, bytearray)):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several raises RuntimeError
+            return float(value)
+    raise TypeError(f"RunLog.log: metric {name!r} is {value!r:.80}; pass a number")
 
 
 def _plain(args: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+import json
 import random
 import weakref
 from collections import deque
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from workers.rollout.engines.rollout_engine import Completion
 
 Decode = Callable[[Sequence[int]], str]
+
+MOST_BYTES = 1 << 16
+"""A value of a row's prompt or session of which more would be written is cut."""
 
 _OWN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_probs", "advantages", "rewards"}) | {
     "group_ids",
@@ -128,15 +132,19 @@ def step_samples(
         notes: of each row of the batch.
         decode: turns token ids into text.
     """
+    import torch
+
     at = (batch[RECORD_ROWS] >= 0).nonzero()[:, 0]
     real = batch["attention_mask"][at].bool()
     shape = tuple(batch["input_ids"].shape)
     numbers, lengths = batch[RECORD_ROWS][at].tolist(), real.sum(1).numpy()
     offsets = np.concatenate([np.zeros(1, np.int64), lengths.cumsum(dtype=np.int64)])
 
+    positions = (at[:, None] * shape[1]).add(torch.arange(shape[1]))[real]
+
     def flat(value: torch.Tensor, dtype: Any = None) -> np.ndarray:
-        made: np.ndarray = _numpy(value[at][real])
-        return made if dtype is None else made.astype(dtype)
+        made: np.ndarray = _numpy(value.flatten(0, 1).index_select(0, positions))
+        return made if dtype is None else made.astype(dtype, copy=False)
 
     mask = flat(batch["loss_mask"])
     whole = mask.dtype.kind in "iub" or bool((mask == mask.astype(np.uint8)).all())
@@ -177,27 +185,26 @@ def step_samples(
         elif tuple(value.shape[:1]) == shape[:1]:
             arrays[f"row/{name}"] = _numpy(value[at])
     parts = {name.removeprefix(REWARD_PART): batch[name].tolist() for name in names if name.startswith(REWARD_PART)}
-    fingerprints = flat(batch["weight_fingerprints"]) if "weight_fingerprints" in names else None
+    digests: list[dict[str, str]] = [{} for _ in numbers]
+    if "weight_fingerprints" in names and "versions" in arrays:
+        _note_digests(digests, offsets, arrays["versions"], flat(batch["weight_fingerprints"]))
+    truncated = _numpy(batch["truncated"][at]).tolist() if "truncated" in names else [False] * len(numbers)
+    tokens = [] if decode is None else arrays["tokens"].tolist()
     rows = []
     for row, number in enumerate(numbers):
         begin, end = offsets[row], offsets[row + 1]
         note = None if notes is None else notes[number]
         prompt = begin + arrays["prompt_lengths"][row]
-        digests: dict[str, str] = {}
-        if fingerprints is not None and "versions" in arrays:
-            digests = _digests(arrays["versions"][begin:end], fingerprints[begin:end])
-        tokens = arrays["tokens"]
-        truncated = "truncated" in names and bool(batch["truncated"][number])
         rows.append(
             {
                 "number": number,
-                "finish": note.finish if note is not None else "length" if truncated else None,
+                "finish": note.finish if note is not None else "length" if truncated[row] else None,
                 "reward_parts": {name: values[number] for name, values in parts.items()},
-                "columns": {} if note is None else note.columns,
-                "fingerprints": digests,
-                "prompt": None if decode is None else decode(tokens[begin:prompt].tolist()),
-                "completion": None if decode is None else decode(tokens[prompt:end].tolist()),
-                "info": None if note is None else note.info,
+                "columns": {} if note is None else _bounded(note.columns),
+                "fingerprints": digests[row],
+                "prompt": None if decode is None else decode(tokens[begin:prompt]),
+                "completion": None if decode is None else decode(tokens[prompt:end]),
+                "info": None if note is None or note.info is None else _bounded(note.info),
                 "turns": _turns(mask[begin:end]) if note is not None and note.info is not None else None,
             }
         )
@@ -210,14 +217,31 @@ def hexadecimal(digest: int) -> str:
     return f"{digest & (2**64 - 1):016x}"
 
 
-def _digests(versions: np.ndarray, fingerprints: np.ndarray) -> dict[str, str]:
-    """Return weight version -> digest, of a row's tokens."""
-    known = fingerprints != -1
-    versions, fingerprints = versions[known], fingerprints[known]
-    if len(versions) and versions.min() == versions.max():  # nearly always, and fast
-        versions, fingerprints = versions[:1], fingerprints[:1]
-    pairs = sorted(set(zip(versions.tolist(), fingerprints.tolist(), strict=True)))
-    return {str(version): hexadecimal(digest) for version, digest in pairs}
+def _note_digests(
+    digests: list[dict[str, str]], offsets: np.ndarray, versions: np.ndarray, fingerprints: np.ndarray
+) -> None:
+    """Note weight version -> digest, of each row's tokens."""
+    known = (fingerprints != -1).nonzero()[0]
+    rows, versions, fingerprints = np.searchsorted(offsets, known, "right") - 1, versions[known], fingerprints[known]
+    begins = np.ones(len(known), bool)  # of tokens of one row that have the same: nearly always one run per row
+    begins[1:] = (np.diff(rows) != 0) | (np.diff(versions) != 0) | (fingerprints[1:] != fingerprints[:-1])
+    at = zip(rows[begins].tolist(), versions[begins].tolist(), fingerprints[begins].tolist(), strict=True)
+    for row, version, digest in at:
+        digests[row][str(version)] = hexadecimal(digest)
+
+
+def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row's prompt or session has, without what is too large to look at, such as images."""
+    made = {}
+    for name, value in values.items():
+        plain = value is None or isinstance(value, (bool, int, float))
+        sized = isinstance(value, (str, bytes)) or plain
+        size = 0 if plain else getattr(value, "nbytes", None) or len(value if sized else json.dumps(value, default=str))
+        made[name] = value
+        if size > MOST_BYTES:
+            begin = value[:MOST_BYTES] if isinstance(value, str) else type(value).__name__
+            made[name] = f"{begin}... ({size} bytes)"
+    return made
 
 
 def _first(mask: np.ndarray) -> int:

@@ -189,6 +189,7 @@ class PolicyTrainWorker(ModelWorker):
         data["loss_mask"] = self._trained(data)
         metrics |= self._of_tokens("return", data["returns"], data)
         metrics |= self._of_tokens("value", data["values"], data)
+        metrics |= self._explained_variance(data)
         return {**metrics, **self._steps(data, value_loss(eps_clip=self.args.value_clip or None))}
 
     def _steps(self, data: Data, loss: TokenLoss) -> dict[str, float]:
@@ -545,6 +546,24 @@ class PolicyTrainWorker(ModelWorker):
             f"{name}/max": max(part[3] for part in parts),
             f"{name}/min": min(part[2] for part in parts),
         }
+
+    def _explained_variance(self, data: Data) -> dict[str, float]:
+        """Return what share of the returns' variance the values explain: 1 - Var(returns - values) / Var(returns), over
+        the trained tokens of all ranks. Returns that are all equal have none to explain, and there is no such metric.
+        """
+        at = data["loss_mask"] != 0
+        both = torch.stack([data["returns"][at], data["returns"][at] - data["values"][at]]).double()
+        means = both.mean(1, keepdim=True)
+        said = (both.shape[1], means[:, 0].tolist(), ((both - means) ** 2).sum(1).tolist()) if both.shape[1] else None
+        parts = [part for part in self._over_dp(self.of_last_stage(said)) if part is not None]
+        count = sum(part[0] for part in parts)
+        squares = []  # sums over all tokens, from those of each rank about its own mean
+        for one in (0, 1):
+            mean = sum(part[0] * part[1][one] for part in parts) / count if count else 0.0
+            squares.append(sum(part[2][one] + part[0] * (part[1][one] - mean) ** 2 for part in parts))
+            if one == 0 and squares[0] <= count * (1e-6 * mean) ** 2:  # equal, but for what float32 rounds
+                return {}
+        return {"explained_variance": 1 - squares[1] / squares[0]}
 
     def _staleness(self, data: Data) -> Counter[int]:
         """Count this rank's generated tokens by how many weight versions they are behind the last one that was sent."""

@@ -1,5 +1,6 @@
 """An actor and its critic as FSDP ranks: each value is computed once, and results do not depend on the rank count."""
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -83,7 +84,9 @@ def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_fol
         of_critic, of_actor = learn(critic, 0, data), learn(actor, 0, data)
         assert of_actor["loss"] == pytest.approx(-mean(advantages), abs=1e-5), "the ratio is 1"
         assert of_critic["return"] == pytest.approx(mean(returns), abs=1e-5)
-        halves = [advantage**2 / 2 for advantage in advantages]  # a return is value + advantage
+        explained = 1 - np.var(advantages) / np.var(returns)  # a return is value + advantage
+        assert of_critic["explained_variance"] == pytest.approx(explained, abs=1e-5)
+        halves = [advantage**2 / 2 for advantage in advantages]
         assert of_critic["value_loss"] == pytest.approx(mean(halves), abs=1e-5)
         again = [learn(group, 1, data)["loss"] for group in (actor, critic)]
         losses.append([of_actor["loss"], of_critic["loss"], *again])
