@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import signal
-import threading
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,7 +12,6 @@ import depth
 import pytest
 import torch
 from devices import need
-from ray.exceptions import RayError
 from rollout_helpers import LLAMA, Toy
 from train_helpers import begin, distance, learn, whole_weights
 
@@ -114,53 +112,6 @@ def test_stale_run_trains_each_prompt_once_though_a_worker_dies_and_it_resumes(f
     )
     for step, row in {**before, **after}.items():
         assert row["max_weight_versions"].max() <= step + 1 and row["min_weight_versions"].min() >= step - 1
-
-
-@pytest.mark.full("asynchronous runs whose trainer is killed")
-@pytest.mark.parametrize(
-    "policy", [{"max_staleness": 0}, {"max_staleness": 2, "order": "window"}], ids=["fresh", "stale"]
-)
-def test_each_prompt_is_trained_once_though_the_trainer_is_killed(fsdp_groups, rollout, policy):
-    """The trainer goes back up to three rollouts each time, and the batches with it. The last ones are kept, the others
-    are generated again."""
-    group, before = fsdp_groups(2), {}
-    if not policy["max_staleness"]:
-        weights, before = trained(group, rollout, 9)
-    group.weight_version = 0
-    begin(group, {**ARGS, "peer_snapshot_interval": 2})
-    manager = RolloutManager(rollout, HOW, reward, samples_per_prompt=SAMPLES, seed=5)
-    group.set_rollout_manager(manager)
-    buffer = SampleBuffer(B, num_batches=9, keep_batches=2, **policy)
-    step, data, repeated, kills = 0, {}, 0, [(2, "before an update"), (5, "in a step"), (7, "in an update")]
-    with RolloutStream(manager, prompts, buffer) as stream:
-        while step < 9:
-            try:
-                now = kills.pop(0)[1] if kills and step == kills[0][0] else None
-                pid = group.worker_group.status().ranks[step % 2].process.pid
-                if now == "before an update":
-                    os.kill(pid, signal.SIGKILL)
-                elif now == "in an update":
-                    threading.Timer(0.02, os.kill, (pid, signal.SIGKILL)).start()
-                group.update_weights()
-                data[step] = stream.take(60)
-                if now == "in a step":
-                    threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
-                metrics = learn(group, step, data[step])
-                assert metrics["staleness/mean"] >= 0
-                step += 1
-            except (RayError, SingleControllerError):
-                trained_to = step
-                (step, *_) = group.replace()
-                repeated += trained_to - step
-                assert buffer.batches == step
-    group.set_rollout_manager(None)
-    assert not kills and repeated
-    numbers = [number for row in data.values() for number in group_numbers(row["group_ids"]).tolist()]
-    assert sorted(numbers) == sorted([*range(9 * B)] * SAMPLES)
-    if before:
-        assert distance(whole_weights(group), weights) == 0.0
-        for at, rows in before.items():
-            assert torch.equal(data[at]["input_ids"], rows["input_ids"]), at
 
 
 @pytest.mark.full("asynchronous runs whose trainer is killed")
