@@ -20,6 +20,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # torch looks up this host's name for each connection to a store. Where a name server drops queries, each would take the
 # resolver's default of five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+# Ray's log monitor looks for new files ten times a second, and twice from this number of files on. Over the files of
+# hundreds of workers, each look takes ten milliseconds.
+os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "1"
 # Ray's workers import the tests' worker classes by name.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDERS = [
