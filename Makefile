@@ -83,8 +83,7 @@ docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 chaos: $(READY)
-	@$(PY) tests/chaos.py $(ARGS)
-	@$(PY) tests/recovery --rounds 260
+	@$(PY) tests/recovery --rounds 280 $(ARGS)
 
 benchmark: $(READY)
 	@$(PY) -m benchmarks $(ARGS)

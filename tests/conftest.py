@@ -7,10 +7,9 @@ process; so do all files of a folder whose conftest.py shares worker groups amon
 import fcntl
 import gc
 import os
-import shutil
 import tempfile
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 gc.disable()  # until all tests are collected: modules are no garbage, and looking takes a quarter of the time
@@ -20,6 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # torch looks up this host's name for each connection to a store. Where a name server drops queries, each would take the
 # resolver's default of five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+# Ray's log monitor looks for new files ten times a second, and twice from this number of files on. Over the files of
+# hundreds of workers, each look takes ten milliseconds.
+os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "1"
 # Ray's workers import the tests' worker classes by name.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDERS = [
@@ -43,14 +45,14 @@ import depth  # noqa: E402
 import devices  # noqa: E402
 import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
-from fork_workers import PRESTART, forked_workers  # noqa: E402
+from fork_workers import FOR_SERVERS, PRESTART, forked_workers, origin, server  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("suite", deadline=None)  # property tests say nothing of time, and a busy machine is slow
 settings.load_profile("suite")
 
 LEFT_OUT = pytest.StashKey[Counter]()
-LOCKS = pytest.StashKey[Path]()
+SHARED = pytest.StashKey[tuple[Path, ExitStack]]()
 durations = Counter()
 """The seconds of each file. Complete only in the reporting process, which runs no tests itself under pytest-xdist."""
 
@@ -143,15 +145,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Give pytest-xdist's processes a folder for their shared locks."""
-    if LOCKS not in node.config.stash:
-        node.config.stash[LOCKS] = Path(tempfile.mkdtemp(prefix="single-controller-tests-"))
-    node.workerinput["locks"] = str(node.config.stash[LOCKS])
+    """Give pytest-xdist's processes a folder for their shared locks, and a server to fork theirs from."""
+    if SHARED not in node.config.stash:
+        stack = ExitStack()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)))
+        if not depth.full:
+            stack.enter_context(server(folder / "server", FOR_SERVERS, wait=False))
+        node.config.stash[SHARED] = folder, stack
+    node.workerinput["shared"] = str(node.config.stash[SHARED][0])
 
 
 def pytest_unconfigure(config):
-    if LOCKS in config.stash:
-        shutil.rmtree(config.stash[LOCKS], ignore_errors=True)
+    if SHARED in config.stash:
+        config.stash[SHARED][1].close()
 
 
 def runs_alone(item):
@@ -172,7 +178,7 @@ def turn(item, nextitem):
     if not is_worker(item.config):
         yield
         return
-    folder = Path(item.config.workerinput["locks"])
+    folder = Path(item.config.workerinput["shared"])
     machine = kept.pop() if kept else acquired(folder, fcntl.LOCK_EX if runs_alone(item) else fcntl.LOCK_SH)
     try:
         yield
@@ -253,7 +259,7 @@ def ray_cluster(pytestconfig):
     where they are simulated."""
     import ray
 
-    with nullcontext() if pytestconfig.getoption("--full") else forked_workers() as start_server:
+    with nullcontext() if depth.full else forked_workers(origin=origin(pytestconfig)) as start_server:
         ray.init(
             "local",
             num_cpus=16,

@@ -5,6 +5,8 @@ a thousand. `forked_workers` puts a small program in the place of the Python int
 It asks a server for a fork, which runs Ray's own worker script with the arguments and the environment of the command.
 Nothing else differs. With ``--full``, workers are started as Ray does, and so are those of a test that starts a Ray of
 its own.
+
+The servers of pytest-xdist's processes are themselves forks of one server, which has imported what does not import Ray.
 """
 
 import contextlib
@@ -21,7 +23,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
+
+from waits import wait_until
 
 PRELOADED = (
     "ray._private.workers.default_worker",
@@ -67,6 +72,9 @@ WITHOUT_RAY = (
 )
 """What it imports for workers of several jobs."""
 
+FOR_SERVERS = (*WITHOUT_RAY, *(name for name in PRELOADED if name.startswith(("transformers.", "megatron."))))
+"""What the server imports that servers are forked from."""
+
 PRESTART = "RAY_prestart_worker_first_driver"
 """Ray's own setting, as a variable of the environment."""
 
@@ -87,14 +95,14 @@ CLIENT = """
 import _socket, marshal, posix, sys  # socket, json and os would take twice as long as the interpreter itself
 server = _socket.socket(_socket.AF_UNIX)
 server.connect(sys.argv[1])
-server.sendall(marshal.dumps((sys.argv[2:], posix.environ, posix.getcwd())))
+server.sendall(marshal.dumps((sys.argv[2:], posix.environ, posix.getcwd(), None)))
 server.shutdown(_socket.SHUT_WR)
 server.recv(1)  # returns when the worker has ended
 """
 
 
 @contextlib.contextmanager
-def forked_workers(modules=PRELOADED):
+def forked_workers(modules=PRELOADED, origin=None):
     """Start Ray inside, and then call what this yields. Keep the context open until Ray is shut down.
 
     It yields a function that starts a server and returns its address, for `fork_script`. With ``every_job=True`` the
@@ -103,6 +111,7 @@ def forked_workers(modules=PRELOADED):
 
     Args:
         modules: what the server of this driver imports.
+        origin: the address of the server that the servers are forked from; None starts them as programs.
     """
     python = sys.executable
     with tempfile.TemporaryDirectory(prefix="fork-") as folder, contextlib.ExitStack() as stack:
@@ -123,12 +132,9 @@ def forked_workers(modules=PRELOADED):
             forking.chmod(0o755)
             forking.replace(program)
             address = Path(folder) / ("all" if every_job else "own")
-            command = [python, __file__, str(address), *(WITHOUT_RAY if every_job else modules)]
             environment = {**({} if every_job else read_when_loaded), **os.environ}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            server = stack.enter_context(subprocess.Popen(command, env=environment, **pipes))
-            if server.stdout.readline() != b"ready\n":
-                raise RuntimeError("the server that forks Ray's workers has not started; its error is above")
+            imported = WITHOUT_RAY if every_job else modules
+            stack.enter_context(server(address, imported, environment=environment, origin=origin))
             return address
 
         sys.executable = str(program)
@@ -143,25 +149,62 @@ def forked_workers(modules=PRELOADED):
                 os.environ[PRESTART] = prestart
 
 
-def fork_script(address, *arguments, environment):
+@contextlib.contextmanager
+def server(address, modules, *, environment=None, origin=None, wait=True):
+    """A server at the address that has imported the modules. It ends with the context, or with this process."""
+    arguments = (__file__, str(address), *modules)
+    log = address.with_suffix(".log")  # of a fork; a program writes where this process does
+    with contextlib.ExitStack() as stack:
+        if origin is None:
+            command = [sys.executable, *arguments]
+            process = stack.enter_context(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE))
+            ended = lambda: process.poll() is not None  # noqa: E731
+        else:
+            wait_until(origin.exists, 100, "the server to fork from")
+            connection = stack.enter_context(fork_script(origin, *arguments, environment=environment, output=log))
+            ended = lambda: select.select([connection], [], [], 0)[0]  # noqa: E731
+        if wait:
+            wait_until(lambda: address.exists() or ended(), 100, "the server that forks Ray's workers")
+            if not address.exists():
+                error = log.read_text() if log.exists() else "its error is above"
+                raise RuntimeError(f"the server that forks Ray's workers has not started: {error}")
+        yield
+
+
+def origin(config):
+    """The server to fork those of Ray's workers from; None where pytest runs in one process."""
+    shared = getattr(config, "workerinput", {}).get("shared")
+    return shared and Path(shared) / "server"
+
+
+def fork_script(address, *arguments, environment, output=None, folder=None):
     """Run a Python script as a fork of the server.
 
+    Args:
+        address: of the server.
+        arguments: the script and its arguments.
+        environment: that of the process. What PYTHONPATH names is imported before what the server can import.
+        output: the file that receives what the script prints.
+        folder: where it runs, if not in this process's folder.
+
     Returns:
-        A socket, which reads as closed when the process has ended.
+        A socket, which reads as closed when the process has ended; ``b"done"`` before, if it has raised nothing.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(address))
     encoded = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
-    connection.sendall(marshal.dumps((arguments, encoded, os.getcwd())))
-    connection.shutdown(socket.SHUT_WR)
+    given = arguments, encoded, str(folder or os.getcwd()), output and str(output)
+    connection.sendall(marshal.dumps(given))
     return connection
 
 
 def serve(address, *modules):
     """Fork a worker for each request, until stdin is closed."""
     gc.disable()  # looking for garbage among modules takes a quarter of the time
+    show, warnings.showwarning = warnings.showwarning, lambda *_: None  # they would be among the tests' own lines
     for name in modules:
         importlib.import_module(name)
+    warnings.showwarning = show
     gc.enable()
     gc.freeze()  # no worker needs to look at these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -169,7 +212,6 @@ def serve(address, *modules):
     listening.bind(f"{address}.new")
     listening.listen(64)
     os.rename(f"{address}.new", address)
-    print("ready", flush=True)
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         connection, _ = listening.accept()
         if os.fork():
@@ -177,20 +219,30 @@ def serve(address, *modules):
             continue
         listening.close()
         with connection.makefile("rb") as stream:
-            arguments, environment, folder = marshal.loads(stream.read())
-        become_worker(list(arguments), environment, folder)
+            given = marshal.load(stream)
+        become_worker(connection, *given)
+        with contextlib.suppress(OSError):  # nobody may read it
+            connection.sendall(b"done")
+        sys.exit()
 
 
-def become_worker(arguments, environment, folder):
+def become_worker(connection, arguments, environment, folder, output):
     """Run the script of a command. The connection to the client stays open until this process ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
+    # A server ends when the other end closes the connection.
+    os.dup2(connection.fileno() if os.path.samefile(arguments[0], __file__) else null, 0)
     os.dup2(null, 1)
+    if output is not None:
+        printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
     os.environb.clear()
     os.environb.update(environment)
     os.chdir(folder)
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in named if path and path not in sys.path]
     random.seed()  # or all forks would draw the same
     execute = os.execvp
 
@@ -203,7 +255,7 @@ def become_worker(arguments, environment, folder):
         run_script(words[2:])
 
     os.execvp = run
-    run_script(arguments)
+    run_script(list(arguments))
 
 
 def run_script(arguments):

@@ -14,6 +14,7 @@ import depth
 import pytest
 import torch
 from demo_runs import ROOT, environment, scalars
+from fork_workers import fork_script, origin
 from waits import wait_until
 
 from workers import SamplingParams, read_args
@@ -24,16 +25,29 @@ TUTORIALS = ROOT / "tutorials"
 
 
 @pytest.fixture
-def run(other_drivers):
+def run(other_drivers, pytestconfig, tmp_path):
     """Run a script on the tests' Ray, whose workers start quickly. Returns what it prints. It runs in ``folder``, and
-    it and its workers can import modules from there: Ray gives workers the path of their driver's folder."""
+    it and its workers can import modules from there: Ray gives workers the path of their driver's folder.
+
+    In `make test` the script is a fork of a process that has imported torch already."""
+    server = None if depth.full else origin(pytestconfig)
 
     def of(script, *given, folder=None):
-        command = [sys.executable, str(TUTORIALS / script), *given]
+        command = str(TUTORIALS / script), *given
         given = environment() | other_drivers | ({"PYTHONPATH": str(folder)} if folder else {})
-        done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=170)
-        assert not done.returncode, done.stdout + done.stderr
-        return done.stdout
+        if server is None:
+            done = subprocess.run(
+                [sys.executable, *command], env=given, cwd=folder, capture_output=True, text=True, timeout=170
+            )
+            assert not done.returncode, done.stdout + done.stderr
+            return done.stdout
+        printed = tmp_path / "printed"
+        printed.unlink(missing_ok=True)
+        with fork_script(server, *command, environment=given, output=printed, folder=folder) as driver:
+            driver.settimeout(170)
+            assert driver.recv(4) == b"done", printed.read_text()
+            driver.recv(1)  # until it has ended
+        return printed.read_text()
 
     return of
 

@@ -36,20 +36,19 @@ def python(code, cwd, blocked=None):
     )
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_driver_imports_nothing_heavy(tmp_path):
+    lines = [
         "import single_controller",
         "from single_controller import NVMegatronRayWorkerGroup, RayResourcePool, RayWorkerGroup",
         "import workers",
         "import workers.megatron, workers.device, workers.extras",
         "from workers import MegatronWorker",
         "from workers import init_model_parallel_config, transformer_config",
-    ],
-)
-def test_driver_imports_nothing_heavy(tmp_path, code):
-    done = python(f"{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])", tmp_path)
-    assert done.stdout.strip() == "[]", done.stderr
+    ]
+    after_each = f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = python("\n".join(f"{line}\n{after_each}" for line in lines), tmp_path)
+    found = dict(zip(lines, done.stdout.splitlines(), strict=True))
+    assert found == dict.fromkeys(lines, "[]"), done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,9 @@ ADAM = {"clip_grad": 0.5}
 
 pytestmark = pytest.mark.timeout(240)
 rare = pytest.mark.full("rare variants of Megatron models and layouts")
+DP2_TP2 = pytest.param(TP2, id="dp2 tp2", marks=rare)
+TP2_PP2 = pytest.param({**TP2, **PP2}, id="tp2 pp2")
+split_vocabulary = pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, pytest.param(VPP, id="interleaved pipeline")])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ rare = pytest.mark.full("rare variants of Megatron models and layouts")
         ),
         pytest.param(TIED, PP4, {}, id="pp4, tied"),
         pytest.param(QWEN2, {**TP2, **PP2}, {}, id="tp2 pp2, Qwen2"),
-        pytest.param(LLAMA, TP2, {}, id="dp2 tp2"),
+        pytest.param(LLAMA, TP2, {}, id="dp2 tp2", marks=rare),
         pytest.param(TIED, PP2, {}, id="dp2 pp2, tied"),
     ],
 )
@@ -126,12 +129,10 @@ def test_model_type_gives_transformers_log_probs(four, saved, name, parallel):
     assert effect > 0.05 or name in ("llama", "qwen3"), "a window or a scaling that is ignored would not be noticed"
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"), [("mistral", {**TP2, **PP2}), ("qwen3", {**TP2, **PP2}), ("qwen3, yarn", {**TP2, **PP2})]
-)
-def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path, name, parallel):
+@pytest.mark.parametrize("name", ["mistral", pytest.param("qwen3", marks=rare), "qwen3, yarn"])
+def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path, name):
     model, folder = saved(MODELS[name])
-    four.run(on_ranks.make, MODELS[name], parallel, optimizer=ADAM)
+    four.run(on_ranks.make, MODELS[name], {**TP2, **PP2}, optimizer=ADAM)
     four.run(on_ranks.load_hf, folder)
     four.run(on_ranks.export, str(tmp_path))
     assert_same(read_folder(tmp_path), read_folder(folder))
@@ -141,7 +142,7 @@ def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path,
     check_weights(four, model)
 
 
-@pytest.mark.parametrize("parallel", [TP2, {**TP2, **PP2}, VPP], ids=["dp2 tp2", "tp2 pp2", "interleaved pipeline"])
+@split_vocabulary
 def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     """Log-probabilities of other tokens, and their gradients, from 131 tokens over two ranks."""
 
@@ -160,7 +161,7 @@ def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     check_weights(four, model)
 
 
-@pytest.mark.parametrize("parallel", [TP2, {**TP2, **PP2}, VPP], ids=["dp2 tp2", "tp2 pp2", "interleaved pipeline"])
+@split_vocabulary
 def test_candidates_over_a_sampling_mask(four, saved, parallel):
     """The tokens' own log-probabilities are over the sets, a teacher's candidates over the whole vocabulary. The step
     is one whose change of the weights is the gradient: Adam's own moves what has hardly a gradient by rounding."""
@@ -231,7 +232,7 @@ def test_ranks_without_rows_run_fillers(four, saved, rows):
     assert reports[0] == {"loss": 0.0, "grad_norm": 0.0}
 
 
-@pytest.mark.parametrize("parallel", [TP2, {**TP2, **PP2}], ids=["dp2 tp2", "tp2 pp2"])
+@pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2])
 def test_critic_matches_a_token_classifier(four, saved, parallel):
     model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
     four.run(on_ranks.make, TIED, parallel, role="critic", optimizer=ADAM)
@@ -295,7 +296,7 @@ def test_offloaded_model_continues_unchanged(four, saved, param_dtype, distribut
 @pytest.mark.parametrize(
     ("config", "before", "after", "distributed"),
     [
-        pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2"),
+        pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2", marks=rare),
         pytest.param(MODELS["qwen3"], {**TP2, **PP2}, TP2, True, id="tp2 pp2 to dp2 tp2, distributed optimizer, Qwen3"),
         pytest.param(LLAMA, {**TP2, **PP2}, PP2, False, id="tp2 pp2 to dp2 pp2", marks=rare),
         pytest.param(TIED, PP4, TP2, False, id="pp4 to dp2 tp2, tied"),

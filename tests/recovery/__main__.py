@@ -1,12 +1,13 @@
 """Kill processes and hosts many times, have them replaced, and print what was seen as a table.
 
-    python tests/recovery --rounds 260
+    python tests/recovery --rounds 280
     python tests/recovery --rounds 20 --kinds trainer_in_a_step,idle_rank
 
 Each round kills something at a random moment, waits until the driver is told, has what died replaced, and checks that
-nothing else has changed, and that no prompt was lost or trained twice. The kinds of rounds are methods: of a plain
-group (group_kinds.py), of weight updates (sync_kinds.py), of an asynchronous training run (training_kinds.py), and of
-such a run on several hosts (host_kinds.py). Those of a file share what they kill: there is one group, and one run.
+nothing else has changed, and that no prompt was lost or trained twice. The kinds of rounds are methods: of groups that
+start and of drivers (start_kinds.py), of a plain group (group_kinds.py), of weight updates (sync_kinds.py), of an
+asynchronous training run (training_kinds.py), and of such a run on several hosts (host_kinds.py). Those of a file share
+what they kill: there is one group, and one run.
 
 "Told" is the time from the kill to the driver's error; for a rollout worker, to the library's warning. "Back" is the
 time from then until the work goes on: until all ranks of the group have run a collective, or a further training step is
@@ -56,17 +57,21 @@ from group_kinds import Group  # noqa: E402
 from host_kinds import Hosts  # noqa: E402
 from host_network import missing  # noqa: E402
 from rounds import shares  # noqa: E402
+from start_kinds import Starts  # noqa: E402
 from sync_kinds import Sync  # noqa: E402
 from training_kinds import Training  # noqa: E402
 from waits import wait_until  # noqa: E402
 
 from single_controller.ray import inspect_groups  # noqa: E402
 
-HANG = {Group: 60, Sync: 60, Training: 60, Hosts: 240}
+HANG = {Starts: 60, Group: 60, Sync: 60, Training: 60, Hosts: 240}
 """Seconds after which a round that has not ended hangs. The first one of a class also starts what it kills."""
 
 START = 150
 WEIGHTS = {
+    Starts.rank_while_its_group_starts: 8,
+    Starts.rank_while_its_group_restarts: 6,
+    Starts.driver: 6,
     Group.rank_in_a_collective: 12,
     Group.rank_that_others_wait_for: 12,
     Group.idle_rank: 12,
@@ -88,7 +93,7 @@ WEIGHTS = {
     Hosts.host_that_loses_its_power: 4,
     Hosts.host_cut_off_for_5_s: 6,
 }
-"""How many rounds of 260."""
+"""How many rounds of 280."""
 
 
 def name(kind):

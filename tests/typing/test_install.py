@@ -67,52 +67,31 @@ def python(tmp_path_factory):
     return python
 
 
-@pytest.fixture
-def users_file(tmp_path):
-    (tmp_path / "mypy.ini").write_text(MYPY_INI)
-    file = tmp_path / "train.py"
-    file.write_text(textwrap.dedent(FILE))
-    return file
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The folder in which mypy keeps what it has found about the library."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def mypy(python, cache, *files):
-    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--config-file", "mypy.ini"]
-    names = [file.name for file in files]
-    done = subprocess.run(
-        [*command, "--cache-dir", cache, *names], capture_output=True, text=True, cwd=files[0].parent, timeout=100
-    )
+def mypy(python, folder, names):
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--config-file", "mypy.ini", *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = [re.match(r"(.+?):(\d+): error: ", line) for line in done.stdout.splitlines()]
-    return [int(error[2]) for error in errors if error and error[1] in names], done.stdout + done.stderr
+    return [(error[1], int(error[2])) for error in errors if error and error[1] in names], done.stdout + done.stderr
 
 
-def pyright(python, cache, *files):
-    names = [file.name for file in files]
+def pyright(python, folder, names):
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=files[0].parent, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
-    return [one["range"]["start"]["line"] + 1 for one in errors], done.stdout
+    return [(Path(one["file"]).name, one["range"]["start"]["line"] + 1) for one in errors], done.stdout
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_checker_knows_the_types_of_an_editable_install(python, cache, users_file, checker):
-    wrong = [number for number, line in enumerate(users_file.read_text().splitlines(), 1) if "# wrong" in line]
-    found, output = checker(python, cache, users_file)
+def test_checker_knows_the_types_of_an_editable_install(python, tmp_path, checker):
+    """It finds what is wrong in a user's file, and nothing in the tutorials."""
+    (tmp_path / "mypy.ini").write_text(MYPY_INI)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    (tmp_path / "train.py").write_text(textwrap.dedent(FILE))
+    for script in ("score", "distill"):
+        for file in (ROOT / "tutorials").glob(f"{script}*.py"):
+            shutil.copy(file, tmp_path)
+    wrong = [("train.py", at) for at, line in enumerate(textwrap.dedent(FILE).splitlines(), 1) if "# wrong" in line]
+    found, output = checker(python, tmp_path, ["train.py", "score.py", "distill.py"])
     assert found == wrong, output
-
-
-@pytest.mark.parametrize("checker", [mypy, pyright])
-def test_checker_accepts_the_tutorials(python, cache, users_file, checker):
-    folder, scripts = users_file.parent, ("score", "distill")
-    for file in (file for script in scripts for file in (ROOT / "tutorials").glob(f"{script}*.py")):
-        shutil.copy(file, folder)
-    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    found, output = checker(python, cache, *(folder / f"{script}.py" for script in scripts))
-    assert found == [], output

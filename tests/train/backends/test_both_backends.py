@@ -105,9 +105,9 @@ def arguments(way, folder, **args):
         pytest.param(SP2_DP2, {"balance_data": True}, marks=four_of_fsdp),
         pytest.param(TP2, {}, marks=rare),
         (TP2_DP2, {"balance_data": True, "use_distributed_optimizer": True}),
-        (TP2_PP2, {"loss_aggregation": "sequence"}),
+        (TP2_PP2, {"loss_aggregation": "sequence", "gradient_checkpointing": True}),
         pytest.param(TP2, {"gradient_checkpointing": True}, marks=rare),
-        (PP2, {"gradient_checkpointing": True}),
+        pytest.param(PP2, {"gradient_checkpointing": True}, marks=rare),
     ],
     ids=called,
 )
@@ -381,7 +381,7 @@ def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, dat
     found = {}
     for with_ref in (False, True):
         group = start(way, with_ref, param_dtype="bf16", lr=2e-5)
-        for step in range(6):
+        for step in range(4):
             learn(group, step, data[:2])
         found[with_ref] = whole_weights(group)
     assert distance(found[True], found[False]) == 0.0

@@ -18,6 +18,8 @@ from workers.rollout.engines.hf_engine import HFEngine
 
 pytestmark = pytest.mark.timeout(180)
 
+others = pytest.mark.full("FSDP with the other pairs of options")
+
 
 @pytest.mark.parametrize(
     "config",
@@ -188,8 +190,15 @@ def small_share(prompt_ids, completion_ids):
     return sum(token < 40 for token in completion_ids) / len(completion_ids)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["usual", "exact"])
-@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 50, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "exact"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 50, "temperature": 0.7}, False),
+        pytest.param({"top_p": 0.9}, False, marks=others),
+        pytest.param({"top_k": 50, "temperature": 0.7}, True, marks=others),
+    ],
+)
 def test_log_probs_of_engine_and_trainer_agree_with_a_sampling_mask_alone(fsdp_groups, tmp_path, how, exact):
     """Without it, they differ by the log of the probability that the sampler kept."""
     folder = saved(small_llama(vocab_size=160), tmp_path)
@@ -335,8 +344,15 @@ def test_interrupted_pass_restores_the_weights(fsdp_groups, llama_folder, data):
     torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize("fails", ["register_forward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    ("fails", "dtype"),
+    [
+        ("register_forward_hook", "fp32"),
+        ("register_full_backward_pre_hook", "fp64"),
+        pytest.param("register_forward_hook", "fp64", marks=others),
+        pytest.param("register_full_backward_pre_hook", "fp32", marks=others),
+    ],
+)
 def test_step_that_failed_midway_leaves_no_gradient(fsdp_groups, llama_folder, data, dtype, fails):
     group = fsdp_groups(2)
     options = {"hf_checkpoint": llama_folder, "max_tokens_per_micro_batch": 32, "fsdp_reduce_dtype": dtype}

@@ -323,7 +323,12 @@ def test_rollout_manager_as_ray_actor(trainer, rollout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "transport", "told"), [("fsdp", "group", True), ("pp2", "store", False), ("tp2", "device", True)]
+    ("layout", "transport", "told"),
+    [
+        ("fsdp", "group", True),
+        ("pp2", "store", False),
+        pytest.param("tp2", "device", True, marks=pytest.mark.full("deaths in an update over each transport")),
+    ],
 )
 def test_worker_death_during_an_update_is_an_error_and_the_next_update_works(trainer, rollout, layout, transport, told):
     train = trainer(layout, update_weights_transport=transport, update_weights_bucket_bytes=6000)
