@@ -17,6 +17,7 @@ from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
 from single_controller.view.group_watch import GroupWatch
+from single_controller.view.live import Live
 from single_controller.view.rank_waits import Wait
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,6 +57,12 @@ class TestStuckGroup:
         found = json.loads(out)
         assert (code, found["ok"], found["problems"]) == (0, True, []), err
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
+
+    def test_another_cluster_is_not_taken_for_that_of_this_process(self, stuck):
+        with Live() as live:
+            assert "another Ray cluster" in live.look("127.0.0.1:1")["error"]
+            found = live.look(ray.get_runtime_context().gcs_address)
+            assert stuck.name in [group["name"] for group in found["groups"]]
 
     def test_process_groups_are_told_apart(self, stuck):
         """Rank 2 waits for rank 3 in their pair; ranks 0 and 1 have left theirs, and wait for both."""

@@ -170,9 +170,9 @@ export async function sample(here) {
     found.first + found.tokens.length < found.length ? el("a", { href: address("sample", { run: run().run, step, row, first: found.first + TOKENS }) }, "later") : "") : null;
   show(el("div", { class: "bar" }, el("a", { href: address("samples", { run: run().run, step }) }, "← samples"), el("b", {}, `step ${found.step}, row ${found.row}`),
     el("label", {}, "color", paint), legend), el("div", { class: "two" },
-    el("div", {}, more, turns(found, spans), more?.cloneNode(true),
+    el("div", {}, tree(found, ofRow), more, turns(found, spans), more?.cloneNode(true),
       ["prompt", "completion"].filter((name) => typeof found.text[name] === "string").map((name) => el("details", {}, el("summary", {}, `text of the ${name}`), el("div", { class: "text" }, found.text[name])))),
-    el("div", {}, side, el("p"), el("div", { class: "card" }, el("h3", {}, "Sample"), list(facts), tree(found, ofRow), group))));
+    el("div", {}, side, el("p"), el("div", { class: "card" }, el("h3", {}, "Sample"), list(facts), group))));
   color();
   if (page.params.has("token")) { const i = Number(page.params.get("token")) - found.first; if (spans[i]) { choose(i); spans[i].scrollIntoView({ block: "center" }); } }
   return {};
