@@ -21,7 +21,7 @@ from single_controller.ray import inspect_groups
 from single_controller.view.group_watch import LATE_SECONDS, NO_PROGRESS_SECONDS, GroupWatch
 from single_controller.view.live import connect
 from single_controller.view.run_reader import RunReader
-from single_controller.view.server import ViewServer
+from single_controller.view.server import ViewServer, finite
 
 WATCH_SECONDS = 1.0
 """Time between two looks of ``status --watch``."""
@@ -111,7 +111,7 @@ def _look(given: argparse.Namespace) -> int:
         while True:
             seen = _seen(watch, run, given)
             if given.json:
-                sys.stdout.write(f"{json.dumps(seen, indent=1)}\n")
+                sys.stdout.write(f"{json.dumps(finite(seen), indent=1, allow_nan=False)}\n")
             elif given.once:
                 sys.stdout.write(f"{_text(seen)}\n")
             else:
@@ -143,7 +143,8 @@ def _text(seen: dict[str, Any]) -> str:
         about = seen["run"]
         step = "no step yet" if about["last_step"] is None else f"step {about['last_step']}"
         lines = [f"{about['name']}: {about['state']}, {step}"]
-        lines += [f"  {name} {value:.6g}" for name, value in sorted(about["metrics"].items()) if value is not None]
+        for name, value in sorted(about["metrics"].items()):
+            lines.append(f"  {name} {'not finite' if value is None else f'{value:.6g}'}")
         lines += [f"  alarm at step {event.get('step')}: {event.get('text')}" for event in about["alarms"]]
         parts.append("\n".join(lines))
     if seen["problems"]:

@@ -86,7 +86,9 @@ def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = Fa
         ValueError: the group has no such ranks.
     """
     records = read()
-    return "\n\n".join(_stacks_of(record, records.actors, ranks, native) for record in chosen(records, name))
+    groups = chosen(records, name)
+    shown = zip(distinct_names(groups), groups, strict=True)
+    return "\n\n".join(_stacks_of(title, group, records.actors, ranks, native) for title, group in shown)
 
 
 def chosen(records: Records, name: str | None) -> list[GroupRecord]:
@@ -95,7 +97,7 @@ def chosen(records: Records, name: str | None) -> list[GroupRecord]:
     Raises:
         LookupError: there is no such group.
     """
-    found = sorted(records.groups.values(), key=lambda record: record.name)
+    found = sorted(records.groups.values(), key=lambda record: (record.name, record.driver, record.ranks[0].actor))
     if name is None:
         return found
     exactly = [record for record in found if name in record.names]
@@ -106,7 +108,19 @@ def chosen(records: Records, name: str | None) -> list[GroupRecord]:
     return named
 
 
-def _stacks_of(record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collection[int] | None, native: bool) -> str:
+def distinct_names(records: Sequence[GroupRecord]) -> list[str]:
+    """The names of groups. Several of one name, of different drivers, are told apart by their drivers."""
+    found: list[str] = []
+    names = [record.name for record in records]
+    for record in records:
+        name = record.name if names.count(record.name) == 1 else f"{record.name} (driver: {record.driver})"
+        found.append(name if name not in found else f"{name} #{sum(one.startswith(name) for one in found) + 1}")
+    return found
+
+
+def _stacks_of(
+    name: str, record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collection[int] | None, native: bool
+) -> str:
     asked = range(len(record.ranks)) if ranks is None else sorted(set(ranks))
     wrong = [rank for rank in asked if not 0 <= rank < len(record.ranks)]
     if wrong:
@@ -122,7 +136,7 @@ def _stacks_of(record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collect
     answers = ask_at(addresses, "stacks", MAX_STACK_SECONDS)
     shown |= {rank: answer.text for rank, answer in answers.items() if answer.ok}
     shown |= _dumped(record, [rank for rank in addresses if rank not in shown], native)
-    return f"{record.name}\n{show_stacks(shown, len(shown))}"
+    return f"{name}\n{show_stacks(shown, len(shown))}"
 
 
 def _dumped(record: GroupRecord, ranks: Sequence[int], native: bool) -> dict[int, str]:

@@ -55,8 +55,9 @@ class GroupLook:
 
     def problems(self, late: float = LATE_SECONDS, no_progress: float = NO_PROGRESS_SECONDS) -> list[str]:
         """What is wrong with the group, one line each: it is broken; a rank is dead, does not answer, has let others
-        wait for more than ``late`` seconds, or has run one call for more than ``no_progress`` seconds."""
-        status = self.status
+        wait for more than ``late`` seconds, or has run one call for more than ``no_progress`` seconds. Of ranks that
+        wait for each other in a chain, the last one is late."""
+        status, explained = self.status, self._waiting()
         found = [f"{status.name} is broken: {status.reason}"] if status.state == "broken" else []
         for rank in status.ranks:
             wait = self.waits.get(rank.rank, Wait())
@@ -66,10 +67,20 @@ class GroupLook:
                 found.append(f"{who} is dead: {'' if rank.death is None else rank.death.reason}")
             elif rank.running is None:
                 found.append(f"{who} does not answer{_at(wait)}")
-            elif wait.awaited and seconds > late:
+            elif wait.awaited and seconds > late and rank.rank not in explained:
                 found.append(f"{who} is late: {rank.doing}{_at(wait)}; {wait.awaited_by}")
             elif seconds > no_progress:
                 found.append(f"{who} makes no progress: {rank.doing}{_at(wait)}")
+        return found
+
+    def _waiting(self) -> set[int]:
+        """The ranks that wait, if only through others, for one that does not wait for a rank."""
+        ends = [rank for rank, wait in self.waits.items() if not wait.ranks]
+        found: set[int] = set()
+        while ends:
+            wait = self.waits.get(ends.pop(), Wait())
+            ends += (new := [rank for rank in wait.awaited if rank not in found])
+            found.update(new)
         return found
 
     def __str__(self) -> str:
@@ -146,9 +157,9 @@ class GroupWatch(Closing):
         self._connect({address for addresses in living for address in addresses.values()}, seconds)
         running = self._ask(living, "status", seconds)
         statuses = []
-        for number, record in enumerate(groups):
+        for number, (name, record) in enumerate(zip(inspect_groups.distinct_names(groups), groups, strict=True)):
             of_group = {rank: answer for (group, rank), answer in running.items() if group == number}
-            statuses.append(inspect_groups.status_from(record, records, of_group))
+            statuses.append(replace(inspect_groups.status_from(record, records, of_group), name=name))
         busy = [
             {rank: address for rank, address in addresses.items() if status.ranks[rank].running}
             for status, addresses in zip(statuses, living, strict=True)

@@ -70,48 +70,48 @@ def is_own(address: str) -> bool:
 
 
 class Live(Closing):
-    """The groups of one cluster, as the page asks for them.
+    """The groups of clusters, as the page asks for them. A process has one connection to Ray, so looking at another
+    cluster ends the connection to the former one."""
 
-    Args:
-        address: of the cluster; None if the run does not say.
-    """
-
-    def __init__(self, address: str | None) -> None:
-        self.address = address
+    def __init__(self) -> None:
         self._looking = threading.Lock()
         self._watch: GroupWatch | None = None
+        self._address: str | None = None  # of the cluster of the watch
         self._connected = False  # whether this object has connected the process to Ray
-        self._seen: dict[str, Any] = {}
-        self._until = 0.0  # until when that is shown, by the monotonic clock
+        self._seen: dict[str, tuple[float, dict[str, Any]]] = {}  # address -> until when it is shown, and what
 
-    def look(self) -> dict[str, Any]:
-        """What the groups do now.
+    def look(self, address: str) -> dict[str, Any]:
+        """What the groups of a cluster do now.
 
         Returns:
             ``time``, ``groups`` (`GroupLook.as_json`) and ``problems``; or ``error``, why the cluster cannot be asked.
         """
         with self._looking:
-            if time.monotonic() < self._until:
-                return self._seen
+            until, seen = self._seen.get(address, (0.0, {}))
+            if time.monotonic() < until:
+                return seen
             wait = FRESH_SECONDS
             try:
-                if self._watch is None:
+                if self._watch is None or self._address != address:
+                    self.disconnect()
                     if not ray.is_initialized():
-                        connect(self.address)
+                        connect(address)
                         self._connected = True
-                    self._watch = GroupWatch()
+                    elif not _is_connected(address):
+                        raise ConnectionError("this process is connected to another Ray cluster")
+                    self._watch, self._address = GroupWatch(), address
                 looks = self._watch.look()
-                self._seen = {
+                seen = {
                     "time": time.time(),
                     "groups": [look.as_json() for look in looks],
                     "problems": [problem for look in looks for problem in look.problems()],
                 }
             except Exception as error:  # whatever Ray raises, the page goes on showing the files
                 self.disconnect()
-                self._seen = {"time": time.time(), "error": f"{error}", "groups": [], "problems": []}
+                seen = {"time": time.time(), "error": f"{error}", "groups": [], "problems": []}
                 wait = RETRY_SECONDS
-            self._until = time.monotonic() + wait
-            return self._seen
+            self._seen[address] = time.monotonic() + wait, seen
+            return seen
 
     def disconnect(self) -> None:
         """Close the connections. A later look opens them again."""
@@ -129,3 +129,13 @@ class Live(Closing):
                 self.disconnect()
             finally:
                 self._looking.release()
+
+
+def _is_connected(address: str) -> bool:
+    """Whether the cluster to which this process is connected has an address of the form host:port. Others are not told
+    apart."""
+    host, _, port = address.rpartition(":")
+    its_host, _, its_port = ray.get_runtime_context().gcs_address.rpartition(":")
+    if not host or not port.isdigit():
+        return True
+    return port == its_port and (host == its_host or (is_own(address) and is_own(f"{its_host}:{its_port}")))

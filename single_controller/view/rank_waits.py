@@ -22,6 +22,24 @@ _CALL = re.compile(r"\b(?:dist|distributed)\.(\w+)\(|\b(?:work|handle|req)\w*\.(
 
 _LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|(^|/)(torch|ray|single_controller|dispatch)/")
 _THREAD = re.compile(r"^ *(Current thread|Thread) ")
+_RANGE = r"\d{1,7}(?:-\d{1,7}(?::[1-9]\d{0,6})?)?"
+_GROUP = re.compile(rf"^ *in process group (?P<name>'.*'|\".*\")(?:, ranks (?P<ranks>{_RANGE}(?:, {_RANGE})*))?$")
+
+
+class ProcessGroup(NamedTuple):
+    """A process group of torch.distributed.
+
+    Attributes:
+        name: its description, or its name.
+        ranks: its ranks, as ranks of the worker group; empty if they are not known.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        of = f" ({ranks_text(self.ranks)})" if self.ranks else ""
+        return "" if self.name == "default_pg" else f" of process group {self.name}{of}"
 
 
 class Frame(NamedTuple):
@@ -31,6 +49,7 @@ class Frame(NamedTuple):
     line: int
     function: str
     text: str  # the source line; empty if the stack does not show it
+    group: ProcessGroup | None = None  # in which the stack waits; of the innermost frame
 
     def __str__(self) -> str:
         return f"{self.file.rpartition('/')[2]}:{self.line}, in {self.function}"
@@ -78,9 +97,13 @@ def frames(stack: str) -> list[Frame]:
             inward = False
         elif line.strip() == "task:":  # of an event loop
             threads.append([])
+        elif (match := _GROUP.match(line)) is not None and threads[-1]:
+            group = ProcessGroup(match["name"][1:-1], _numbers(match["ranks"] or ""))
+            threads[-1][-1] = threads[-1][-1]._replace(group=group)
         elif (match := _FRAME.match(line)) is not None:
             found = match.groupdict()
-            text = lines[number + 1].strip() if number + 1 < len(lines) and not _FRAME.match(lines[number + 1]) else ""
+            follows = lines[number + 1] if number + 1 < len(lines) else ""
+            text = "" if _FRAME.match(follows) or _GROUP.match(follows) else follows.strip()
             name, file, at = (found[key] or found[f"{key}2"] for key in ("name", "file", "line"))
             threads[-1].append(Frame(file, int(at), name.strip(), text if inward else ""))
     if not inward:
@@ -97,27 +120,24 @@ def waits(ranks: Sequence[RankStatus], stacks: Mapping[int, str]) -> dict[int, W
         ranks: the ranks of a group, by rank.
         stacks: rank -> its stack, of those that run something.
     """
-    what: dict[int, str] = {}  # of the living ranks that run something, or do not answer
-    where, method = {}, {}
+    places: dict[int, _Place] = {}  # of the living ranks that run something, or do not answer
+    where = {}
     for one in ranks:
         stack = frames(stacks.get(one.rank, ""))
         users = [str(frame) for frame in stack if _is_users(frame)]
         where[one.rank] = users[-1] if users else str(stack[-1]) if stack else ""
         if one.alive and one.running != ():
-            method[one.rank] = one.running[0].method if one.running else None
+            method = one.running[0].method if one.running else None
             deferred = one.running[-1].waits if one.running else ""
-            name = collective(stack)
-            what[one.rank] = f"for {deferred}" if deferred else f"in {name}" if name else ""
-    found = {rank: Wait(text, (), where[rank]) for rank, text in what.items()}
-    for rank, text in what.items():
-        if text.startswith("in "):
-            others = tuple(one.rank for one in ranks if one.rank != rank and _is_behind(one, method[rank], what))
-            if not others:  # all that run it are in collectives: in the same one, or in different ones
-                there = [one for one in what if what[one].startswith("in ") and method[one] in (method[rank], None)]
-                others = _elsewhere(rank, there, what, where)
-            if not others:  # the rest has ended the call, or has not begun it
-                others = tuple(one.rank for one in ranks if one.alive and one.running == ())
-            found[rank] = found[rank]._replace(ranks=others)
+            name = "" if deferred else collective(stack)
+            group = stack[-1].group if name else None
+            places[one.rank] = _Place(method, deferred, name, group, where[one.rank])
+    known: dict[_Place, tuple[int, ...]] = {}  # ranks in the same place wait for the same ones
+    found = {}
+    for rank, place in places.items():
+        if place not in known:
+            known[place] = _missing(ranks, place, places) if place.collective else ()
+        found[rank] = Wait(str(place), known[place], where[rank])
     awaited: dict[int, list[int]] = {}
     for rank, wait in found.items():
         for other in wait.ranks:
@@ -136,21 +156,60 @@ def collective(stack: Sequence[Frame]) -> str:
     return match[1] or match[2] if match else ""
 
 
-def _is_behind(one: RankStatus, method: str | None, what: Mapping[int, str]) -> bool:
+class _Place(NamedTuple):
+    """Where a rank is that runs something, or does not answer."""
+
+    method: str | None  # None if it does not answer
+    deferred: str  # the result for which it waits
+    collective: str  # the function of torch.distributed in which it waits
+    group: ProcessGroup | None  # the process group of that function, if it is known
+    where: str
+
+    def __str__(self) -> str:
+        return (
+            f"for {self.deferred}"
+            if self.deferred
+            else f"in {self.collective}{self.group or ''}"
+            if self.collective
+            else ""
+        )
+
+
+def _missing(ranks: Sequence[RankStatus], place: _Place, places: Mapping[int, _Place]) -> tuple[int, ...]:
+    """The ranks for which those in a collective wait. Only ranks of its process group count, if they are known."""
+    inside = frozenset(place.group.ranks) if place.group else ()
+    members = [one for one in ranks if not inside or one.rank in inside]
+    found = tuple(one.rank for one in members if _is_behind(one, place, places.get(one.rank)))
+    if not found:  # all that run it are in collectives of the group: in the same one, or in different ones
+        there = [one.rank for one in members if one.rank in places and places[one.rank].collective]
+        found = tuple(
+            one
+            for one in there
+            if places[one].method in (place.method, None)
+            and (places[one].collective, places[one].where) != (place.collective, place.where)
+        )
+    # Otherwise, the rest has ended the call, or has not begun it.
+    return found or tuple(one.rank for one in members if one.alive and one.running == ())
+
+
+def _is_behind(one: RankStatus, place: _Place, its: _Place | None) -> bool:
     """Whether a rank has not come to a collective in which another one is: it is dead, does not answer from another
-    place, or runs the same method elsewhere."""
-    if not one.alive:
-        return True
-    if one.rank not in what or what[one.rank].startswith("in "):
-        return False
-    return one.running is None or method is None or any(call.method == method for call in one.running)
+    place, runs the same method elsewhere, or is in a collective of another process group."""
+    if its is None:
+        return not one.alive
+    if its.collective:
+        return None not in (its.group, place.group) and its.group != place.group
+    return one.running is None or place.method is None or any(call.method == place.method for call in one.running)
 
 
-def _elsewhere(rank: int, others: Sequence[int], what: Mapping[int, str], where: Mapping[int, str]) -> tuple[int, ...]:
-    """The ranks that wait in another collective than this one, or at another line; if more than half of all are where
-    this one is, these are the ones to look at."""
-    here = what[rank], where[rank]
-    return tuple(one for one in others if (what[one], where[one]) != here)
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of ranges such as ``0-3, 8-24:8``."""
+    found: list[int] = []
+    for part in filter(None, text.split(", ")):
+        ends, _, step = part.partition(":")
+        first, _, last = ends.partition("-")
+        found += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(found)
 
 
 def _is_users(frame: Frame) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ def sample_files(folder: Path, step: int) -> tuple[Path, Path]:
 
 def sample_steps(folder: Path) -> list[int]:
     """Return the steps that have samples, in order."""
-    names = (path.stem.removeprefix("step_") for path in (folder / SAMPLES).glob("step_*.npz"))
-    return sorted(int(name) for name in names if name.removeprefix("-").isdigit())
+    names = (re.fullmatch(r"step_(-?[0-9]{7,15})", path.stem) for path in (folder / SAMPLES).glob("step_*.npz"))
+    return sorted(int(match[1]) for match in names if match is not None)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     try:
         run = json.loads((folder / RUN).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{folder} is not a run folder: {RUN} cannot be read: {error}") from None
     if not isinstance(run, dict) or run.get("format") != FORMAT:
         raise RunFolderError(f"{folder / RUN}: its format is not {FORMAT}; read it with the version that wrote it")

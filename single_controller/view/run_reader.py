@@ -5,26 +5,41 @@ Nothing here writes, runs code of a file, or follows a link out of the folder. N
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import socket
+import stat
 import time
 import zipfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from single_controller.call.state import Closing
 from single_controller.view import run_files
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.sample_table import StepTable
 
-MAX_LINE_BYTES = 64 * 2**20
+MAX_LINE_BYTES = 32 * 2**20
 """A longer line of a file is skipped."""
+
+CHUNK_BYTES = 4 * 2**20
+"""What is read at once of a file that is followed."""
+
+MAX_FILE_BYTES = 2**30
+"""A larger JSON file, or compressed array, is not read."""
+
+MAX_EVENTS = 100_000
+"""How many of the latest events are kept in memory."""
+
+MAX_METRICS = 20_000
+"""How many metrics are kept in memory. Further names are ignored."""
 
 LINES_AT_ONCE = 200
 """Lines that are parsed together."""
@@ -32,54 +47,109 @@ LINES_AT_ONCE = 200
 WINDOW_BYTES = 8 * 2**20
 """What is read at most of the timeline at once."""
 
+MAX_PIECES = 2_000_000
+"""How many texts of tokens are kept in memory."""
+
 KEPT_TEXT_FILES = 2
 """Number of steps whose texts are kept in memory."""
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open a file of a run, which may be replaced or deleted meanwhile.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunFolderError: it is a link that leads out of the folder, no regular file, or cannot be opened.
+    """
+    path = inside(folder, name)
+    try:
+        # Opening a named pipe would wait for a writer.
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  (the caller closes it)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunFolderError(f"{name} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RunFolderError(f"{name} is not a regular file")
+    return file
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file of a run.
+
+    Raises:
+        RunFolderError: the file is a link that leads out of the folder.
+    """
+    try:
+        path = (folder / name).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise RunFolderError(f"{name} cannot be read: {error}") from None
+    if not path.is_relative_to(folder):
+        raise RunFolderError(f"{name} is outside of the run's folder")
+    return path
 
 
 class JsonLines:
     """Follows a file of JSON objects, one a line.
 
     Args:
-        path: the file, which may not exist yet.
+        folder: of the run.
+        name: of the file, which may not exist yet.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._inode = 0
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        inside(folder, name)
+        self._offset, self._inode = 0, 0
         self._last = b""  # the bytes before the offset: whether the file was cut and written anew
+        self._skips = False  # whether the offset is within a line that is too long
 
     def new(self) -> tuple[bool, Iterator[dict[str, Any]]]:
-        """The objects that were appended since the last call. A last line without its end is left for later; a line
-        that is no JSON object is skipped.
+        """The objects that were appended since the last call, which must all be taken. A last line without its end is
+        left for later; a line that is no JSON object, or too long, is skipped.
 
         Returns:
             Whether the file began anew, so that what was read before no longer counts; and the objects.
         """
+        before = self._offset
         try:
-            file = open(self._path, "rb")  # noqa: SIM115  (the with statement follows)
+            file = open_inside(self._folder, self._name)
         except FileNotFoundError:
-            return self._restart(0, bool(self._offset)), iter(())
-        with file:
-            about = os.fstat(file.fileno())
-            anew = False
-            if self._offset:
-                file.seek(max(0, self._offset - 64))
-                same = about.st_ino == self._inode and about.st_size >= self._offset
-                anew = not same or file.read(min(64, self._offset)) != self._last
-            if anew or not self._offset:
-                self._restart(about.st_ino, anew)
-            file.seek(self._offset)
-            text = file.read(about.st_size - self._offset)
-        whole = text.rfind(b"\n") + 1
-        if whole:
-            self._offset += whole
-            self._last = (self._last + text[max(0, whole - 64) : whole])[-64:]
-        return anew, _objects(text[: whole - 1].decode(errors="replace").split("\n") if whole else [])
+            self._restart(0)
+            return before > 0, iter(())
+        about = os.fstat(file.fileno())
+        same = about.st_ino == self._inode and about.st_size >= before
+        if same and before:
+            file.seek(before - len(self._last))
+            same = file.read(len(self._last)) == self._last
+        if not same:
+            self._restart(about.st_ino)
+        return not same and before > 0, self._read(file, about.st_size)
 
-    def _restart(self, inode: int, anew: bool) -> bool:
-        self._offset, self._inode, self._last = 0, inode, b""
-        return anew
+    def _read(self, file: BinaryIO, size: int) -> Iterator[dict[str, Any]]:
+        with file:
+            file.seek(self._offset)
+            begun = b""  # of a line
+            while (left := size - self._offset - len(begun)) > 0 and (read := file.read(min(CHUNK_BYTES, left))):
+                text = begun + read
+                whole = text.rfind(b"\n") + 1
+                begun = text[whole:]
+                if whole:
+                    self._advance(text[:whole])
+                    lines = text[: whole - 1].decode(errors="replace").split("\n")
+                    yield from _objects(lines[1:] if self._skips else lines)
+                    self._skips = False
+                if len(begun) > MAX_LINE_BYTES:
+                    self._advance(begun)
+                    begun, self._skips = b"", True
+
+    def _advance(self, text: bytes) -> None:
+        self._offset += len(text)
+        self._last = (self._last + text[-64:])[-64:]
+
+    def _restart(self, inode: int) -> None:
+        self._offset, self._inode, self._last, self._skips = 0, inode, b"", False
 
 
 class Metrics:
@@ -88,35 +158,42 @@ class Metrics:
     def __init__(self) -> None:
         self.steps, self.times = array("q"), array("d")
         self.columns: dict[str, array[float]] = {}
+        self._first: dict[str, int] = {}  # metric -> the row of its first value, unless that is 0
         self._rows: dict[int, int] = {}  # step -> row
-        self._sorted = True
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a line of metrics.jsonl. A step that is there already gets the later values."""
         step, metrics = record.get("step"), record.get("metrics")
-        if not isinstance(step, int) or not isinstance(metrics, dict):
+        if type(step) is not int or abs(step) > 2**53 or not isinstance(metrics, dict):
             return
         row = self._rows.get(step)
         if row is None:
             row = self._rows[step] = len(self.steps)
-            self._sorted = self._sorted and (not row or step > self.steps[-1])
             self.steps.append(step)
             self.times.append(_number(record.get("time")))
         else:
             self.times[row] = _number(record.get("time"))
-        known = self.columns
+        known, begins = self.columns, self._first
         for name, value in metrics.items():
             if type(value) is not float:  # millions of them: no call for what is a float already
                 value = _number(value)
             column = known.get(name)
             if column is None:
+                if len(known) == MAX_METRICS:
+                    continue
                 column = known[name] = array("d")
-            if len(column) == row:
+                if row:
+                    begins[name] = row
+            place = row - begins.get(name, 0) if begins else row
+            if len(column) == place:
                 column.append(value)
                 continue
-            if len(column) < row:
-                column.extend([math.nan] * (row + 1 - len(column)))
-            column[row] = value
+            if place < 0:  # an earlier step is logged again
+                column[:0] = array("d", [math.nan]) * -place
+                begins[name], place = row, 0
+            elif len(column) < place:
+                column.extend(array("d", [math.nan]) * (place + 1 - len(column)))
+            column[place] = value
 
     def series(self, name: str, *, by_time: bool, first: float, last: float, points: int) -> dict[str, list[Any]]:
         """A metric in at most ``points`` buckets of equally many steps.
@@ -126,11 +203,11 @@ class Metrics:
             None stands for a value that is not finite.
         """
         values = np.full(len(self.steps), np.nan)
-        column = self.columns.get(name, array("d"))
-        values[: len(column)] = column
+        column, begin = self.columns.get(name, array("d")), self._first.get(name, 0)
+        values[begin : begin + len(column)] = column
         x = np.array(self.times if by_time else self.steps, dtype=np.float64)
-        keep = (x >= first) & (x <= last) & ~np.isnan(values)
-        if not self._sorted:
+        keep = (x >= first) & (x <= last) & ~np.isnan(values) & np.isfinite(x)
+        if (x[1:] < x[:-1]).any():  # a clock was set back, or steps come in another order
             order = np.argsort(x, kind="stable")
             x, values, keep = x[order], values[order], keep[order]
         x, values = x[keep], values[keep]
@@ -145,12 +222,8 @@ class Metrics:
         return {"x": x[ends].tolist(), "mean": _finite(mean), "min": _finite(low), "max": _finite(high)}
 
     def latest(self) -> dict[str, float | None]:
-        """The last value of each metric."""
-        found: dict[str, float | None] = {}
-        for name, column in self.columns.items():
-            value = next((one for one in reversed(column) if not math.isnan(one)), math.nan)
-            found[name] = value if math.isfinite(value) else None
-        return found
+        """The last value of each metric; None if it is not finite."""
+        return {name: column[-1] if math.isfinite(column[-1]) else None for name, column in self.columns.items()}
 
 
 class RunReader:
@@ -160,9 +233,10 @@ class RunReader:
         folder: the folder of a run.
 
     Attributes:
-        about: what run.json says.
+        about: what run.json says, without values of other types than the format has.
         metrics: its `Metrics`.
-        events: the objects of events.jsonl, oldest first.
+        events: the objects of events.jsonl, oldest first; the last `MAX_EVENTS`.
+        unreadable: why the folder can no longer be read; None if it can.
 
     Raises:
         RunFolderError: it is no run folder, or has another format.
@@ -173,50 +247,57 @@ class RunReader:
         self.about: dict[str, Any] = {}
         self.metrics = Metrics()
         self.events: list[dict[str, Any]] = []
-        self._metric_lines = JsonLines(self._inside(run_files.METRICS))
-        self._event_lines = JsonLines(self._inside(run_files.EVENTS))
-        self._vocabulary_lines = JsonLines(self._inside(run_files.VOCABULARY))
+        self.unreadable: str | None = None
+        self._metric_lines = JsonLines(self.folder, run_files.METRICS)
+        self._event_lines = JsonLines(self.folder, run_files.EVENTS)
+        self._vocabulary_lines = JsonLines(self.folder, run_files.VOCABULARY)
         self._tables: dict[int, StepTable] = {}
-        self._texts: OrderedDict[tuple[int, int], list[dict[str, Any]]] = OrderedDict()
+        self._texts: OrderedDict[tuple[int, ...], list[dict[str, Any]]] = OrderedDict()
         self._pieces: dict[int, str] = {}
         self._read_about()
 
     def refresh(self) -> None:
-        """Read what was written since the last call."""
-        self._read_about()
-        anew, records = self._metric_lines.new()
-        if anew:
-            self.metrics = Metrics()
-        for record in records:
-            self.metrics.add(record)
-        anew, records = self._event_lines.new()
-        self.events = [*([] if anew else self.events), *records]
+        """Read what was written since the last call. What is known stays if the folder is gone or damaged meanwhile."""
+        try:
+            self._read_about()
+            anew, records = self._metric_lines.new()
+            if anew:
+                self.metrics = Metrics()
+            for record in records:
+                self.metrics.add(record)
+            anew, records = self._event_lines.new()
+            if anew:
+                self.events = []
+            for record in records:
+                self.events.append(record)
+                if len(self.events) >= 2 * MAX_EVENTS:
+                    del self.events[:-MAX_EVENTS]
+            del self.events[:-MAX_EVENTS]
+            self.unreadable = None
+        except RunFolderError as error:
+            self.unreadable = str(error)
 
     def _read_about(self) -> None:
-        self._inside(run_files.RUN)
-        self.about = run_files.read_run(self.folder)
-
-    def _inside(self, name: str) -> Path:
-        """The path of a file of the run.
-
-        Raises:
-            RunFolderError: the file is a link that leads out of the folder.
-        """
-        path = (self.folder / name).resolve()
-        if not path.is_relative_to(self.folder):
-            raise RunFolderError(f"{name} is outside of the run's folder")
-        return path
+        with contextlib.suppress(FileNotFoundError), open_inside(self.folder, run_files.RUN) as file:
+            if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+                raise RunFolderError(f"{run_files.RUN} has more than {MAX_FILE_BYTES:,} bytes")
+        read = run_files.read_run(self.folder)
+        about = {key: value for key, value in read.items() if isinstance(value, _TYPES.get(key, object))}
+        about["groups"] = [one for one in about.get("groups") or [] if isinstance(one, str)]
+        about["resumed"] = [one for one in about.get("resumed") or [] if isinstance(one, dict)]
+        self.about = about
 
     def summary(self) -> dict[str, Any]:
-        """The run in a few words: ``name``, ``state``, ``last_step`` and ``last_time`` (None before the first one), the
-        latest ``metrics``, and the last ``alarms``."""
+        """The run in a few words: ``name``, ``state``, ``last_step`` and ``last_time`` (None before the first one),
+        ``age``, the seconds since then or since the start, the latest ``metrics``, and the last ``alarms``."""
         ended, steps, times = self.about.get("ended"), self.metrics.steps, self.metrics.times
-        state = f"ended: {ended.get('reason')}" if isinstance(ended, dict) else "running"
+        state = f"ended: {ended.get('reason')}" if ended is not None else "killed" if self._killed else "running"
         return {
             "name": str(self.about.get("name") or self.folder.name),
-            "state": state if ended or not self._killed else "killed",
+            "state": state if self.unreadable is None else f"{state}; {self.unreadable}",
             "last_step": max(steps, default=None),
             "last_time": max((one for one in times[-1:] if math.isfinite(one)), default=None),
+            "age": self._age(),
             "metrics": self.metrics.latest(),
             "alarms": [event for event in self.events if event.get("kind") == "alarm"][-20:],
         }
@@ -225,18 +306,33 @@ class RunReader:
     def _killed(self) -> bool:
         """Whether the run's process was on this host, and is gone."""
         process = self.about.get("process")
-        if not isinstance(process, dict) or process.get("host") != socket.gethostname():
+        if process is None or process.get("host") != socket.gethostname() or not os.path.isdir("/proc/self"):
             return False
         return isinstance(process.get("pid"), int) and not os.path.exists(f"/proc/{process['pid']}")
 
     def silent(self, seconds: float) -> str | None:
         """A problem in words if the run has not ended, but has logged no step for so long; else None."""
-        last = [*self.metrics.times[-1:], *(one.get("time") for one in self.about.get("resumed") or [])]
-        begun = [one for one in (*last, self.about.get("started")) if isinstance(one, (int, float))]
-        waited = time.time() - max(begun, default=0.0)
-        if self.about.get("ended") or waited <= seconds:
+        waited = self._age()
+        if self.about.get("ended") is not None or waited <= seconds:
             return None
         return f"{self.folder.name} has logged no step for {waited:.0f} s"
+
+    def _age(self) -> float:
+        """Seconds since the last step, or since the run began. The time of the file is by this host's clock, or that of
+        a file server, so it counts if the run's clock is another host's, or is ahead."""
+        last = [
+            *self.metrics.times[-1:],
+            *(one.get("time") for one in self.about["resumed"]),
+            self.about.get("started"),
+        ]
+        logged = max((one for one in map(_number, last) if math.isfinite(one)), default=0.0)
+        try:
+            written = os.stat(inside(self.folder, run_files.METRICS)).st_mtime
+        except (OSError, RunFolderError):
+            written = math.inf
+        host = (self.about.get("process") or {}).get("host")
+        elsewhere = host not in (None, socket.gethostname()) and written < math.inf
+        return max(0.0, time.time() - (written if elsewhere else min(logged, written)))
 
     def update_of(self, version: int) -> dict[str, Any] | None:
         """The last update that made a version of the weights."""
@@ -249,8 +345,11 @@ class RunReader:
 
     def sample_steps(self) -> list[int]:
         """The steps whose samples are kept, in order."""
-        self._inside(run_files.SAMPLES)
-        return run_files.sample_steps(self.folder)
+        inside(self.folder, run_files.SAMPLES)
+        steps = run_files.sample_steps(self.folder)
+        for gone in self._tables.keys() - set(steps):
+            del self._tables[gone]
+        return steps
 
     def table(self, step: int) -> StepTable:
         """What the table of samples shows of a step.
@@ -258,79 +357,77 @@ class RunReader:
         Raises:
             RunFolderError: no samples of that step are kept, or its file cannot be read.
         """
-        path = self._samples(step)
-        try:
-            changed = path.stat().st_mtime_ns
+        with self.arrays(step) as arrays:
             known = self._tables.get(step)
-            if known is None or known.changed != changed:
-                known = self._tables[step] = StepTable.of(step, changed, Arrays(path), self.texts(step))
-        except FileNotFoundError:
-            raise RunFolderError(f"no samples of step {step} are kept") from None
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-            raise RunFolderError(f"the samples of step {step} cannot be read: {error}") from error
+            if known is None or known.changed != arrays.changed:
+                with _telling(f"the samples of step {step}"):
+                    known = StepTable.of(step, arrays.changed, arrays, self.texts(step))
+                self._tables[step] = known
         return known
 
     def arrays(self, step: int) -> Arrays:
-        """The arrays of a step's samples. Raises as `table`."""
+        """The arrays of a step's samples, to be closed. Raises as `table`."""
         try:
-            return Arrays(self._samples(step))
-        except (ValueError, OSError, zipfile.BadZipFile) as error:
-            raise RunFolderError(f"the samples of step {step} cannot be read: {error}") from error
+            file = open_inside(self.folder, str(run_files.sample_files(Path(), step)[0]))
+        except FileNotFoundError:
+            raise RunFolderError(f"no samples of step {step} are kept") from None
+        with _telling(f"the samples of step {step}"):
+            return Arrays(file)
 
     def texts(self, step: int) -> list[dict[str, Any]]:
         """What the JSON beside a step's arrays says of each row; [] without one."""
-        path = self._inside(str(run_files.sample_files(Path(), step)[1]))
+        name = str(run_files.sample_files(Path(), step)[1])
         try:
-            key = step, path.stat().st_mtime_ns
+            file = open_inside(self.folder, name)
+        except FileNotFoundError:
+            return []
+        with file, _telling(name):
+            key = step, *_identity(file)
             if key not in self._texts:
-                read = json.loads(path.read_bytes())
-                self._texts[key] = [row if isinstance(row, dict) else {} for row in read["rows"]]
+                rows = json.loads(_bounded(file))["rows"]
+                self._texts[key] = [row if isinstance(row, dict) else {} for row in rows]
                 while len(self._texts) > KEPT_TEXT_FILES:
                     self._texts.popitem(last=False)
             self._texts.move_to_end(key)
             return self._texts[key]
-        except FileNotFoundError:
-            return []
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunFolderError(f"{path.name} cannot be read: {error}") from error
 
     def pieces(self, tokens: Sequence[int]) -> list[str | None]:
         """The text of each token; None where the run has none."""
-        if isinstance(self.about.get("vocabulary"), dict):
+        if self.about.get("vocabulary") is not None:
             anew, lines = self._vocabulary_lines.new()
             if anew:
                 self._pieces = {}
-            self._pieces |= {one["id"]: str(one.get("text")) for one in lines if isinstance(one.get("id"), int)}
+            for one in lines:
+                if type(one.get("id")) is int and len(self._pieces) < MAX_PIECES:
+                    self._pieces[one["id"]] = str(one.get("text"))[:1000]
         return [self._pieces.get(one) for one in tokens]
-
-    def _samples(self, step: int) -> Path:
-        return self._inside(str(run_files.sample_files(Path(), step)[0]))
 
     # --- timeline ---------------------------------------------------------------------------------------------------
 
     def timeline_span(self) -> tuple[float, float] | None:
         """When the first recorded part began and the last one ended, in seconds since the epoch; None without any."""
         try:
-            with open(self._inside(run_files.TIMELINE), "rb") as file:
-                first = _object(file.readline(MAX_LINE_BYTES))
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 2**18))
-                tail = file.read()
+            file = open_inside(self.folder, run_files.TIMELINE)
         except FileNotFoundError:
             return None
-        lines = tail[: tail.rfind(b"\n") + 1].splitlines()
-        ends = [_end(one) for line in lines[-200:] if (one := _object(line)) is not None]
-        return None if first is None or not ends else (_begin(first), max(ends))
+        with file:
+            head = file.read(2**18)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2**18))
+            tail = file.read(2**18)
+        first, last = _parts(head.splitlines()[:200]), _parts(tail[: tail.rfind(b"\n") + 1].splitlines()[-200:])
+        begin = min(map(_begin, first), default=math.nan)
+        return (begin, max(begin, *map(_end, last))) if first and last else None
 
     def timeline(self, begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
         """The parts of the timeline that overlap a time, in seconds since the epoch. Lines are written when a part has
-        ended, so their ends increase but for what ranks did at the same time.
+        ended, so the driver's have increasing ends. Those of ranks are by their clocks, and are not searched by.
 
         Returns:
             The parts, and whether there are more than `WINDOW_BYTES`, so that the later ones are missing.
         """
         try:
-            file = open(self._inside(run_files.TIMELINE), "rb")  # noqa: SIM115  (likewise)
+            file = open_inside(self.folder, run_files.TIMELINE)
         except FileNotFoundError:
             return [], False
         with file:
@@ -339,8 +436,14 @@ class RunReader:
                 middle = (low + high) // 2
                 file.seek(middle)
                 file.readline(MAX_LINE_BYTES)
-                one = _object(file.readline(MAX_LINE_BYTES))
-                if one is not None and _end(one) < begin:
+                last: float | None = None
+                while file.tell() < high and (line := file.readline(MAX_LINE_BYTES)):
+                    one = _object(line)
+                    if one is not None and math.isfinite(_end(one)):
+                        last = _end(one)
+                        if one.get("rank") is None or file.tell() - middle > 2**15:
+                            break
+                if last is not None and last < begin:
                     low = middle
                 else:
                     high = middle
@@ -357,44 +460,102 @@ class RunReader:
         return parts, more and bool(parts) and _end(parts[-1]) < end
 
 
-class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of an .npz file. Those that are not compressed are mapped into memory, so that a slice reads only
-    itself. No pickles.
+class Arrays(Mapping[str, np.ndarray], Closing):
+    """The arrays of an .npz file, read when they are asked for. No pickles. The file stays open, and is not mapped into
+    memory: it may be replaced, deleted or cut meanwhile.
 
     Args:
-        path: the file.
+        file: the file, which `close` closes.
+
+    Attributes:
+        changed: other for another content.
 
     Raises:
-        FileNotFoundError: there is no such file.
         zipfile.BadZipFile: it is no .npz file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with zipfile.ZipFile(path) as archive:
-            self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.changed = _identity(file)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        except BaseException:
+            file.close()
+            raise
+        self._found: dict[str, tuple[tuple[int, ...], bool, np.dtype[Any], int] | np.ndarray] = {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an array, without reading it."""
+        found = self._look(name)
+        return found.shape if isinstance(found, np.ndarray) else found[0]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Some rows of an array along its first dimension. Raises ValueError if it does not have them."""
+        found = self._look(name)
+        shape = self.shape(name)
+        if not shape or not 0 <= start <= stop <= shape[0]:
+            raise ValueError(f"the array {name!r} of the shape {shape} has no rows {start} to {stop}")
+        if isinstance(found, np.ndarray) or found[1]:
+            part: np.ndarray = self[name][start:stop]
+            return part
+        _, _, dtype, offset = found
+        size = math.prod(shape[1:])
+        return self._values(name, dtype, offset + start * size * dtype.itemsize, (stop - start, *shape[1:]))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        info = self._members[name]
+        found = self._look(name)
+        if isinstance(found, np.ndarray):
+            return found
+        shape, fortran, dtype, offset = found
+        values = self._values(name, dtype, offset, shape[::-1] if fortran else shape)
+        return values.T if fortran else values
+
+    def _values(self, name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> np.ndarray:
+        wanted = math.prod(shape) * dtype.itemsize
+        self._file.seek(offset)
+        values = self._file.read(wanted)
+        if len(values) < wanted:
+            raise ValueError(f"the array {name!r} is cut")
+        return np.frombuffer(values, dtype, math.prod(shape)).reshape(shape)
+
+    def _look(self, name: str) -> Any:
+        """An array's shape, order, dtype and place; or the array itself if it is compressed."""
+        if name not in self._found:
+            self._found[name] = self._header(self._members[name])
+        return self._found[name]
+
+    def _header(self, info: zipfile.ZipInfo) -> Any:
         if info.compress_type != zipfile.ZIP_STORED:
-            with np.load(self._path, allow_pickle=False) as archive:
-                read: np.ndarray = archive[name]
-                return read
-        with open(self._path, "rb") as file:
-            file.seek(info.header_offset)
-            header = file.read(30)
-            name_bytes, extra_bytes = header[26] + 256 * header[27], header[28] + 256 * header[29]
-            file.seek(info.header_offset + 30 + name_bytes + extra_bytes)
-            version = np.lib.format.read_magic(file)
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
-            shape, fortran, dtype = read_header(file)
-            if dtype.hasobject:
-                raise ValueError(f"the array {name!r} has Python objects")
-            if not math.prod(shape):
-                return np.empty(shape, dtype)
-            return np.memmap(self._path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+            if info.file_size > MAX_FILE_BYTES:
+                raise ValueError(
+                    f"the array {info.filename!r} is compressed, and has more than {MAX_FILE_BYTES:,} bytes"
+                )
+            self._file.seek(0)
+            with zipfile.ZipFile(self._file) as archive, archive.open(info) as member:
+                return np.lib.format.read_array(member, allow_pickle=False)
+        self._file.seek(info.header_offset)
+        header = self._file.read(30)
+        if len(header) < 30:
+            raise ValueError("the file is cut")
+        begin = info.header_offset + 30 + header[26] + 256 * header[27] + header[28] + 256 * header[29]
+        self._file.seek(begin)
+        version = np.lib.format.read_magic(self._file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(self._file)
+        if dtype.hasobject:
+            raise ValueError(f"the array {info.filename!r} has Python objects")
+        offset = self._file.tell()
+        if offset - begin + math.prod(shape) * dtype.itemsize > info.file_size:
+            raise ValueError(f"the array {info.filename!r} is cut")
+        return shape, fortran, dtype, offset
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members  # without reading it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)
@@ -403,10 +564,51 @@ class Arrays(Mapping[str, np.ndarray]):
         return len(self._members)
 
 
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("config", "versions", "seeds", "git", "ended", "process", "vocabulary"), dict),
+    **dict.fromkeys(("groups", "resumed"), list),
+    "ray_address": str,
+    "started": (int, float),
+}
+"""Of the values of run.json. Others are as if they were absent."""
+
+
+@contextlib.contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Say what cannot be read in place of what reading it has raised."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        OSError,
+        RecursionError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+    ) as error:
+        raise RunFolderError(f"{what} cannot be read: {error}") from error
+
+
+def _identity(file: BinaryIO) -> tuple[int, ...]:
+    about = os.fstat(file.fileno())
+    return about.st_mtime_ns, about.st_ino, about.st_size
+
+
+def _bounded(file: BinaryIO) -> bytes:
+    read = file.read(MAX_FILE_BYTES + 1)
+    if len(read) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
+    return read
+
+
 def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The lines that are JSON objects. Many at once are read twice as fast as one by one."""
     for start in range(0, len(lines), LINES_AT_ONCE):
-        part = lines[start : start + LINES_AT_ONCE]
+        part = [line for line in lines[start : start + LINES_AT_ONCE] if len(line) <= MAX_LINE_BYTES]
         try:
             read = json.loads(f"[{','.join(part)}]")
         except (ValueError, RecursionError):
@@ -421,17 +623,27 @@ def _object(line: bytes | str) -> dict[str, Any] | None:
         return None
     try:
         read = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _finite(values: np.ndarray) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _parts(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The parts of a timeline with times; those of the driver alone if there are any: clocks of ranks may be wrong."""
+    found = [one for line in lines if (one := _object(line)) is not None]
+    found = [one for one in found if math.isfinite(_begin(one)) and math.isfinite(_end(one))]
+    return [one for one in found if one.get("rank") is None] or found
 
 
 def _begin(part: Mapping[str, Any]) -> float:

@@ -32,18 +32,18 @@ class StepTable:
     """The lines of one step, in columns of one length.
 
     Attributes:
-        changed: when the file was changed, in nanoseconds.
+        changed: other for another content of the file.
         columns: name -> array, of `NUMBERS`.
         finish: why each row ended; None where it is not known.
     """
 
-    changed: int
+    changed: tuple[int, ...]
     columns: dict[str, np.ndarray]
     finish: np.ndarray
 
     @classmethod
     def of(
-        cls, step: int, changed: int, arrays: Mapping[str, np.ndarray], texts: Sequence[Mapping[str, Any]]
+        cls, step: int, changed: tuple[int, ...], arrays: Mapping[str, np.ndarray], texts: Sequence[Mapping[str, Any]]
     ) -> StepTable:
         """Make it of a step's arrays and texts.
 
@@ -154,6 +154,42 @@ def select(
     }
 
 
+def branches(tokens: Mapping[int, np.ndarray], turns: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+    """The tree of rows that begin with the same tokens, such as those of a session in which an agent has tried several
+    ways.
+
+    Args:
+        tokens: row -> its tokens.
+        turns: row -> where its turns begin. Rows that part within a turn part where it begins.
+
+    Returns:
+        Its nodes, parents first: ``parent``, the number of a node or None; ``start`` and ``end``, positions in its
+        ``rows``; and ``ends``, those of its rows that end in it.
+    """
+    nodes: list[dict[str, Any]] = []
+    todo: list[tuple[int | None, int, list[int]]] = [(None, 0, sorted(tokens))] if tokens else []
+    while todo:
+        parent, start, rows = todo.pop(0)
+        first = tokens[rows[0]]
+        same = len(first)
+        for row in rows[1:]:
+            same = min(same, len(tokens[row]))
+            same = min([same, *np.flatnonzero(first[:same] != tokens[row][:same])[:1].tolist()])
+        ends = [row for row in rows if len(tokens[row]) == same]
+        end = same
+        if not ends:
+            end = max((at for row in rows for at in turns.get(row, ()) if start < at <= same), default=same)
+        if end > start or ends:
+            nodes.append({"parent": parent, "start": start, "end": end, "rows": rows, "ends": ends})
+            parent = len(nodes) - 1
+        parts: dict[int, list[int]] = {}
+        for row in rows:
+            if row not in ends:
+                parts.setdefault(int(tokens[row][same]), []).append(row)
+        todo += [(parent, end, part) for part in parts.values()]
+    return nodes
+
+
 def _by_row(reduce: np.ufunc, values: np.ndarray, offsets: np.ndarray, empty: float) -> np.ndarray:
     """Reduce a flat array by rows; ``empty`` for rows without values."""
     if len(values) != offsets[-1]:
@@ -182,7 +218,7 @@ def _equal(groups: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # a reward that is not known makes its group unequal
         np.minimum.at(low, of_row, rewards)
         np.maximum.at(high, of_row, rewards)
-    equal: np.ndarray = ((low == high) & (counts > 1))[of_row]
+    equal: np.ndarray = ((low == high) & (counts > 1))[of_row] & (groups != -1)
     return equal
 
 

@@ -8,12 +8,13 @@ path. Answers are JSON, which the page inserts as text; its policy forbids scrip
 any other host.
 
 Threads: `http.server` starts one for each request. They end with their request; `ViewServer.close` waits for none.
-Lock: ``_reading`` protects the readers of the runs and the table of clusters. No other lock is acquired while it is
+Lock: ``_reading`` protects the readers of the runs. No other lock is acquired while it is
 held.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -23,7 +24,7 @@ import secrets
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
@@ -34,8 +35,9 @@ import numpy as np
 from single_controller.call.state import Closing
 from single_controller.view.live import Live, is_own
 from single_controller.view.run_files import RunFolderError
-from single_controller.view.run_reader import RunReader
+from single_controller.view.run_reader import Arrays, RunReader
 from single_controller.view.sample_table import NUMBERS, Filter, select
+from single_controller.view.sample_table import branches as tree_of
 from single_controller.view.timeline_bars import bars_of
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,12 @@ MAX_TEXT = 20_000
 
 MAX_TOKENS = 20_000
 """Tokens of one sample that are sent at once."""
+
+MAX_BRANCHES = 64
+"""Rows of one session whose tree is sent."""
+
+MAX_VALUES = 4_000
+"""Values of one token's column that are sent."""
 
 MAX_ROWS = 500
 """Rows of a table that are sent at once."""
@@ -125,7 +133,7 @@ class ViewServer(Closing):
         self.token = secrets.token_urlsafe(24)
         self._reading = threading.Lock()
         self.runs = [RunReader(folder) for folder in folders]
-        self._live: dict[str, Live] = {}
+        self._live = Live()
         self._address = address
         server = self
 
@@ -149,10 +157,7 @@ class ViewServer(Closing):
         if self._serving:  # otherwise, shutdown() would wait for ever
             self._server.shutdown()
         self._server.server_close()
-        with self._reading:  # a request that began before may still add one
-            lives = list(self._live.values())
-        for live in lives:  # without the lock: `Live.close` waits for a look that runs
-            live.close()
+        self._live.close()
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -168,6 +173,7 @@ class ViewServer(Closing):
             "events": self._events,
             "samples": self._samples,
             "sample": self._sample,
+            "token": self._token,
             "timeline": self._timeline,
             "live": self._now,
         }.get(name)
@@ -191,25 +197,39 @@ class ViewServer(Closing):
 
     def _runs(self, query: Query) -> Any:
         found = []
-        for number, run in enumerate(self.runs):
+        folders = [run.folder for run in self.runs]
+        for run in self.runs:
             run.refresh()
+        names = [run.summary()["name"] for run in self.runs]
+        for number, run in enumerate(self.runs):
             about, metrics, events = run.about, run.metrics, run.events
-            steps = run.sample_steps()
+            steps = self._steps(run)
             kinds: dict[str, int] = {}
             for event in events:
                 kinds[str(event.get("kind"))] = kinds.get(str(event.get("kind")), 0) + 1
+            name = names[number]
+            if names.count(name) > 1:  # told apart by their folders, or by their numbers
+                same = folders.count(run.folder) > 1
+                name = f"{name} ({number})" if same else f"{name} ({run.folder.parent.name}/{run.folder.name})"
             found.append(
                 _cut(run.summary())
                 | {
                     "run": number,
+                    "name": _cut(name),
                     "about": _cut(about),
                     "steps": len(metrics.steps),
-                    "events": kinds,
+                    "events": _cut(kinds),
                     "samples": [steps[0], steps[-1], len(steps)] if steps else None,
-                    "timeline": run.timeline_span(),
                 }
             )
         return {"runs": found, "time": time.time()}
+
+    @staticmethod
+    def _steps(run: RunReader) -> list[int]:
+        try:
+            return run.sample_steps()
+        except RunFolderError:
+            return []
 
     def _series(self, query: Query) -> Any:
         run = self._run(query)
@@ -234,7 +254,7 @@ class ViewServer(Closing):
 
     def _samples(self, query: Query) -> Any:
         run = self._run(query)
-        known = run.sample_steps()
+        known = self._steps(run)
         step = query.text("step") or "last"
         if step not in ("last", "all") and not step.isdecimal():
             raise RequestError(400, "step is a number, 'last' or 'all'")
@@ -250,15 +270,24 @@ class ViewServer(Closing):
         equal = query.choice("equal", ("", "yes", "no"))
         chosen = Filter(ranges, query.text("finish"), None if not equal else equal == "yes")
         offset, limit = query.page()
+        tables, unreadable = [], []
+        for one in steps:
+            try:
+                tables.append(run.table(one))
+            except RunFolderError as error:  # the run deletes old ones
+                if step not in ("last", "all"):
+                    raise
+                if one in self._steps(run):
+                    unreadable.append(str(error))
         found = select(
-            [run.table(one) for one in steps],
+            tables,
             chosen,
             sort,
             descending=query.choice("order", ("up", "down")) == "down",
             offset=offset,
             limit=limit,
         )
-        return found | {"offset": offset, "step": step, "steps": known[-2000:]}
+        return found | {"offset": offset, "step": step, "steps": known[-2000:], "unreadable": unreadable[:20]}
 
     def _sample(self, query: Query) -> Any:
         run = self._run(query)
@@ -266,23 +295,29 @@ class ViewServer(Closing):
         table = run.table(step)
         if not 0 <= row < len(table.finish):
             raise RequestError(404, f"step {step} has no row {row}")
-        arrays = run.arrays(step)
-        start, stop = (int(one) for one in np.asarray(arrays["offsets"][row : row + 2]))
-        begin = start + max(0, min(query.integer("first", 0), stop - start))
-        end = min(stop, begin + max(1, min(query.integer("count", MAX_TOKENS), MAX_TOKENS)))
-        per_token, per_row = {}, {}
-        for name in arrays:
-            if name == "offsets" or name.startswith("jagged/") or (values := arrays[name]).ndim != 1:
-                continue
-            if name in ROW_ARRAYS or name.startswith("row/"):
-                per_row[name.removeprefix("row/")] = _plain(values[row : row + 1])[0]
-            else:
-                per_token[name.removeprefix("token/")] = _plain(values[begin:end])
+        with run.arrays(step) as arrays, _matching(step):
+            start, stop = _ends(arrays, row)
+            begin = start + max(0, min(query.integer("first", 0), stop - start))
+            end = min(stop, begin + max(1, min(query.integer("count", MAX_TOKENS), MAX_TOKENS)))
+            per_token, per_row, several = {}, {}, []
+            for name in arrays:
+                if name == "offsets" or name.endswith("/offsets"):
+                    continue
+                shape = arrays.shape(name)
+                if name.startswith("jagged/") or (len(shape) > 1 and name.startswith("token/")):
+                    several.append(name.partition("/")[2])
+                elif len(shape) != 1:
+                    continue
+                elif name in ROW_ARRAYS or name.startswith("row/"):
+                    per_row[name.removeprefix("row/")] = _plain(arrays.rows(name, row, row + 1))[0]
+                else:
+                    per_token[name.removeprefix("token/")] = _plain(arrays.rows(name, begin, end))
+            branches = self._branches(run, arrays, step, row)
         tokens = per_token.pop("tokens", [])
         texts = run.texts(step)
         text = texts[row] if row < len(texts) else {}
         groups = table.columns["group"]
-        same_group = np.flatnonzero(groups == groups[row])[:256].tolist() if "groups" in arrays else []
+        same_group = np.flatnonzero(groups == groups[row])[:256].tolist() if groups[row] >= 0 else []
         versions = sorted({one for one in per_token.get("versions", []) if one is not None and one >= 0})
         return {
             "step": step,
@@ -295,9 +330,58 @@ class ViewServer(Closing):
             "pieces": run.pieces(tokens),
             "columns": per_token,
             "row_columns": per_row,
+            "several": several,
+            "branches": branches,
             "text": _cut(text),
             "group": [{"row": one, "reward": _plain(table.columns["reward"][one : one + 1])[0]} for one in same_group],
             "updates": {str(version): run.update_of(version) for version in versions[:50]},
+        }
+
+    @staticmethod
+    def _branches(run: RunReader, arrays: Arrays, step: int, row: int) -> list[dict[str, Any]]:
+        """The tree of the session of a row; [] if it is one row."""
+        if "row/rollout_ids" not in arrays:
+            return []
+        of = arrays["row/rollout_ids"]
+        rows = np.flatnonzero(of == of[row])[:MAX_BRANCHES].tolist()
+        if len(rows) < 2:
+            return []
+        texts = run.texts(step)
+        turns = {one: _turns(texts[one]) if one < len(texts) else [] for one in rows}
+        tokens = {one: arrays.rows("tokens", *_ends(arrays, one)) for one in rows}
+        nodes = tree_of(tokens, {one: [turn["start"] for turn in turns[one]] for one in rows})
+        for node in nodes:
+            node["turns"] = [
+                {"kind": turn["kind"], "tokens": min(turn["end"], node["end"]) - max(turn["start"], node["start"])}
+                for turn in turns[node["rows"][0]]
+                if turn["end"] > node["start"] and turn["start"] < node["end"]
+            ]
+        return nodes
+
+    def _token(self, query: Query) -> Any:
+        """The columns of one token that have several values: a fixed number for each token, or another one for each."""
+        run = self._run(query)
+        step, row, token = query.integer("step", -1), query.integer("row", 0), query.integer("token", 0)
+        found = {}
+        with run.arrays(step) as arrays, _matching(step):
+            start, stop = _ends(arrays, row)
+            if not 0 <= token < stop - start:
+                raise RequestError(404, f"row {row} of step {step} has no token {token}")
+            for name in arrays:
+                kind, _, short = name.partition("/")
+                if kind == "token" and len(arrays.shape(name)) > 1:
+                    found[short] = arrays.rows(name, start + token, start + token + 1)[0]
+                elif kind == "jagged" and f"{name}/offsets" in arrays:
+                    first, last = (int(one) for one in arrays.rows(f"{name}/offsets", row, row + 2))
+                    if f"token/{short}_lengths" in arrays:
+                        lengths = arrays.rows(f"token/{short}_lengths", start, start + token + 1)
+                        begin = first + int(lengths[:token].sum())
+                        found[short] = arrays.rows(name, begin, min(last, begin + int(lengths[token])))
+                    elif last - first == stop - start:
+                        found[short] = arrays.rows(name, first + token, first + token + 1)[0]
+        return {
+            name: {"shape": list(values.shape), "values": _plain(values.reshape(-1)[:MAX_VALUES])}
+            for name, values in found.items()
         }
 
     def _timeline(self, query: Query) -> Any:
@@ -307,6 +391,8 @@ class ViewServer(Closing):
             return {"span": None, "lanes": [], "bars": [], "events": [], "more": False}
         end = query.number("end", span[1])
         begin = query.number("begin", max(span[0], end - 60.0))
+        if not (math.isfinite(begin) and math.isfinite(end) and begin < end):
+            begin, end = span
         parts, more = run.timeline(begin, end)
 
         pixels = max(100, min(query.integer("pixels", 1000), 4000))
@@ -320,24 +406,18 @@ class ViewServer(Closing):
     def _now(self, query: Query) -> Any:
         with self._reading:
             run = self._run(query)
-            address, ended, groups = run.about.get("ray_address"), run.about.get("ended"), run.about.get("groups") or []
-        address = self._address or (address if isinstance(address, str) else None)
+            address, ended, groups = run.about.get("ray_address"), run.about.get("ended"), run.about["groups"]
+        address = self._address or address
         if ended and self._address is None:
             return {"ended": ended, "groups": [], "problems": []}
         if address is None or (self._address is None and not is_own(address)):
             # A folder from elsewhere must not decide whom this process trusts: records of groups are pickles.
             where = "run.json has no ray_address" if address is None else f"its cluster, {address}, is on another host"
             return {"error": f"{where}: give it with --address", "groups": [], "problems": []}
-        with self._reading:  # requests of two pages may come at once
-            live = self._live.setdefault(address, Live(address))
-            others = [one for one in self._live.values() if one is not live]
-        # Without the lock from here on: closing and looking wait for Ray, and the pages of files must not wait with
-        # them. A process has one connection to Ray, so the page of one cluster at a time is live.
-        for other in others:
-            other.close()
-        seen = live.look()
-        first = [one for one in seen["groups"] if one["name"] in groups]
-        return seen | {"groups": first + [one for one in seen["groups"] if one["name"] not in groups]}
+        # Without the lock: looking waits for Ray, and the pages of files must not wait with it.
+        seen = self._live.look(address)
+        order = sorted(seen["groups"], key=lambda one: one["name"].partition(" (driver: ")[0] not in groups)
+        return seen | {"groups": order}
 
 
 class Query:
@@ -404,6 +484,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS  # of the socket: an idle connection, too, holds its thread no longer
 
     def do_GET(self) -> None:
+        if "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0":
+            self.close_connection = True  # what follows is not read, and must not be taken for another request
         try:
             self._check_host()
             self._answer()
@@ -423,8 +505,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestError(403, "this server answers only to 127.0.0.1 and localhost")
 
     def _answer(self) -> None:
-        address = urllib.parse.urlsplit(self.path)
-        _, _, rest = address.path.partition("/")
+        path, _, text = self.path.partition("?")  # no urlsplit: it raises at "[", and takes "http://host/" too
+        root, _, rest = path.partition("/")
+        if root:
+            raise RequestError(403, "an address begins with /")
         token, slash, name = rest.partition("/")
         if not slash or not hmac.compare_digest(token.encode(), self.view.token.encode()):
             raise RequestError(
@@ -437,11 +521,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not name.startswith("api/"):
             raise RequestError(404, "there is no such address")
         try:
-            query = urllib.parse.parse_qs(address.query, keep_blank_values=True, max_num_fields=200)
+            query = urllib.parse.parse_qs(text, keep_blank_values=True, max_num_fields=200)
         except ValueError as error:
             raise RequestError(400, f"the query cannot be read: {error}") from None
         answer = self.view.answer(name.removeprefix("api/"), query)
-        self._send(200, "application/json", json.dumps(_finite(answer), allow_nan=False).encode())
+        self._send(200, "application/json", json.dumps(finite(answer), allow_nan=False).encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -479,14 +563,14 @@ def _cut(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Plain data with None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return value
 
 
@@ -494,8 +578,36 @@ def _plain(values: np.ndarray) -> list[Any]:
     """Numbers as Python's, rounded to what float32 holds; None for those that are not finite."""
     if values.dtype.kind == "f":
         return [float(f"{one:.7g}") if math.isfinite(one) else None for one in values.tolist()]
+    if values.dtype.kind not in "bui":
+        return [str(one)[:200] for one in values.tolist()]
     # JavaScript's numbers have 53 bits
     return [str(one) if isinstance(one, int) and abs(one) > 2**53 else one for one in values.tolist()]
+
+
+@contextlib.contextmanager
+def _matching(step: int) -> Iterator[None]:
+    """Refuse a request if the files of a step do not fit each other: damaged, or replaced meanwhile."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
+        if isinstance(error, RunFolderError):
+            raise
+        raise RequestError(404, f"the samples of step {step} cannot be read: {error}") from None
+
+
+def _ends(arrays: Arrays, row: int) -> tuple[int, int]:
+    start, stop = (int(one) for one in arrays.rows("offsets", row, row + 2))
+    return start, stop
+
+
+def _turns(text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a row that are as the format says."""
+    turns = text.get("turns")
+    return [
+        {"start": one["start"], "end": one["end"], "kind": str(one.get("kind"))[:40]}
+        for one in (turns if isinstance(turns, list) else [])
+        if isinstance(one, dict) and type(one.get("start")) is int and type(one.get("end")) is int
+    ]
 
 
 def _time(event: Mapping[str, Any]) -> float:

@@ -3,8 +3,12 @@ are merged, so that a time with a million calls has as many bars as pixels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+MAX_LANES = 2_000
+"""Lanes that are shown at most."""
 
 
 def bars_of(
@@ -26,18 +30,18 @@ def bars_of(
     """
     found: dict[tuple[str, int], list[tuple[float, float, str, float, bool]]] = {}
     for part in parts:
-        start, stop = part.get("start"), part.get("end")
-        if not isinstance(start, (int, float)) or not isinstance(stop, (int, float)) or stop < begin or start > end:
+        start, stop = _seconds(part.get("start")), _seconds(part.get("end"))
+        if not begin <= stop < math.inf or not -math.inf < start <= end:  # also if one is no number
             continue
         rank = part.get("rank")
         waits = part.get("waits")
-        waited = waits.get("queue", 0.0) + waits.get("open", 0.0) if isinstance(waits, dict) else 0.0
+        waited = sum(_seconds(waits.get(name, 0.0)) for name in ("queue", "open")) if isinstance(waits, dict) else 0.0
         key = str(part.get("group") or ""), rank if isinstance(rank, int) else -1
         found.setdefault(key, []).append((start, stop, str(part.get("method"))[:80], waited, bool(part.get("failed"))))
     lanes: list[dict[str, Any]] = []
     bars: list[list[Any]] = []
     pixel = (end - begin) / pixels
-    for key in sorted(found, key=lambda one: (one[0] != "", one)):
+    for key in sorted(found, key=lambda one: (one[0] != "", one))[:MAX_LANES]:
         busy, until = 0.0, begin
         merged: dict[str, list[Any]] = {}  # method -> its last bar
         for start, stop, method, waited, failed in sorted(found[key]):
@@ -56,3 +60,7 @@ def bars_of(
     if len(bars) > most:
         bars = sorted(bars, key=lambda bar: bar[1] - bar[2])[:most]
     return lanes, bars
+
+
+def _seconds(value: Any) -> float:
+    return value if isinstance(value, (int, float)) and abs(value) < 2**53 else math.nan

@@ -466,6 +466,22 @@ class Fragile(Worker):
             total = float(tensor[0])
         return total
 
+    @register(Dispatch.ONE_TO_ALL)
+    def all_reduce_in_pairs(self, absent, seconds):
+        """All-reduce among two ranks each, while rank `absent` sleeps, and then among all; under many frames."""
+        import torch
+        import torch.distributed as dist
+
+        pairs = [dist.new_group([n, n + 1], group_desc="pair") for n in range(0, self.world_size, 2)]
+
+        def reduce(depth, **group):
+            return reduce(depth - 1, **group) if depth else dist.all_reduce(torch.zeros(1), **group)
+
+        if self.rank == absent:
+            time.sleep(seconds)
+        reduce(3, group=pairs[self.rank // 2])
+        reduce(30)
+
 
 class OnMeshes(Worker):
     """Joins the named meshes that a test requests, over the ranks of one gloo process group."""

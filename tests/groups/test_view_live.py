@@ -17,6 +17,7 @@ from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
 from single_controller.view.group_watch import GroupWatch
+from single_controller.view.live import Live
 from single_controller.view.rank_waits import Wait
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,6 +57,26 @@ class TestStuckGroup:
         found = json.loads(out)
         assert (code, found["ok"], found["problems"]) == (0, True, []), err
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
+
+    def test_another_cluster_is_not_taken_for_that_of_this_process(self, stuck):
+        with Live() as live:
+            assert "another Ray cluster" in live.look("127.0.0.1:1")["error"]
+            found = live.look(ray.get_runtime_context().gcs_address)
+            assert stuck.name in [group["name"] for group in found["groups"]]
+
+    def test_process_groups_are_told_apart(self, stuck):
+        """Rank 2 waits for rank 3 in their pair; ranks 0 and 1 have left theirs, and wait for both."""
+        with GroupWatch("stuck_") as watch:
+            later = stuck.all_reduce_in_pairs.remote(3, 2.0)
+            wait_until(lambda: len(watch.look()[0].waits.get(3, Wait()).awaited) == 3)
+            (look,) = watch.look()
+            assert look.waits[2].what == "in all_reduce of process group pair (ranks 2, 3)"
+            assert look.waits[2].ranks == (3,) and look.waits[0].ranks == (2, 3)
+            (late,) = look.problems(late=0.01)
+            assert late.startswith("rank 3 of") and late.endswith("ranks 0-2 wait for it")
+            # Of a deep stack, the worker's method is shown too.
+            assert "in all_reduce_in_pairs" in look.stacks[0] and "frames ..." in look.stacks[0]
+            later.result(timeout=30)
 
     def test_a_rank_that_hangs_is_on_the_page_with_its_stack(self, stuck, tmp_path):
         run = write_run(

@@ -181,6 +181,58 @@ def test_the_table_scrolls_and_filters(browser, url):
     browser.wait("location.hash.includes('sort=completion')")
 
 
+def test_a_session_with_branches_and_experts(browser, tmp_path):
+    """From a row to what its session tried besides, and to the experts of a token; beside a run of the same name that
+    has nothing yet."""
+    run = write_run(tmp_path / "a" / "run", name="grpo", vocabulary={"file": "vocabulary.jsonl"}, steps=1)
+    write_run(tmp_path / "b" / "run", name="grpo", ended=False, groups=["group a"])
+    (tmp_path / "b" / "run" / "metrics.jsonl").unlink()
+    ways = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 7, 8], [0, 1, 9, 9]]
+    write_lines(run / "vocabulary.jsonl", [{"id": n, "text": f"{WORDS[n]} "} for n in range(10)])
+    turns = [{"start": 0, "end": 2, "kind": "given"}, {"start": 2, "end": 4, "kind": "sampled"}]
+    texts = [
+        {"turns": [*turns, {"start": 4, "end": len(way), "kind": "sampled"}], "info": {"turns": 2}} for way in ways
+    ]
+    write_samples(
+        run,
+        3,
+        [len(way) for way in ways],
+        tokens=np.concatenate(ways).astype(np.int32),
+        rewards=[0.25, 0.5, 0.75],
+        groups=[4, 4, 4],
+        texts=texts,
+        **{
+            "row/rollout_ids": np.array([1, 1, 1]),
+            "jagged/routed_experts": np.arange(17 * 4, dtype=np.int16).reshape(17, 2, 2),
+            "jagged/routed_experts/offsets": np.array([0, 7, 13, 17]),
+        },
+    )
+    with ViewServer([run, tmp_path / "b" / "run"]) as server:
+        threading.Thread(target=server.serve, daemon=True).start()
+        browser.open(f"{server.url}#sample?step=3&row=0&token=6")
+        browser.wait("document.querySelector('[data-column=routed_experts] pre')")
+        assert browser.text("[data-column=routed_experts] pre") == "0: 24, 25\n1: 26, 27"
+        assert browser.text("#tree").splitlines()[0] == "Its session: 3 branches"
+        lines = "[...document.querySelectorAll('#tree li')].map((one) => one.innerText.split('\\n')[0])"
+        assert browser.js(lines) == [
+            "given 2",
+            "sampled 2",
+            "sampled 3 → row 0: 0.25",
+            "sampled 2 → row 1: 0.5",
+            "sampled 2 → row 2: 0.75",
+        ]
+        shot(browser, "view_session")
+        browser.js("[...document.querySelectorAll('#tree a')].at(-2).click()")
+        browser.wait("document.querySelector('main b').innerText == 'step 3, row 2'")
+        for tab in ("overview", "curves", "timeline", "weights", "samples", "events"):
+            browser.open(f"{server.url}#{tab}?run=1")
+            browser.wait("(document.querySelector('main').innerText || 'Loading').startsWith('Loading') === false")
+        browser.js("location.hash = '#overview'")
+        browser.wait("document.querySelectorAll('.card').length == 2")
+        assert "grpo (a/run)" in browser.text("#runs") and "grpo (b/run)" in browser.text("#runs")
+        assert browser.errors() == []
+
+
 def test_hostile_text_does_nothing(browser, tmp_path):
     """All at once, in every place that shows text of a run."""
     texts = [text[:100_000] for text in HOSTILE]

@@ -1,9 +1,12 @@
 """Why a rank waits, and for whom: from the calls and stacks of a group's ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from single_controller.call.state import RankStatus
 from single_controller.call.transport import Death, RankProcess, RunningCall
+from single_controller.ray.inspect_groups import distinct_names
 from single_controller.view.group_watch import GroupLook, GroupStatus
 from single_controller.view.rank_waits import collective, frames, waits
 
@@ -33,8 +36,12 @@ def at(line, name="train", text="x = 1"):
     return HERE.format(line=line, name=name, text=text)
 
 
-def within(name, line=48):
-    return at(line, text=f"dist.{name}(loss)") + "\n" + TORCH.format(name=name)
+def within(name, line=48, group=""):
+    return at(line, text=f"dist.{name}(loss)") + "\n" + TORCH.format(name=name) + group
+
+
+def group_of(name, ranks):
+    return f"\n  in process group {name!r}, ranks {ranks}"
 
 
 def rank(number, *calls, alive=True, answers=True, seconds=10.0):
@@ -81,6 +88,41 @@ def test_all_in_the_same_collective_wait_for_the_network():
     assert [wait.ranks for wait in found.values()] == [(), (), ()]
 
 
+def test_ranks_of_different_process_groups_wait_for_those_of_their_own():
+    """Two by two: rank 5 sleeps, rank 4 waits for it in their tensor-parallel group, and 0 and 2 wait for 4 in their
+    data-parallel group. The other data-parallel group has got to its next collective, and waits for 5 alone."""
+    tp = [group_of("tp", f"{n}-{n + 1}") for n in (0, 0, 2, 2, 4, 4)]
+    dp = [group_of("dp", ranks) for ranks in ("0-4:2", "1-5:2") * 3]
+    stacks = {n: within("all_reduce", 60, dp[n]) for n in range(4)}
+    stacks |= {4: within("all_reduce", 48, tp[4]), 5: at(30, "load")}
+    ranks = [rank(n, "train") for n in range(6)]
+    found = waits(ranks, stacks)
+    assert {n: wait.ranks for n, wait in found.items()} == {0: (4,), 1: (5,), 2: (4,), 3: (5,), 4: (5,), 5: ()}
+    assert found[0].what == "in all_reduce of process group dp (ranks 0, 2, 4)" and found[4].awaited == (0, 2)
+    look = GroupLook(GroupStatus("group a", "open", "", 0, ranks), found, stacks)
+    (problem,) = look.problems(late=1)  # rank 4 is not late: it waits for 5 itself
+    assert problem.startswith("rank 5 of group a is late") and problem.endswith("ranks 1, 3, 4 wait for it")
+
+
+def test_ranks_that_wait_for_each_other_in_two_process_groups():
+    stacks = {0: within("barrier", 1, group_of("a", "0-1")), 1: within("barrier", 2, group_of("b's", "0-1"))}
+    ranks = [rank(n, "train") for n in range(3)]
+    found = waits(ranks, stacks | {2: within("barrier", 3, "\n  in process group 'c'")})
+    assert (
+        found[0].ranks == (1,)
+        and found[1].ranks == (0,)
+        and found[1].what.endswith("of process group b's (ranks 0, 1)")
+    )
+    assert found[2].what == "in barrier of process group c" and found[2].ranks == (0, 1)
+    look = GroupLook(GroupStatus("group a", "open", "", 0, ranks), found, stacks)
+    assert [one[:6] for one in look.problems(late=1)] == ["rank 0", "rank 1"]  # nobody else is to blame
+
+
+@pytest.mark.parametrize("text", ["ranks 1--2", "ranks 9-" + "9" * 30, "ranks 0-4:0", "ranks x"])
+def test_what_only_looks_like_a_process_group(text):
+    assert frames(within("barrier", 1, f"\n  in process group 'a', {text}"))[-1].group is None
+
+
 def test_a_call_that_waits_for_another_calls_result():
     waiting = rank(0, ("score", 3.0, "the result of generate()"))
     assert explained([waiting], {}) == {0: "waits for the result of generate()"}
@@ -114,6 +156,18 @@ def test_frames_of_all_sources():
 )
 def test_collectives_without_a_frame_of_their_own(text, name):
     assert collective(frames(at(5, text=text))) == name
+
+
+def test_groups_of_one_name_are_told_apart():
+    groups = [
+        SimpleNamespace(name=f"group {name}", driver=f"node, pid {pid}") for name, pid in ("a1", "a2", "a2", "b1")
+    ]
+    assert distinct_names(groups) == [
+        "group a (driver: node, pid 1)",
+        "group a (driver: node, pid 2)",
+        "group a (driver: node, pid 2) #2",
+        "group b",
+    ]
 
 
 class TestProblems:

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 from single_controller.__main__ import _redraw, _text
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.run_reader import Arrays, RunReader
-from single_controller.view.sample_table import Filter, select
+from single_controller.view.sample_table import Filter, branches, select
 from single_controller.view.timeline_bars import bars_of
 
 
@@ -79,6 +80,56 @@ class TestMetrics:
         reader = RunReader(run)
         reader.refresh()
         assert series(reader, "a")["mean"] == [1, None] and reader.metrics.latest() == {"a": None}
+        write_lines(run / "metrics.jsonl", [{"step": 5, "time": 5, "metrics": {"a": 2.0}}], "a")
+        reader.refresh()
+        assert reader.metrics.latest() == {"a": 2.0}
+
+    def test_values_that_are_no_metrics(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        texts = ["1" * 5000, json.dumps({"step": 1, "metrics": {"a": 10**400, "b": True, "c": "x", "d": 4.0}})]
+        texts += [json.dumps({"step": step, "metrics": {"a": 1.0}}) for step in (2**70, True, 1.5, None)]
+        (run / "metrics.jsonl").write_text("\n".join(texts) + "\n" + "[" * 100_000 + "\n")
+        reader = RunReader(run)
+        reader.refresh()
+        assert list(reader.metrics.steps) == [1]
+        assert reader.metrics.latest() == {"a": None, "b": 1.0, "c": None, "d": 4.0}
+
+    def test_a_name_for_each_step_takes_little_memory(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        write_lines(run / "metrics.jsonl", [{"step": n, "time": n, "metrics": {f"m{n}": 1.0}} for n in range(3000)])
+        write_lines(run / "metrics.jsonl", [{"step": 5, "time": 5, "metrics": {"m2000": 7.0}}], "a")
+        reader = RunReader(run)
+        reader.refresh()
+        columns = reader.metrics.columns
+        assert sum(map(len, columns.values())) < 6000
+        assert series(reader, "m2000")["mean"] == [7.0, 1.0] and series(reader, "m2000")["x"] == [5, 2000]
+        assert series(reader, "m2999")["x"] == [2999]
+
+    @pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
+    def test_lines_of_any_length_are_read_in_pieces(self, tmp_path, monkeypatch, chunk):
+        run = write_run(tmp_path / "run")
+        path = run / "metrics.jsonl"
+        lines = [json.dumps({"step": n, "time": n, "metrics": {"a": float(n)}}) for n in range(4)]
+        monkeypatch.setattr("single_controller.view.run_reader.CHUNK_BYTES", chunk)
+        monkeypatch.setattr("single_controller.view.run_reader.MAX_LINE_BYTES", 200)
+        path.write_text("\n".join([lines[0], "x" * 1000, lines[1], "y" * 190, lines[2] + "\n"]) + "z" * 500)
+        reader = RunReader(run)
+        reader.refresh()
+        reader.refresh()
+        assert list(reader.metrics.steps) == [0, 1, 2]
+        with open(path, "a") as file:  # the end of the long line
+            file.write("z\n" + lines[3] + "\n")
+        reader.refresh()
+        assert list(reader.metrics.steps) == [0, 1, 2, 3]
+
+    def test_a_clock_that_was_set_back(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        times = [5.0, 6.0, 1.0, math.inf, math.nan, 2.0]
+        write_lines(run / "metrics.jsonl", [{"step": n, "time": at, "metrics": {"a": n}} for n, at in enumerate(times)])
+        reader = RunReader(run)
+        reader.refresh()
+        found = series(reader, "a", by_time=True)
+        assert found["x"] == [1, 2, 5, 6] and found["mean"] == [2, 5, 0, 1]
 
 
 class TestFolder:
@@ -103,6 +154,69 @@ class TestFolder:
     def test_a_run_without_steps_for_long_is_a_problem(self, tmp_path):
         assert "no step" in RunReader(write_run(tmp_path / "silent", ended=False)).silent(60)
         assert RunReader(write_run(tmp_path / "ended")).silent(60) is None
+
+    def test_clocks_of_two_hosts(self, tmp_path):
+        """The run's clock is an hour behind or ahead of this one: its file says when it logged a step."""
+        for hours in (-1, 1):
+            at = time.time() + 3600 * hours
+            process = {"host": "elsewhere", "pid": 1, "argv": []}
+            run = write_run(tmp_path / f"{hours}", ended=False, started=at, process=process)
+            write_lines(run / "metrics.jsonl", [{"step": 1, "time": at, "metrics": {}}])
+            reader = RunReader(run)
+            reader.refresh()
+            assert reader.silent(60) is None and reader.summary()["age"] < 60
+            os.utime(run / "metrics.jsonl", (time.time() - 100,) * 2)
+            assert re.search("no step for 10. s", reader.silent(60))
+
+    def test_what_is_of_another_type_is_as_if_it_were_absent(self, tmp_path):
+        wrong = {"groups": [1, "group a", None], "resumed": {"time": 1}, "process": [1], "git": "x"}
+        reader = RunReader(write_run(tmp_path / "run", **wrong | {"started": "noon", "ray_address": 7}))
+        assert reader.about["groups"] == ["group a"] and reader.about["resumed"] == []
+        assert not {"process", "git", "started", "ray_address"} & reader.about.keys()
+        assert reader.summary()["state"] == "running" and reader.silent(1) is not None
+
+    def test_a_folder_that_goes_away_and_comes_back(self, tmp_path):
+        run = write_run(tmp_path / "run", steps=3)
+        reader = RunReader(run)
+        reader.refresh()
+        os.rename(run, tmp_path / "away")
+        reader.refresh()
+        assert "cannot be read" in reader.summary()["state"] and list(reader.metrics.steps) == [0, 1, 2]
+        os.rename(tmp_path / "away", run)
+        reader.refresh()
+        assert reader.summary()["state"] == "ended: finished"
+
+    @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "events.jsonl", "timeline.jsonl"])
+    def test_what_is_no_regular_file_is_not_opened(self, tmp_path, name):
+        run = write_run(tmp_path / "run", steps=3)
+        reader = RunReader(run)
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)  # opening it for reading would wait for a writer
+        if name == "timeline.jsonl":
+            with pytest.raises(RunFolderError, match="regular"):
+                reader.timeline_span()
+        else:
+            reader.refresh()
+            assert "not a regular file" in reader.summary()["state"]
+        (run / name).unlink()
+        (run / name).symlink_to("/etc/passwd")
+        reader.refresh()
+        assert name == "timeline.jsonl" or "outside" in reader.summary()["state"]
+
+    def test_deeply_nested_json_is_no_run(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        (run / "run.json").write_text("[" * 200_000)
+        with pytest.raises(RunFolderError, match="cannot be read"):
+            RunReader(run)
+
+    def test_only_the_latest_events_are_kept(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("single_controller.view.run_reader.MAX_EVENTS", 10)
+        run = write_run(tmp_path / "run")
+        reader = RunReader(run)
+        for begin in (0, 35):
+            write_lines(run / "events.jsonl", [update(n, n) for n in range(begin, begin + 35)], "a")
+            reader.refresh()
+            assert [event["version"] for event in reader.events] == list(range(begin + 25, begin + 35))
 
     def test_state_of_a_run_whose_process_is_gone(self, tmp_path):
         gone = subprocess.Popen(["true"])
@@ -165,6 +279,12 @@ class TestSamples:
             assert line["group"] == (0, 0, 1, 1, -1)[row]  # numbers that a browser keeps
             assert line["equal"] == (row < 2) and line["finish"] == ("stop", "length")[row % 2]
 
+    def test_rows_without_a_group_are_not_equal(self, run):
+        arrays = write_samples(run, 1, [4, 5], rewards=[1.0, 1.0])
+        del arrays["groups"]
+        np.savez(run / "samples" / "step_00000001.npz", **arrays)
+        assert not RunReader(run).table(1).columns["equal"].any()
+
     def test_sort_filter_and_pages(self, run):
         for step in (1, 2):
             write_samples(run, step, [4, 6, 8] * 40, seed=step, rewards=np.append(np.arange(119) / 119, np.nan))
@@ -202,20 +322,74 @@ class TestSamples:
         with pytest.raises(RunFolderError, match=r"cannot be read"):
             RunReader(run).table(1)
 
-    def test_arrays_are_mapped_unless_they_are_compressed(self, tmp_path):
+    def test_arrays_and_their_rows(self, tmp_path):
         wanted = {
             "a": np.arange(10, dtype=np.int32),
             "b": np.zeros((0, 3)),
             "c": np.float32(4),
-            "d": np.ones((2, 3), order="F"),
+            "d": np.ones((2, 3), order="F") * [1, 2, 3],
+            "e": np.arange(24).reshape(4, 3, 2),
         }
         for save in (np.savez, np.savez_compressed):
             save(tmp_path / "x.npz", **wanted)
-            found = Arrays(tmp_path / "x.npz")
-            assert set(found) == set(wanted)
-            for name, array in wanted.items():
-                np.testing.assert_array_equal(found[name], array)
-            assert isinstance(found["a"], np.memmap) == (save is np.savez)
+            with Arrays(open(tmp_path / "x.npz", "rb")) as found:
+                assert set(found) == set(wanted)
+                for name, array in wanted.items():
+                    np.testing.assert_array_equal(found[name], array)
+                    assert found.shape(name) == np.shape(array)
+                for name, start, stop in (("a", 3, 7), ("d", 1, 2), ("e", 1, 4), ("e", 2, 2), ("b", 0, 0)):
+                    np.testing.assert_array_equal(found.rows(name, start, stop), wanted[name][start:stop])
+                for name, start, stop in (("a", 3, 11), ("a", -1, 2), ("c", 0, 1)):
+                    with pytest.raises(ValueError, match="has no rows"):
+                        found.rows(name, start, stop)
+
+    @pytest.mark.parametrize("how", ["deleted", "replaced", "cut", "shape"])
+    def test_files_that_change_while_they_are_read(self, run, how):
+        """In a process of its own, a file that is mapped into memory and cut would end the interpreter."""
+        write_samples(run, 1, [2000] * 50)
+        path = run / "samples" / "step_00000001.npz"
+        with RunReader(run).arrays(1) as arrays:
+            assert arrays.rows("tokens", 0, 5).shape == (5,)
+            if how == "deleted":
+                path.unlink()
+            elif how == "replaced":
+                os.replace(write_samples(run, 2, [3]) and run / "samples" / "step_00000002.npz", path)
+            elif how == "cut":
+                os.truncate(path, 5000)
+            if how in ("cut", "shape"):
+                if how == "shape":  # a header that promises more than there is
+                    text = path.read_bytes().replace(b"(100000,)", b"(900000,)")
+                    path.write_bytes(text)
+                with pytest.raises((ValueError, RunFolderError)):
+                    np.asarray(arrays["tokens"]) if how == "cut" else RunReader(run).table(1)
+            else:
+                assert len(arrays["tokens"]) == 100_000
+
+    def test_tables_of_deleted_steps_are_forgotten(self, run):
+        for step in range(5):
+            write_samples(run, step, [3])
+        (run / "samples" / "step_\u00b2.npz").write_bytes(b"")
+        (run / "samples" / "step_7.npz").write_bytes(b"")
+        reader = RunReader(run)
+        for step in reader.sample_steps():
+            reader.table(step)
+        for step in range(4):
+            (run / "samples" / f"step_{step:08d}.npz").unlink()
+        assert reader.sample_steps() == [4] and list(reader._tables) == [4]
+
+    def test_the_tree_of_a_session(self):
+        """Two rows part in the middle of a turn, which is shown whole; another one has left them before."""
+        rows = {3: [1, 2, 3, 4, 5, 6], 4: [1, 2, 3, 4, 7, 8], 7: [1, 2, 9], 8: [1, 2]}
+        nodes = branches({row: np.array(tokens) for row, tokens in rows.items()}, {3: [0, 3], 4: [0, 3], 7: [0, 2]})
+        assert [(n["parent"], n["start"], n["end"], n["rows"], n["ends"]) for n in nodes] == [
+            (None, 0, 2, [3, 4, 7, 8], [8]),
+            (0, 2, 3, [3, 4], []),
+            (0, 2, 3, [7], [7]),
+            (1, 3, 6, [3], [3]),
+            (1, 3, 6, [4], [4]),
+        ]
+        apart = branches({0: np.array([1, 2]), 1: np.array([3]), 2: np.array([3])}, {})
+        assert [(n["parent"], n["ends"]) for n in apart] == [(None, [0]), (None, [1, 2])] and branches({}, {}) == []
 
     def test_texts_of_tokens(self, run):
         about = json.loads((run / "run.json").read_text()) | {"vocabulary": {"file": "vocabulary.jsonl"}}
@@ -248,6 +422,31 @@ class TestTimeline:
             found, more = reader.timeline(begin, end)
             assert found == [one for one in parts if one["end"] >= begin and one["start"] <= end] and not more
         assert reader.timeline(0, 1e9)[1] is (sum(len(json.dumps(one)) + 1 for one in parts) > 8 * 2**20)
+
+    def test_clocks_of_ranks_do_not_mislead_the_search(self, tmp_path):
+        """Rank 0's clock is two hours ahead, rank 1's two hours behind; the driver's lines are those to find."""
+        run = write_run(tmp_path / "run")
+        parts = []
+        for n in range(8000):
+            for rank, shift in ((0, 7200), (1, -7200)):
+                parts.append({"group": "g", "rank": rank, "method": "m", "start": n + shift, "end": n + 0.5 + shift})
+            parts.append({"group": "g", "rank": None, "method": "m", "start": n, "end": n + 0.6})
+        write_lines(run / "timeline.jsonl", [*parts, {"method": "m", "start": 1, "end": math.inf}])
+        reader = RunReader(run)
+        assert reader.timeline_span() == (0, 7999.6)
+        for begin in (0, 3000, 7990):
+            found = [one for one in reader.timeline(begin, begin + 5)[0] if one.get("rank", 0) is None]
+            assert found == [
+                one for one in parts if one["rank"] is None and begin <= one["end"] and one["start"] <= begin + 5
+            ]
+
+    def test_times_that_are_no_numbers(self):
+        wrong = [
+            {"start": start, "end": end} for start in (0, math.nan, -math.inf, 10**400) for end in (math.inf, None)
+        ]
+        wrong.append({"method": "m", "start": 1, "end": 2, "rank": True, "waits": {"queue": "x"}})
+        lanes, bars = bars_of(wrong, 0.0, 10.0, 100, 1000)
+        assert len(lanes) == len(bars) == 1
 
     def test_bars(self):
         parts = [{"group": None, "rank": None, "method": "train", "start": 0.0, "end": 4.0}]

@@ -126,6 +126,96 @@ class TestAnswers:
         later = api(served, "sample?step=5&row=2&first=2990&count=100")
         assert (later["first"], len(later["tokens"]), later["length"]) == (2990, 10, 3000)
 
+    def test_columns_of_several_values_per_token(self, tmp_path):
+        """As a step has them whose rows are all recorded: experts of each token, a sampling mask, and candidates."""
+        run = write_run(tmp_path / "run")
+        lengths, experts = [5, 3], np.arange(8 * 6, dtype=np.int16).reshape(8, 3, 2)
+        kept = np.array([0, 0, 2, 1, 3, 0, 0, 2], np.int32)
+        more = {
+            "jagged/routed_experts": experts,
+            "jagged/routed_experts/offsets": np.array([0, 5, 8]),
+            "jagged/sampling_mask": np.arange(100, 108, dtype=np.int32),
+            "jagged/sampling_mask/offsets": np.array([0, 6, 8]),
+            "token/sampling_mask_lengths": kept,
+            "token/candidate_log_probs": np.full((8, 4), np.nan, np.float32),
+        }
+        write_samples(run, 1, lengths, **more)
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            found = api(server, "sample?step=1&row=1")
+            assert sorted(found["several"]) == ["candidate_log_probs", "routed_experts", "sampling_mask"]
+            for row, token, mask in ((0, 4, [103, 104, 105]), (1, 2, [106, 107]), (0, 1, [])):
+                found = api(server, f"token?step=1&row={row}&token={token}")
+                at = (0, 5)[row] + token
+                assert found["routed_experts"] == {"shape": [3, 2], "values": experts[at].reshape(-1).tolist()}
+                assert found["sampling_mask"]["values"] == mask
+                assert found["candidate_log_probs"]["values"] == [None] * 4
+            for wrong in ("token=5&row=0", "token=-1", "token=0&row=2", "token=0&row=-1", "token=0&step=2"):
+                assert request(server, f"api/token?step=1&{wrong}")[0] == 404
+
+    def test_a_session_of_several_rows(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        tokens = np.array([1, 2, 3, 4, 5, 9, 9, 1, 2, 3, 6, 7], np.int32)
+        turns = [{"start": 0, "end": 2, "kind": "given"}, {"start": 2, "end": 5, "kind": "sampled"}]
+        texts = [{"turns": turns}, {"turns": [None, {"start": "x"}]}, {"turns": turns}]
+        write_samples(run, 1, [5, 2, 5], texts=texts, tokens=tokens, **{"row/rollout_ids": np.array([7, 8, 7])})
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            given, first, second = api(server, "sample?step=1&row=2")["branches"]
+            assert (given["parent"], given["turns"], first["parent"]) == (None, [{"kind": "given", "tokens": 2}], 0)
+            assert (first["ends"], second["ends"]) == ([0], [2]) and second["turns"] == [
+                {"kind": "sampled", "tokens": 3}
+            ]
+            assert api(server, "sample?step=1&row=1")["branches"] == []
+
+    def test_runs_of_one_name(self, tmp_path):
+        runs = [write_run(tmp_path / folder / "run", name="grpo") for folder in "ab"] + [write_run(tmp_path / "c")]
+        with ViewServer([*runs, runs[0]]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            names = [one["name"] for one in api(server, "runs")["runs"]]
+        assert names == ["grpo (0)", "grpo (b/run)", "c", "grpo (3)"]
+
+    def test_a_run_that_has_nothing_yet(self, tmp_path):
+        run = write_run(tmp_path / "run", ended=False)
+        (run / "metrics.jsonl").unlink()
+        (run / "samples").rmdir()
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            (found,) = api(server, "runs")["runs"]
+            assert found["last_step"] is None and found["samples"] is None
+            for step in ("last", "all"):
+                assert api(server, f"samples?step={step}")["rows"] == []
+            assert api(server, "events")["rows"] == api(server, "timeline")["bars"] == []
+            assert api(server, "series?name=reward") == {}
+
+    def test_steps_that_cannot_be_read_do_not_hide_the_others(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        for step in range(3):
+            write_samples(run, step, [4, 5])
+        (run / "samples" / "step_00000001.npz").write_bytes(b"PK")
+        (run / "samples" / "step_00000002.npz").unlink()
+        (run / "samples" / "step_00000002.npz").symlink_to(tmp_path / "nothing")
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            found = api(server, "samples?step=all")
+            assert found["total"] == 2 and len(found["unreadable"]) == 2
+            assert request(server, "api/samples?step=1")[0] == 404
+
+    def test_arrays_that_json_does_not_have(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        write_samples(
+            run, 1, [4, 5], rewards=[np.inf, np.nan],
+            **{"token/c": np.ones(9, complex), "row/s": np.array([b"a", b"b"]), "row/t": np.zeros(2, "M8[s]")},
+        )  # fmt: skip
+        write_lines(run / "events.jsonl", [{"kind": "alarm", "value": float("nan"), "more": [float("inf"), 10**300]}])
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            found = api(server, "sample?step=1&row=0")
+            assert found["line"]["reward"] is None and len(found["columns"]["c"]) == 4
+            assert api(server, "events")["rows"][0]["value"] is None
+            write_samples(run, 1, [4, 5], **{"token/c": np.ones(3), "row/s": np.ones(1)})
+            assert request(server, "api/sample?step=1&row=1")[0] == 404
+
     def test_events(self, served):
         found = api(served, "events?kind=update&limit=2&offset=1")
         assert (found["total"], [event["version"] for event in found["rows"]]) == (5, [4, 3])
@@ -154,6 +244,36 @@ class TestRefusals:
     @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9999", "LOCALHOST", "[::1]:80"])
     def test_own_names_through_any_tunnel(self, served, host):
         assert request(served, "api/runs", headers={"Host": host})[0] == 200
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "GET http://evil.example{path}api/runs HTTP/1.1",
+            "GET http://[::1{path}api/runs HTTP/1.1",
+            "GET [{path} HTTP/1.1",
+            "GET * HTTP/1.1",
+            "GET localhost:80 HTTP/1.1",
+            "GET {path}api/runs?%zz=%00&[=] HTTP/1.1",
+            "GET {path}" + "a" * 70_000 + " HTTP/1.1",
+            "GET /%s%00{path} HTTP/1.1",
+        ],
+        ids=range(8),
+    )
+    def test_hostile_lines(self, served, line, caplog):
+        url = urllib.parse.urlsplit(served.url)
+        with socket.create_connection((url.hostname, url.port)) as raw:
+            raw.sendall(f"{line.format(path=url.path)}\r\nHost: localhost\r\n\r\n".encode())
+            answer = raw.recv(4096)
+        wanted = b"200" if "%zz" in line else b"4"
+        assert answer.split(b" ")[1].startswith(wanted) and not caplog.records, answer
+
+    def test_what_follows_a_body_is_no_request(self, served):
+        url = urllib.parse.urlsplit(served.url)
+        second = f"GET {url.path}api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with socket.create_connection((url.hostname, url.port)) as raw:
+            raw.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(second)}\r\n\r\n{second}".encode())
+            answer = b"".join(iter(lambda: raw.recv(4096), b""))
+        assert answer.count(b"HTTP/1.1") == 1 and b" 403 " in answer
 
     def test_two_hosts(self, served):
         url = urllib.parse.urlsplit(served.url)
@@ -237,7 +357,7 @@ class TestRefusals:
             begin = time.monotonic()
             found = api(server, "live")
             assert "--address" in found["error"] and time.monotonic() - begin < 5
-            assert not server._live
+            assert server._live._address is None
 
     def test_slow_clients_do_not_hold_up_others(self, served):
         url = urllib.parse.urlsplit(served.url)

@@ -32,6 +32,12 @@ CANCEL_SECONDS = 1.0
 MAX_FRAMES = 20
 """Innermost frames of one stack that are shown."""
 
+OUTERMOST_FRAMES = 6
+"""Outermost frames of a longer one that are shown too: the first of them are the worker's method."""
+
+MAX_RANGES = 100
+"""Ranges of a process group's ranks that are shown."""
+
 MAX_TASKS = 8
 MAX_STACK_TEXT = 4_000
 """Characters of the stacks of one rank."""
@@ -292,15 +298,57 @@ class Executor:
                     if any(function.f_code is Executor._await.__code__ for function, _ in inside):
                         in_loop = True
                     else:
-                        stacks.append(_text(inside[::-1] or [(frame, line)]))
+                        stacks.append(self._text(inside[::-1] or [(frame, line)]))
                     break
                 inside.append((frame, line))
         if in_loop and self._loop is not None:
             tasks = asyncio.all_tasks(self._loop)
-            stacks += sorted(f"  task:\n{_text(list(_frames_of(task)))}" for task in tasks)[:MAX_TASKS]
+            stacks += sorted(f"  task:\n{self._text(list(_frames_of(task)))}" for task in tasks)[:MAX_TASKS]
         return shortened("\n".join(stacks), MAX_STACK_TEXT) or (
             "  no method is running: the rank waits for a call, for the arguments of a call, or for an earlier call"
         )
+
+    def _text(self, frames: Sequence[tuple[FrameType, int]]) -> str:
+        """A stack without the middle of a deep one, and the process group in which it waits."""
+        left_out = len(frames) - MAX_FRAMES - OUTERMOST_FRAMES
+        if left_out > 0:
+            shown = [_lines(frames[:OUTERMOST_FRAMES]), f"  ... {left_out} frames ...", _lines(frames[-MAX_FRAMES:])]
+        else:
+            shown = [_lines(frames)]
+        return "\n".join([*shown, *self._process_group(frames)])
+
+    def _process_group(self, frames: Sequence[tuple[FrameType, int]]) -> list[str]:
+        """A line with the process group of the torch.distributed function in which a stack waits, and with the ranks
+        that take part; none if there is no such function."""
+        dist: Any = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return []
+        for frame, _ in reversed(frames):
+            file, function = frame.f_code.co_filename, frame.f_code.co_name
+            # Only of these functions: reading the locals of a frame keeps their values alive until it returns.
+            if "torch/distributed/" not in file or not {"group", "pg"} & set(frame.f_code.co_varnames):
+                continue
+            values = frame.f_locals
+            group = values.get("group", values.get("pg"))
+            if group is None and file.endswith("/distributed_c10d.py"):
+                group = dist.group.WORLD
+            if not isinstance(group, dist.ProcessGroup):
+                continue
+            try:
+                ranks = dist.get_process_group_ranks(group)
+                name = group.group_name if group.group_desc in ("", "undefined") else group.group_desc
+                info, here, world = self.info, dist.get_rank(), dist.get_world_size()
+            except (KeyError, ValueError, RuntimeError):  # made without torch.distributed, or being destroyed
+                return []
+            peer = values.get("dst", values.get("src")) if function in ("send", "recv", "isend", "irecv") else None
+            if isinstance(peer, int):
+                ranks = [here, peer]
+            line = f"  in process group {name!r}"
+            # torch.distributed has the ranks of the worker group only if exactly its ranks have initialized it.
+            if info is not None and (here, world) == (info.rank, info.world_size) and here in ranks:
+                line += f", ranks {text}" if (text := _ranges(sorted(ranks))) else ""
+            return [line]
+        return []
 
     def close(self) -> None:
         """End the event loop and the tasks on it, and let the workers clean up if the process lives on."""
@@ -377,7 +425,22 @@ def _frames_of(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
 
 
-def _text(frames: Sequence[tuple[FrameType, int]]) -> str:
-    left_out = len(frames) - MAX_FRAMES
-    lines = traceback.StackSummary.extract(iter(frames[-MAX_FRAMES:])).format()
-    return (f"  ... {left_out} frames ...\n" if left_out > 0 else "") + "".join(lines).rstrip()
+def _lines(frames: Sequence[tuple[FrameType, int]]) -> str:
+    return "".join(traceback.StackSummary.extract(iter(frames)).format()).rstrip()
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Increasing numbers as ranges with steps, such as ``0-3, 8-24:8``; empty if it takes too many of them."""
+    found: list[str] = []
+    begin = 0
+    while begin < len(ranks):
+        end = begin + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == ranks[begin + 1] - ranks[begin]:
+            end += 1
+        step = ranks[begin + 1] - ranks[begin] if end > begin + 1 else 1
+        few = end == begin + 1
+        found.append(
+            f"{ranks[begin]}" if few else f"{ranks[begin]}-{ranks[end - 1]}" + (f":{step}" if step > 1 else "")
+        )
+        begin = end
+    return ", ".join(found) if len(found) <= MAX_RANGES else ""

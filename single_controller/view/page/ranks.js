@@ -31,7 +31,7 @@ export async function overview(here) {
 
 function card(one) {
   const about = one.about;
-  const age = one.last_time === null ? "" : `, ${seconds(Math.max(0, page.time - one.last_time))} ago`;
+  const age = one.last_time === null ? "" : `, ${seconds(one.age)} ago`;
   const lines = [
     ["state", about.ended ? `${one.state}, ${clock(about.ended.time)}` : one.state],
     ["started", clock(about.started)],
@@ -48,7 +48,7 @@ function card(one) {
     el("table", {}, el("tbody", {}, lines.map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, value))))),
     one.alarms.length ? el("h3", { class: "warn" }, "Alarms") : null,
     one.alarms.length ? el("ul", { class: "list" }, one.alarms.slice(-5).reverse().map((event) => el("li", {}, `step ${event.step ?? "–"}: ${event.text}${event.advice ? ` (${event.advice})` : ""}`))) : null,
-    el("details", {}, el("summary", {}, `${metrics.length} metrics, latest values`), table(["metric", "#value"], metrics.map(([name, value]) => [name, number(value)]))),
+    el("details", {}, el("summary", {}, `${metrics.length} metrics, latest values`), table(["metric", "#value"], metrics.map(([name, value]) => [name, value === null ? "not finite" : number(value)]))),
     el("details", {}, el("summary", {}, "configuration"), el("pre", {}, JSON.stringify(about.config ?? {}, null, 1))),
     el("details", {}, el("summary", {}, "versions"), el("pre", {}, JSON.stringify(about.versions ?? {}, null, 1))));
 }

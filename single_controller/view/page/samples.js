@@ -37,7 +37,7 @@ export async function samples(here) {
     const reasons = Object.entries(found.finish).sort();
     finish.replaceChildren(el("option", { value: "" }, "any end"), ...reasons.filter(([name]) => name).map(([name, count]) => el("option", { value: name }, `${name} (${count})`)));
     finish.value = get("finish");
-    about.textContent = `${found.total} of ${found.all} samples; ${found.equal_groups} of ${found.groups} groups have equal rewards; steps ${found.steps[0] ?? "–"} to ${found.steps.at(-1) ?? "–"} are kept`;
+    about.textContent = `${found.total} of ${found.all} samples; ${found.equal_groups} of ${found.groups} groups have equal rewards; steps ${found.steps[0] ?? "–"} to ${found.steps.at(-1) ?? "–"} are kept${found.unreadable.length ? `; ${found.unreadable.join("; ")}` : ""}`;
     known = found.steps;
     head.replaceChildren(...COLUMNS.map(([name, title]) => {
       const isHere = query().sort === name;
@@ -152,7 +152,9 @@ export async function sample(here) {
         fingerprint && update.digest ? el("p", { class: fingerprint === update.digest ? "good" : "bad" }, fingerprint === update.digest ? "The engine had these weights." : "The engine's weights were others.") : "",
         el("p", {}, el("a", { href: address("weights", { run: run().run, version }) }, "all updates")));
     } else if (version !== undefined && version !== null && version >= 0) parts.push(el("p", { class: "quiet" }, `No update to version ${version} is in the events.`));
-    side.replaceChildren(...parts);
+    const more = el("div");
+    side.replaceChildren(...parts, more);
+    if (found.several.length) api("token", { run: run().run, step, row, token: found.first + i }).then((columns) => more.replaceChildren(...several(columns)), (error) => more.replaceChildren(error.message));
   }
   const line = found.line;
   const facts = [["reward", number(line.reward)], ...Object.entries(found.text.reward_parts || {}).map(([name, value]) => [`reward: ${name}`, number(value)]),
@@ -160,7 +162,7 @@ export async function sample(here) {
     ["log-prob difference", number(line.difference)], ...Object.entries(found.text.columns || {}).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]),
     ...Object.entries(found.row_columns).filter(([name]) => !["rewards", "prompt_lengths"].includes(name)).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
     ...(found.text.info ? [["session", JSON.stringify(found.text.info)]] : [])];
-  const ofRow = (to) => address("sample", { run: run().run, step: found.step, row: to, color: paint.value });
+  const ofRow = (to, token) => address("sample", { run: run().run, step: found.step, row: to, color: paint.value, token, first: token >= TOKENS ? token - token % TOKENS : "" });
   const group = found.group.length > 1 ? el("div", {}, el("h3", {}, line.equal ? "Its group: all rewards are equal" : "Its group"),
     el("p", {}, found.group.map((one, i) => [i ? ", " : "", one.row === found.row ? el("b", {}, `row ${one.row}: ${number(one.reward)}`) : el("a", { href: ofRow(one.row) }, `row ${one.row}: ${number(one.reward)}`)]))) : null;
   const more = found.length > TOKENS ? el("p", {}, `tokens ${found.first} to ${found.first + found.tokens.length - 1} of ${found.length} `,
@@ -168,16 +170,35 @@ export async function sample(here) {
     found.first + found.tokens.length < found.length ? el("a", { href: address("sample", { run: run().run, step, row, first: found.first + TOKENS }) }, "later") : "") : null;
   show(el("div", { class: "bar" }, el("a", { href: address("samples", { run: run().run, step }) }, "← samples"), el("b", {}, `step ${found.step}, row ${found.row}`),
     el("label", {}, "color", paint), legend), el("div", { class: "two" },
-    el("div", {}, more, turns(found, spans), more?.cloneNode(true),
+    el("div", {}, tree(found, ofRow), more, turns(found, spans), more?.cloneNode(true),
       ["prompt", "completion"].filter((name) => typeof found.text[name] === "string").map((name) => el("details", {}, el("summary", {}, `text of the ${name}`), el("div", { class: "text" }, found.text[name])))),
     el("div", {}, side, el("p"), el("div", { class: "card" }, el("h3", {}, "Sample"), list(facts), group))));
   color();
-  if (page.params.has("token")) { const i = Number(page.params.get("token")) - found.first; if (spans[i]) choose(i); }
+  if (page.params.has("token")) { const i = Number(page.params.get("token")) - found.first; if (spans[i]) { choose(i); spans[i].scrollIntoView({ block: "center" }); } }
   return {};
 }
 
 function list(lines) {
   return el("table", {}, el("tbody", {}, lines.map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, String(value).slice(0, 2000))))));
+}
+
+/** What a token has several values of: a line for each row of the last dimension. */
+function several(columns) {
+  return Object.entries(columns).map(([name, { shape, values }]) => {
+    const width = shape.at(-1) || 1, count = shape.reduce((product, one) => product * one, 1), lines = [];
+    for (let i = 0; i < values.length; i += width) lines.push(values.slice(i, i + width).map((value) => number(value)).join(", "));
+    return el("div", { data: { column: name } }, el("h3", {}, `${name.replaceAll("_", " ")} (${shape.join(" × ")})`), el("pre", {}, `${lines.map((line, i) => (lines.length > 1 ? `${i}: ${line}` : line)).join("\n") || "none"}${count > values.length ? "\n..." : ""}`));
+  });
+}
+
+/** The tree of a session that is several rows. A line is what some rows have in common, below what they share before. */
+function tree(found, ofRow) {
+  if (!found.branches.length) return null;
+  const reward = new Map(found.group.map((one) => [one.row, one.reward]));
+  const below = (parent) => el("ul", { class: "list" }, found.branches.map((node, i) => (node.parent === parent ? el("li", {},
+    el("a", { class: node.rows.includes(found.row) ? "here" : "", href: ofRow(node.rows.includes(found.row) ? found.row : node.rows[0], node.start) }, node.turns.map((turn) => `${turn.kind} ${turn.tokens}`).join(", ") || `tokens ${node.start} to ${node.end}`),
+    node.ends.map((row) => [" → ", row === found.row ? el("b", {}, `row ${row}: ${number(reward.get(row))}`) : el("a", { href: ofRow(row) }, `row ${row}: ${number(reward.get(row))}`)]), below(i)) : null)));
+  return el("div", { id: "tree" }, el("h3", {}, `Its session: ${found.branches.reduce((sum, node) => sum + node.ends.length, 0)} branches`), below(null));
 }
 
 /** Line ends and control characters as signs, so that a token is never invisible and never moves others. */
@@ -187,7 +208,8 @@ function visible(piece) {
 
 /** The tokens, by turns where the sample has them, else by prompt and completion. */
 function turns(found, spans) {
-  const given = Array.isArray(found.text.turns) && found.text.turns.length ? found.text.turns : [
+  const known = Array.isArray(found.text.turns) ? found.text.turns.filter((one) => one && typeof one === "object") : [];
+  const given = known.length ? known : [
     { start: 0, end: found.prompt_length, kind: "given" }, { start: found.prompt_length, end: found.length, kind: "sampled" }];
   const placed = [];
   let until = found.first;
