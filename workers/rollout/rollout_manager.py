@@ -114,7 +114,7 @@ class RolloutManager:
             raise TypeError(
                 f"RolloutManager: group must be a worker group of RolloutWorker (with `generate`), got {group!r}"
             )
-        _check_sampling_params(sampling_params)
+        check_sampling_params(sampling_params)
         if as_integer(seed) is None:
             raise ValueError(f"RolloutManager: seed={seed!r}; expected an integer")
         if not is_count(pad_token_id, 0):
@@ -283,9 +283,11 @@ class RolloutManager:
     ) -> _Sent:
         if self.rewards is not None:
             self.rewards.check()
-        _check_sampling_params(sampling_params)
+        check_sampling_params(sampling_params)
         if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
             raise TypeError(f"prompts is {prompts!r:.80}; pass a list with the token ids of each prompt: [[1, 2], [3]]")
+        if as_integer(rollout_id) is None:
+            raise TypeError(f"rollout_id={rollout_id!r:.80}; pass the number of the rollout, an integer")
         if extras is not None and not isinstance(extras, Mapping):
             raise TypeError(f"extras is {extras!r:.80}; pass a dict with one value per prompt: {{'label': labels}}")
         each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
@@ -460,7 +462,7 @@ def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
     return given
 
 
-def _check_sampling_params(given: Any) -> None:
+def check_sampling_params(given: Any) -> None:
     if given is not None and not isinstance(given, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams or None, got {given!r:.80}")
 
