@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dispatch.checks import check_seconds, is_count
 from single_controller import WorkerFuture
@@ -148,6 +148,35 @@ class RolloutManager:
         """What is known of sessions that have ended, until `reward_metrics`. Appended to by any thread."""
         self.row_notes = RowNotes()
         """What is known of the rows of the latest batches, for a `RunLog`."""
+
+    @classmethod
+    def from_args(cls, args: Any, group: Any, reward_function: RewardFunction | None = None, **options: Any) -> Self:
+        """Make a manager as a training run's configuration says: how to sample, how often per prompt, and with which
+        seed, how rewards are computed, and greedy baselines for ReMax.
+
+        Args:
+            args: the configuration; see `workers.train.args`.
+            group, reward_function: see above.
+            **options: the other arguments; they replace what the configuration says.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+            TypeError, ValueError: see above.
+        """
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        configured = {
+            "sampling_params": SamplingParams.from_args(args),
+            "samples_per_prompt": args.n_samples_per_prompt,
+            "seed": args.seed if args.rollout_seed is None else args.rollout_seed,
+            "reward_concurrency": args.reward_concurrency,
+            "reward_workers": args.reward_workers,
+            "reward_timeout": args.reward_timeout,
+            "on_reward_timeout": args.on_reward_timeout,
+            "greedy_baselines": args.advantage_estimator == "remax",
+        }
+        return cls(group, reward_function=reward_function, **{**configured, **options})
 
     @property
     def reward_function(self) -> RewardFunction | None:
