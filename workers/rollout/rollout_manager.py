@@ -156,7 +156,8 @@ class RolloutManager:
 
         Args:
             args: the configuration; see `workers.train.args`.
-            group, reward_function: see above.
+            group: of rollout workers.
+            reward_function: computes the rewards.
             **options: the other arguments; they replace what the configuration says.
 
         Raises:
