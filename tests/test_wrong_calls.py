@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from byte_tokens import byte_tokenizer
 from rollout_helpers import BigramEngine
 
 from dispatch import Dispatch, Layout, register, register_batch_type, register_dispatch_mode, update_dispatch_mode
@@ -22,10 +23,15 @@ from single_controller import (
     colocate,
 )
 from workers import (
+    AgentEngine,
+    Completion,
+    DataError,
+    Environment,
     HFEngine,
     HTTPEngine,
     LoraSettings,
     ModelFilesError,
+    PromptData,
     PromptError,
     RayTrainGroup,
     RewardError,
@@ -36,18 +42,28 @@ from workers import (
     RunLog,
     SampleBuffer,
     SamplingParams,
+    SFTData,
+    TokenRenderer,
+    Tool,
     TrainArgsError,
     WeightBackup,
     WeightSender,
+    collate,
     evaluate,
+    exact_match,
     export_hf,
+    number_match,
+    open_rows,
     read_args,
     register_advantage,
     register_policy_loss,
+    render_prompt,
+    text_reward,
 )
 from workers.recovery.weight_backup import BackupError
 
 SHORT = SamplingParams(2)
+TEXTS = byte_tokenizer()
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
 
 
@@ -183,6 +199,44 @@ CALLS = {
     "of nothing": (ValueError, "there are no prompts; pass", lambda k: evaluate(k.manager, [])),
     "ks": (ValueError, "ks has 2; expected 1 to samples_per_prompt=1", lambda k: evaluate(k.manager, [[1]], ks=[2])),
     "confidence": (ValueError, "a number between 0 and 1", lambda k: evaluate(k.manager, [[1]], confidence=95)),
+    "sampling of an evaluation": (TypeError, "must be a SamplingParams",
+                                  lambda k: evaluate(k.manager, [[1]], sampling_params={"temperature": 1})),
+    "rollout id": (TypeError, "rollout_id='a'; pass the number of the rollout",
+                   lambda k: k.manager.generate([[1]], rollout_id="a")),
+    "text reward by name": (TypeError, r"function='exact_match'; pass text_reward\(number_match, tokenizer\)",
+                            lambda k: text_reward("exact_match", TEXTS)),
+    "no tokenizer": (TypeError, "tokenizer=None; pass text_reward", lambda k: text_reward(exact_match, None)),
+    "label of None": (ValueError, "the label None is no text", lambda k: exact_match("a", None)),
+    "label in words": (ValueError, "the label 'three' has no number", lambda k: number_match("3", "three")),
+    # rollout data and files
+    "tuple as completion": (TypeError, r"completion 0 is .*pass Completion\(ids, log_probs, 'stop'\)",
+                            lambda k: collate([[1]], [([2], [0.0])])),
+    "prompts without completions": (ValueError, "2 prompts for 1 completions; expected one each",
+                                    lambda k: collate([[1], [2]], [Completion([3], [0.0], "stop")])),
+    "log-probabilities": (ValueError, "row 0 has 2 token_ids and .*one number per token",
+                          lambda k: collate([[1]], [Completion([2, 3], [0.0], "stop")])),
+    "misspelt parameter": (TypeError, "'max_tokens'; did you mean 'max_new_tokens'",
+                           lambda k: SamplingParams(max_tokens=5)),
+    "no such file": (DataError, "/no/such.jsonl: does not exist", lambda k: open_rows("/no/such.jsonl")),
+    "file instead of rows": (TypeError, r"PromptData: rows='train.jsonl'; pass open_rows\(",
+                             lambda k: PromptData("train.jsonl", batch_size=1)),
+    "list instead of rows": (TypeError, r"SFTData: rows=\[.*pass open_rows\(",
+                             lambda k: SFTData([{"prompt": [1], "completion": [2]}], batch_size=1)),
+    "other column": (DataError, r"row 1: has no 'prompt' \(input_key\); it has 'text'",
+                     lambda k: PromptData(open_rows([{"text": [1]}]), batch_size=1)(0)),
+    "texts without tokenizer": (DataError, "there is no tokenizer: set hf_checkpoint",
+                                lambda k: PromptData(open_rows([{"prompt": "hello"}]), batch_size=1)(0)),
+    # agents
+    "messages as text": (TypeError, r"messages='hello'; pass a list, \[\{'role': 'user'",
+                         lambda k: render_prompt(TokenRenderer(TEXTS), "hello")),
+    "one tool": (TypeError, "tools=<function .*; pass a list of functions",
+                 lambda k: render_prompt(TokenRenderer(TEXTS), [{"role": "user", "content": "x"}], reward)),
+    "tool": (TypeError, r"Tool\(3\): pass a function with a docstring", lambda k: Tool(3)),
+    "undescribed tool": (TypeError, "the tool reward needs a docstring", lambda k: Tool(reward)),
+    "engine by name": (TypeError, "engine='HFEngine'; pass the class of the engine",
+                       lambda k: AgentEngine("HFEngine", environment=Environment)),
+    "limits as a dict": (TypeError, r"limits=\{'turns': 3\}; expected SessionLimits\(",
+                         lambda k: AgentEngine(k.engine, environment=Environment, limits={"turns": 3})),
     # RayTrainGroup and its arguments
     "role": (ValueError, "expected one of 'actor', 'critic'", lambda k: RayTrainGroup({}, 1, 1, role="policy")),
     "nodes": (ValueError, "num_nodes=0: expected an integer of at least 1", lambda k: RayTrainGroup({}, 0, 1)),
@@ -217,6 +271,13 @@ CALLS = {
     "other receivers": (TypeError, "got 3", lambda k: WeightSender("store", [k.group, 3])),
     "receivers later": (TypeError, "got None", lambda k: WeightSender("store", k.group).connect(None)),
     "snapshot": (BackupError, r"Call copy\('old'\) to take one", lambda k: WeightBackup(lambda: []).restore("old")),
+    # futures and many batches
+    "seconds as text": (TypeError, "timeout='5'; pass a number of seconds",
+                        lambda k: k.other.add.remote(1).result("5")),
+    "method of the class": (TypeError, r"map\(\): method is <function .*pass a method of the group, group.score",
+                            lambda k: k.other.map(Mine.add, [1])),
+    "number of batches": (TypeError, "batches is 5; pass a list or generator of batches",
+                          lambda k: k.other.map(k.other.add, 5)),
     # layouts, modes, groups and pools
     "axes": (ValueError, r"pass a dict of coordinates, such as \{'dp': \[0, 1\]\}", lambda k: Layout([0, 1])),
     "size of an axis": (ValueError, "the coordinate of each rank", lambda k: Layout({"dp": 2})),

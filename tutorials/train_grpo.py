@@ -165,19 +165,8 @@ def main():
             ),
             collectives=False,  # one that dies is restarted alone
         )
-        manager = RolloutManager(
-            rollout,
-            SamplingParams.from_args(args),
-            reward,
-            samples_per_prompt=args.n_samples_per_prompt,
-            seed=args.seed if args.rollout_seed is None else args.rollout_seed,
-            reward_concurrency=args.reward_concurrency,
-            reward_workers=args.reward_workers,
-            reward_timeout=args.reward_timeout,
-            on_reward_timeout=args.on_reward_timeout,
-            greedy_baselines=args.advantage_estimator == "remax",
-            engine_extras=["expression"] if task and task.agent else [],
-        )
+        extras = ["expression"] if task and task.agent else []
+        manager = RolloutManager.from_args(args, rollout, reward, engine_extras=extras)
         actor.set_rollout_manager(manager)
         log.watch(*groups, manager)
 

@@ -97,7 +97,10 @@ class WorkerFuture(Deferred, Generic[R_co]):
         Raises:
             CallTimeoutError: the wait ended (``call_goes_on`` is True), or the call's own timeout passed.
             SingleControllerError: the call's error.
+            TypeError: the timeout is no number.
         """
+        if not isinstance(timeout, (int, float, type(None))):
+            raise TypeError(f"result(): timeout={timeout!r:.80}; pass a number of seconds, or None")
         if self._call is None and self._sending is not None:
             begun = time.monotonic()
             self._sent(timeout)

@@ -476,10 +476,15 @@ class WorkerGroup(VerlGroup, Closing):
             progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
 
         Raises:
+            TypeError: the method is not one of a group, or the batches cannot be iterated.
             ValueError: a number is out of range.
             WorkerDiedError, GroupBrokenError: a rank has died, and the retries are used up.
             SingleControllerError: as any call.
         """
+        if not isinstance(method, (str, RemoteMethod)):
+            raise TypeError(f"map(): method is {method!r:.80}; pass a method of the group, group.score, or its name")
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"map(): batches is {batches!r:.80}; pass a list or generator of batches")
         name, options = (method, DECLARED) if isinstance(method, str) else (method.__name__, method._options)
         mapped = BatchMap(
             self,

@@ -184,6 +184,19 @@ def test_options_of_a_single_call(echoes):
     assert data["input_ids"].tolist() == [[1, 2, 2], [0, 3, 3]] and "rewards" not in data.keys()  # noqa: SIM118
 
 
+def test_manager_of_a_configuration(echoes):
+    args = {"rollout_max_response_len": 3, "temperature": 0.5, "n_samples_per_prompt": 2, "seed": 5}
+    ready = {"reward_workers": 2, "reward_timeout": 3.0, "on_reward_timeout": 0.0, "advantage_estimator": "remax"}
+    group, of_args = echoes, RolloutManager.from_args
+    by_hand = RolloutManager(group, SamplingParams.from_args(args), samples_per_prompt=2, seed=5)
+    assert torch.equal(of_args(args, group).generate(PROMPTS)["input_ids"], by_hand.generate(PROMPTS)["input_ids"])
+    assert of_args({**args, "rollout_seed": 7}, group).seed == 7
+    assert len(of_args(args, group, samples_per_prompt=3, seed=1).generate([[1]])) == 3
+    manager = of_args(ready, group, lambda prompt, completion: 1.0)
+    assert manager.greedy_baselines and manager.rewards is not None
+    assert (manager.rewards.workers, manager.rewards.timeout, manager.rewards.on_timeout) == (2, 3.0, 0.0)
+
+
 def test_group_can_be_called_without_a_manager(echoes):
     found = echoes.generate([[1, 2], [3], [4]], SamplingParams(1), range(3))
     assert [(one.completion.token_ids, one.weight_version, one.rank) for one in found] == [

@@ -383,20 +383,19 @@ def table() -> str:
     for formula in dict.fromkeys(formula for formula, _ in rows):
         by_peer = {peer: cases for (other, peer), cases in rows.items() if other == formula}
         names = dict.fromkeys(f"`{_name(case['ours'])}`" for cases in by_peer.values() for case in cases)
-        theirs = "; ".join(_compared(peer, cases) for peer, cases in by_peer.items())
+        theirs = ", ".join(_compared(peer, cases) for peer, cases in by_peer.items())
         lines.append(f"| {formula} | {', '.join(names)} | {_source(formula)} | {theirs} |")
     return "\n".join(lines)
 
 
 def _compared(peer: str, cases: list[Any]) -> str:
-    """The peer with a link to each of its functions, the largest error, and what differs on purpose."""
+    """A link to each of the peer's functions, and what differs on purpose."""
     known, links = DATA["peers"][peer], []
     for source in dict.fromkeys(case["source"] for case in cases):
         path, function = source.split(":")
-        links.append(f"[`{function}`](https://github.com/{known['repository']}/blob/{known['commit']}/{path})")
-    largest = f"{max(case['error'] for case in cases):.0e}".replace("e-0", "e-")
+        links.append(f"[{peer}:`{function}`](https://github.com/{known['repository']}/blob/{known['commit']}/{path})")
     differs = "; ".join(dict.fromkeys(case["differs"] for case in cases if case["differs"]))
-    return f"{peer} {', '.join(links)} {largest}" + (f" ({differs})" if differs else "")
+    return ", ".join(links) + (f" ({differs})" if differs else "")
 
 
 def page(text: str) -> str:

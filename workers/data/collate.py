@@ -75,6 +75,8 @@ def collate(
         if values is not None and len(values) != len(completions):
             raise ValueError(f"collate(): {len(values)} {name} for {len(completions)} completions; expected one each")
     for number, one in enumerate(completions):
+        if not isinstance(one, Completion):
+            raise TypeError(f"collate(): completion {number} is {one!r:.80}; pass Completion(ids, log_probs, 'stop')")
         if wrong := not_per_token(one):
             raise ValueError(f"collate(): the completion of row {number} has {wrong}; expected one number per token")
     if any(one.rows is not None for one in completions):

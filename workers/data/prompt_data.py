@@ -61,6 +61,8 @@ class PromptData:
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_len: int | None = None,
     ) -> None:
+        if not isinstance(rows, RowReader):
+            raise TypeError(f"{type(self).__name__}: rows={rows!r:.80}; pass open_rows(...) of a file or a list")
         if rows.prepare is not None:
             raise ValueError("PromptData: the rows have a function `prepare` already; open them without")
         if max_prompt_len is not None:

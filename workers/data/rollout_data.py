@@ -120,8 +120,10 @@ def group_numbers(group_ids: Any) -> Any:
     run.
 
     Args:
-        group_ids: of a manager's or a stream's rollout data, (B,) int64.
+        group_ids: of a manager's or a stream's rollout data, (B,) int64, or a list.
     """
+    if isinstance(group_ids, (list, tuple)):
+        return [number % _GROUPS for number in group_ids]
     return group_ids % _GROUPS
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from workers.data.rollout_data import of_rollouts
 from workers.rollout.rewards.reward_calls import RewardFunction
 from workers.rollout.rewards.reward_runner import RewardRunner
-from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_manager import RolloutManager, check_sampling_params
 from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def evaluate(
     """
     if not hasattr(manager, "sampling_params"):
         raise TypeError(f"evaluate(): manager is {manager!r:.80}; pass a RolloutManager of this process")
+    check_sampling_params(sampling_params)
     how = sampling_params or manager.sampling_params
     ks = [2**power for power in range(samples_per_prompt.bit_length())] if ks is None else ks
     rewards = manager.rewards if reward_function is None else reward_function

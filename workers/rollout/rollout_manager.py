@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dispatch.checks import check_seconds, is_count
 from single_controller import WorkerFuture
@@ -114,7 +114,7 @@ class RolloutManager:
             raise TypeError(
                 f"RolloutManager: group must be a worker group of RolloutWorker (with `generate`), got {group!r}"
             )
-        _check_sampling_params(sampling_params)
+        check_sampling_params(sampling_params)
         if as_integer(seed) is None:
             raise ValueError(f"RolloutManager: seed={seed!r}; expected an integer")
         if not is_count(pad_token_id, 0):
@@ -148,6 +148,36 @@ class RolloutManager:
         """What is known of sessions that have ended, until `reward_metrics`. Appended to by any thread."""
         self.row_notes = RowNotes()
         """What is known of the rows of the latest batches, for a `RunLog`."""
+
+    @classmethod
+    def from_args(cls, args: Any, group: Any, reward_function: RewardFunction | None = None, **options: Any) -> Self:
+        """Make a manager as a training run's configuration says: how to sample, how often per prompt, and with which
+        seed, how rewards are computed, and greedy baselines for ReMax.
+
+        Args:
+            args: the configuration; see `workers.train.args`.
+            group: of rollout workers.
+            reward_function: computes the rewards.
+            **options: the other arguments; they replace what the configuration says.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
+            TypeError, ValueError: see above.
+        """
+        from workers.train.args import read_args
+
+        args = read_args(args)
+        configured = {
+            "sampling_params": SamplingParams.from_args(args),
+            "samples_per_prompt": args.n_samples_per_prompt,
+            "seed": args.seed if args.rollout_seed is None else args.rollout_seed,
+            "reward_concurrency": args.reward_concurrency,
+            "reward_workers": args.reward_workers,
+            "reward_timeout": args.reward_timeout,
+            "on_reward_timeout": args.on_reward_timeout,
+            "greedy_baselines": args.advantage_estimator == "remax",
+        }
+        return cls(group, reward_function=reward_function, **{**configured, **options})
 
     @property
     def reward_function(self) -> RewardFunction | None:
@@ -283,9 +313,11 @@ class RolloutManager:
     ) -> _Sent:
         if self.rewards is not None:
             self.rewards.check()
-        _check_sampling_params(sampling_params)
+        check_sampling_params(sampling_params)
         if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
             raise TypeError(f"prompts is {prompts!r:.80}; pass a list with the token ids of each prompt: [[1, 2], [3]]")
+        if as_integer(rollout_id) is None:
+            raise TypeError(f"rollout_id={rollout_id!r:.80}; pass the number of the rollout, an integer")
         if extras is not None and not isinstance(extras, Mapping):
             raise TypeError(f"extras is {extras!r:.80}; pass a dict with one value per prompt: {{'label': labels}}")
         each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
@@ -460,7 +492,7 @@ def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
     return given
 
 
-def _check_sampling_params(given: Any) -> None:
+def check_sampling_params(given: Any) -> None:
     if given is not None and not isinstance(given, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams or None, got {given!r:.80}")
 

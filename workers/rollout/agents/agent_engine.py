@@ -107,6 +107,8 @@ class AgentEngine(RolloutEngine):
         self.renderer = cast("Renderer | None", cast("Any", renderer)() if makes else renderer)
         check_renderer("AgentEngine", self.renderer)
         self.turn_discount, self.train_failed = turn_discount, train_failed
+        if not (isinstance(engine, RequestEngine) or callable(engine)):
+            raise TypeError(f"AgentEngine: engine={engine!r:.80}; pass the class of the engine, such as HFEngine")
         made = engine if isinstance(engine, RequestEngine) else engine(*args, **kwargs)
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")

@@ -141,7 +141,14 @@ def render_prompt(
         renderer: of the `AgentEngine`.
         messages: of the user, and of the system if there is one.
         tools: those of the environment: functions or `Tool` objects, such as ``Environment.tools``.
+
+    Raises:
+        TypeError: the messages or the tools are no list.
     """
+    if isinstance(messages, (str, Mapping)):
+        raise TypeError(f"render_prompt(): messages={messages!r:.80}; pass a list, [{{'role': 'user', ...}}]")
+    if isinstance(tools, Tool) or callable(tools):
+        raise TypeError(f"render_prompt(): tools={tools!r:.80}; pass a list of functions")
     schemas = [one.schema if isinstance(one, Tool) else Tool(one).schema for one in tools]
     rendered = renderer.render(list(messages), tools=schemas or None, add_generation_prompt=True)
     return list(rendered.token_ids)

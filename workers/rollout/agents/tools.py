@@ -70,6 +70,8 @@ class Tool:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise TypeError(f"Tool({function!r:.80}): pass a function with a docstring")
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         described = inspect.getdoc(function)

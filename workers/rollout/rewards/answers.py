@@ -35,12 +35,17 @@ def exact_match(completion: str, label: Any, *, ignore_case: bool = False) -> fl
         completion: what was generated.
         label: the answer, or a list of right ones. Numbers are compared as they are written.
         ignore_case: compare without upper and lower case.
+
+    Raises:
+        ValueError: the label is None.
     """
 
     def plain(text: Any) -> str:
         words = " ".join(str(text).split())
         return words.casefold() if ignore_case else words
 
+    if any(one is None for one in _labels(label)):
+        raise ValueError(f"the label {label!r:.60} is no text")
     return float(plain(completion) in map(plain, _labels(label)))
 
 

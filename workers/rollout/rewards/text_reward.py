@@ -28,8 +28,12 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
         tokenizer: a Hugging Face tokenizer.
 
     Raises:
-        TypeError: it is no function, or has no parameter for the completion.
+        TypeError: it is no function, or has no parameter for the completion; or the tokenizer cannot decode.
     """
+    usable = {"function": callable(function), "tokenizer": hasattr(tokenizer, "decode")}
+    for name, given in (("function", function), ("tokenizer", tokenizer)):
+        if not usable[name]:
+            raise TypeError(f"text_reward(): {name}={given!r:.80}; pass text_reward(number_match, tokenizer)")
     parameters = [*inspect.signature(function).parameters.values()]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
