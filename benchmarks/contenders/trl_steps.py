@@ -23,18 +23,26 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         self.generation = 0.0
         self.rewards: list[float] = []
         self.tokens = 0
+        self.grad_norm = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the command."""
         if not self.commands.next():
             control.should_training_stop = True
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Keep the norm of the first gradient, which is too small to be clipped."""
+        if not self.grad_norm:
+            gradients = [weight.grad for weight in given["model"].parameters() if weight.grad is not None]
+            self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report."""
-        seconds = time.monotonic() - self.commands._began
+        seconds = time.monotonic() - self.commands.began
         self.commands.done(
             tokens=self.tokens,
             reward=sum(self.rewards) / len(self.rewards),
+            grad_norm=self.grad_norm,
             step=state.global_step - 1,
             generation=self.generation,
             training=seconds - self.generation,
