@@ -233,7 +233,7 @@ def check_gradients(ways: dict[str, Way]) -> None:
         RuntimeError: they differ by more, as those of another loss would.
     """
     norms = {name: way.grad_norm for name, way in ways.items()}
-    print("norm of the first gradient:", norms, file=sys.stderr, flush=True)
+    print("norms of the first gradients:", norms, file=sys.stderr, flush=True)
     if max(norms.values()) > 1.5 * min(norms.values()):
         raise RuntimeError(f"the ways do not compute the same: the norms of their first gradients are {norms}")
 

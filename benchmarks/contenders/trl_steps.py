@@ -30,12 +30,6 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         if not self.commands.next():
             control.should_training_stop = True
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Keep the norm of the first gradient, which is too small to be clipped."""
-        if not self.grad_norm:
-            gradients = [weight.grad for weight in given["model"].parameters() if weight.grad is not None]
-            self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report."""
         seconds = time.monotonic() - self.commands.began
@@ -105,7 +99,14 @@ def main() -> None:
         finally:
             turns.generation = time.monotonic() - began
 
-    trainer._generate = timed
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        turns.grad_norm = float(norm)
+        return norm
+
+    trainer._generate, trainer.accelerator.clip_grad_norm_ = timed, noted
     trainer.train()
 
 
