@@ -62,9 +62,9 @@ class Shape(NamedTuple):
 
 @dataclass
 class Way:
-    """A running contender, and its measurements: one per turn."""
+    """A contender, and its measurements: one per turn."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] = field(init=False)
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
     cpu: list[float] = field(default_factory=list)
@@ -176,53 +176,70 @@ def save_model(folder: str, name: str) -> None:
     made.save_pretrained(folder)
 
 
-def measure(model: str, names: list[str], rounds: int, steps: int, shape: Shape, logs: Path) -> dict[str, Way]:
-    """Start the ways to train a model, and let them take turns.
+def measure(
+    model: str, names: list[str], rounds: int, steps: int, shape: Shape, apart: bool, logs: Path
+) -> dict[str, Way]:
+    """Start the ways to train a model, and let them take turns; or start each for its turn, if ``apart``.
 
     Raises:
         RuntimeError: a way has ended, or what it computes is not what the others do.
     """
-    ways: dict[str, Way] = {}
+    ways = {name: Way() for name in names}
+    alive: list[Way] = []
     # Ways whose steps alternate take their turn together.
     pair = [name for name in names if name in (_PLAIN, _RECORDED)]
     turns = [[name] for name in names if name not in pair] + ([pair] if pair else [])
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, model)
         task = Task(folder, VOCABULARY, *shape, 1e-3, "")
-        try:
-            for name in names:
-                contender, threads = WAYS[name]
-                log = open(logs / f"{model}, {name}.log".replace(" ", "_"), "w")  # noqa: SIM115  (the process has it)
-                process = subprocess.Popen(
-                    [python_for(contender), "-m", contender.module],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    cwd=HERE.parent,
-                    env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
-                )
-                ways[name] = Way(process)
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(asdict(task) | {"variant": name}) + "\n")
-                for _ in range(2):  # started and warm before the next begins
-                    ways[name].step(task)
-            check_gradients(ways)
-            for number in range(rounds):
-                first = number % len(turns)
-                for together in turns[first:] + turns[:first]:
-                    turn([ways[name] for name in together], task, steps)
-                    said = "; ".join(f"{name}: {ways[name].seconds[-1]:.2f} s" for name in together)
-                    print(f"{model}, turn {number}, {said}", file=sys.stderr, flush=True)
-        finally:
-            for way in ways.values():
+
+        def begin(name: str) -> None:
+            contender, threads = WAYS[name]
+            log = open(logs / f"{model}, {name}.log".replace(" ", "_"), "a")  # noqa: SIM115  (the process has it)
+            way = ways[name]
+            way.process = subprocess.Popen(
+                [python_for(contender), "-m", contender.module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=HERE.parent,
+                env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
+            )
+            alive.append(way)
+            assert way.process.stdin is not None
+            way.process.stdin.write(json.dumps(asdict(task) | {"variant": name}) + "\n")
+            for _ in range(2):  # started and warm before the next begins
+                way.step(task)
+
+        def end() -> None:
+            for way in alive:
                 assert way.process.stdin is not None
                 way.process.stdin.close()
-            for way in ways.values():
+            for way in alive:
                 try:
                     way.process.wait(60)
                 except subprocess.TimeoutExpired:
                     way.process.kill()
+            alive.clear()
+
+        try:
+            for name in [] if apart else names:
+                begin(name)
+            for number in range(rounds):
+                first = number % len(turns)
+                for together in turns[first:] + turns[:first]:
+                    for name in together if apart else []:
+                        begin(name)
+                    turn([ways[name] for name in together], task, steps)
+                    said = "; ".join(f"{name}: {ways[name].seconds[-1]:.2f} s" for name in together)
+                    print(f"{model}, turn {number}, {said}", file=sys.stderr, flush=True)
+                    if apart:
+                        end()
+                if not number:
+                    check_gradients(ways)
+        finally:
+            end()
     return ways
 
 
@@ -262,6 +279,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small step each, to see that all ways work")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--apart", action="store_true", help="start each way for its turn, for less memory")
     parser.add_argument("--out", type=Path, default=HERE / "out" / "rl_step", help="folder for the logs and results")
     options = parser.parse_args()
     rounds, steps, shape = options.rounds, options.steps, Shape(16, 8, 32, 64)
@@ -277,7 +295,7 @@ def main() -> None:
     ]
     for model in options.models:
         began = time.monotonic()
-        ways = measure(model, names, rounds, steps, shape, options.out)
+        ways = measure(model, names, rounds, steps, shape, options.apart, options.out)
         lines += [
             "",
             f"| Llama {model} | s per step (least-most) | generated tokens/s | generation s | training s | update s "
