@@ -77,7 +77,13 @@ def main() -> None:
             parts = [end - begin for begin, end in itertools.pairwise(times)]
             # An asynchronous step waits for what was generated while the step before was trained.
             apart = {} if stream else dict(zip(("generation", "training", "update"), parts, strict=True))
-            commands.done(tokens=int(data["loss_mask"].sum()), reward=float(data["rewards"].mean()), step=step, **apart)
+            commands.done(
+                tokens=int(data["loss_mask"].sum()),
+                reward=float(data["rewards"].mean()),
+                grad_norm=metrics["grad_norm"],
+                step=step,
+                **apart,
+            )
             step += 1
         if stream:
             stream.close()

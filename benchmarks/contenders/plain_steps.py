@@ -35,11 +35,12 @@ def main() -> None:
         chosen = log_probs.gather(-1, completions[..., None])[..., 0]
         optimizer.zero_grad()
         (-advantages.view(-1, 1) * chosen).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         commands.done(
             tokens=completions.numel(),
             reward=float(rewards.mean()),
+            grad_norm=float(grad_norm),
             step=step,
             generation=generated - began,
             training=time.monotonic() - generated,

@@ -33,6 +33,11 @@ class Task:
     lr: float
     variant: str
 
+    @property
+    def tokens(self) -> int:
+        """How many are generated in a step."""
+        return self.prompts * self.samples * self.new_tokens
+
     def prompts_of(self, step: int) -> list[list[int]]:
         """The prompts of a step, the same for all contenders."""
         rng = random.Random(step)
@@ -50,23 +55,15 @@ class Commands:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self.task = Task(**json.loads(sys.stdin.readline()))
-        self._left, self._reports, self._began = 0, [], 0.0
+        self.began = 0.0
 
     def next(self) -> bool:
         """Wait until another step is wanted. Returns False at the end of the run."""
-        if not self._left:
-            line = sys.stdin.readline()
-            if not line:
-                return False
-            self._left = int(line)
-        self._began = time.monotonic()
-        return True
+        wanted = bool(sys.stdin.readline())
+        self.began = time.monotonic()
+        return wanted
 
     def done(self, **report: Any) -> None:
         """Report a step."""
-        self._reports.append({"seconds": time.monotonic() - self._began, **report})
-        self._left -= 1
-        if not self._left:
-            self._out.write(json.dumps(self._reports) + "\n")
-            self._out.flush()
-            self._reports = []
+        self._out.write(json.dumps({"seconds": time.monotonic() - self.began, **report}) + "\n")
+        self._out.flush()

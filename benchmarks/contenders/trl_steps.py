@@ -23,6 +23,7 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         self.generation = 0.0
         self.rewards: list[float] = []
         self.tokens = 0
+        self.grad_norm = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the command."""
@@ -31,10 +32,11 @@ class Turns(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report."""
-        seconds = time.monotonic() - self.commands._began
+        seconds = time.monotonic() - self.commands.began
         self.commands.done(
             tokens=self.tokens,
             reward=sum(self.rewards) / len(self.rewards),
+            grad_norm=self.grad_norm,
             step=state.global_step - 1,
             generation=self.generation,
             training=seconds - self.generation,
@@ -97,7 +99,14 @@ def main() -> None:
         finally:
             turns.generation = time.monotonic() - began
 
-    trainer._generate = timed
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        turns.grad_norm = float(norm)
+        return norm
+
+    trainer._generate, trainer.accelerator.clip_grad_norm_ = timed, noted
     trainer.train()
 
 

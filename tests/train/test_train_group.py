@@ -16,6 +16,7 @@ import time
 import numpy as np
 import pytest
 import ray
+import torch
 from devices import ON_DEVICE, need
 from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Minimal, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -347,6 +348,26 @@ def test_values_of_rollout_data_may_be_futures(actor):
     with pytest.raises(TrainArgsError, match="balance_data=True moves rows, but not those of the future at 'x'"):
         actor.async_train(0, {"x": x})
     actor.args.balance_data = False
+
+
+def test_computed_rows_are_balanced_and_keep_their_order(actor):
+    lengths = np.random.default_rng(0).lognormal(4, 1, 33).clip(1, 512).astype(int)
+    mask = (torch.arange(512) < torch.from_numpy(lengths)[:, None]).long()
+    rows = {"input_ids": torch.arange(33)[:, None] * mask, "attention_mask": mask, "loss_mask": 0 * mask}
+
+    def spread(balance, computed=actor.compute_log_prob):
+        actor.args.balance_data = balance
+        try:
+            found = computed(rows)
+        finally:
+            actor.args.balance_data = False
+        assert found[:, 0].tolist() == list(range(33))
+        return max((found[:, 1] - found[:, 0]).tolist()) / (lengths.sum() / 2)
+
+    assert spread(False) > 1.05
+    assert spread(True) < 1.001
+    # The future's rows go to other groups as they are.
+    assert spread(True, lambda rows: actor.async_compute_log_prob(rows).result()) == spread(False)
 
 
 def test_other_methods_block(actor):

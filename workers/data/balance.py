@@ -114,22 +114,27 @@ class Balance:
 
 
 def balanced_rows(data: Any, how: Balance) -> Any:
-    """Return rollout data in the order of `balanced_order`, counting the real tokens of each row. With ``rollout_ids``,
-    what is in a step is what `step_numbers` says, and each step is balanced."""
-    sizes: Sequence[int] | None = None
+    """Return rollout data in the order of `order_of_rows`."""
+    return rows_of(data, order_of_rows(data, how))
+
+
+def order_of_rows(data: Any, how: Balance) -> list[int]:
+    """Return the `balanced_order` of rollout data, counting the real tokens of each row. With ``rollout_ids``, what is
+    in a step is what `step_numbers` says, and each step is balanced."""
+    real, ids = data["attention_mask"].bool().cpu(), data["input_ids"].cpu()
+    steps: int | list[int] = how.steps
+    given = list(range(len(real)))
     if how.steps > 1 and "rollout_ids" in data.keys():  # noqa: SIM118  (a TensorDict has no `in`)
         numbers, first = rollout_numbers(data["rollout_ids"].cpu())
         of_steps = step_numbers(numbers, len(first), how.steps)
-        sizes = of_steps.bincount(minlength=how.steps).tolist()
-        data = rows_of(data, of_steps.argsort(stable=True).tolist())
-    real = data["attention_mask"].bool().cpu()
+        steps = of_steps.bincount(minlength=how.steps).tolist()
+        given = of_steps.argsort(stable=True).tolist()
+        real, ids = real[given], ids[given]
     prefixes = None
     if how.trees:
-        ids = data["input_ids"].cpu()
         prefixes = common_prefixes([row[mask] for row, mask in zip(ids, real, strict=True)])
-    lengths = real.sum(1).tolist()
-    order = balanced_order(lengths, how.parts, how.cost, steps=how.steps if sizes is None else sizes, prefixes=prefixes)
-    return rows_of(data, order)
+    order = balanced_order(real.sum(1).tolist(), how.parts, how.cost, steps=steps, prefixes=prefixes)
+    return [given[row] for row in order]
 
 
 def balanced_order(

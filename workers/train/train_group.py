@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import ray
@@ -28,7 +29,9 @@ from single_controller import (
 )
 from single_controller.call.future import ReferencedFuture, in_event_loop
 from single_controller.ray.attach import remove_placement_groups
-from workers.data.rollout_data import RolloutDataError
+from workers.data.balance import Balance, order_of_rows
+from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of
+from workers.hf_files import known_config
 from workers.recovery.snapshot_choice import Recovery
 from workers.recovery.train_recovery import Progress, common_position, find_left, leave, replace_ranks
 from workers.train.args import TrainArgsError, read_args, update_seconds
@@ -571,7 +574,8 @@ class RayTrainGroup:
         return rows
 
     def compute_log_prob(self, rollout_data_ref: Any) -> torch.Tensor:
-        """Return the log-probability of each token under the current weights, for an evaluation or as a teacher.
+        """Return the log-probability of each token under the current weights, for an evaluation or as a teacher. With
+        ``balance_data``, rows that are in this process are computed in an order that balances the ranks.
 
         Args:
             rollout_data_ref: as `async_train` takes it. Only ``input_ids`` and the masks are needed.
@@ -582,20 +586,31 @@ class RayTrainGroup:
         Raises:
             WorkerError: the rows are invalid, with a `RolloutDataError` as its cause.
         """
-        return self.async_compute_log_prob(rollout_data_ref).result()
+        return self._compute_balanced("compute_log_prob", rollout_data_ref)
 
     def async_compute_log_prob(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
-        """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to
-        rank."""
+        """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to rank,
+        so its rows are computed in the given order."""
         return self._compute("compute_log_prob", rollout_data_ref)
 
     def compute_values(self, rollout_data_ref: Any) -> torch.Tensor:
         """Return the critic's expected return before each token, (rows, tokens) float32; see `compute_log_prob`."""
-        return self.async_compute_values(rollout_data_ref).result()
+        return self._compute_balanced("compute_values", rollout_data_ref)
 
     def async_compute_values(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
-        """`compute_values`, but return a future at once."""
+        """`compute_values`, but return a future at once; see `async_compute_log_prob`."""
         return self._compute("compute_values", rollout_data_ref)
+
+    def _compute_balanced(self, method: str, rows: Any) -> torch.Tensor:
+        workers, args = self.ready_workers(method), role_args(self.args, self.role)
+        rows = rows.result() if isinstance(rows, Future) else rows
+        if not args.balance_data or workers.dp_size == 1 or not _are_here(rows):
+            return self._compute(method, rows).result()
+        # These rows are computed in one pass: optimizer steps play no part.
+        how = replace(Balance.of(args, workers.dp_size, known_config(args)), steps=1)
+        order = order_of_rows(rows, how)
+        found = self._compute(method, rows_of(rows, order)).result()
+        return found[sorted(range(len(order)), key=order.__getitem__)]
 
     def _compute(self, method: str, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         workers = self.ready_workers(method)
@@ -805,6 +820,17 @@ def _check_references(method: str, given: Any, dp_size: int) -> None:
             f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
             "rank"
         )
+
+
+def _are_here(rows: Any) -> bool:
+    """Whether all entries are in this process, and valid. The ranks say what is wrong with others."""
+    if not hasattr(rows, "keys") or any(isinstance(rows[name], WorkerFuture) for name in rows.keys()):  # noqa: SIM118
+        return False
+    try:
+        check_rollout_data(rows)
+    except RolloutDataError:
+        return False
+    return True
 
 
 def _wait_for(ref: ray.ObjectRef) -> None:

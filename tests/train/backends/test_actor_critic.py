@@ -188,7 +188,7 @@ def test_references_instead_of_data(pair_of, llama_folder, data, balance):
 
 
 def test_log_probs_and_values_as_methods(pair_of, llama_folder, data):
-    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, "temperature": 0.7})
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, "temperature": 0.7, "balance_data": True})
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     for group, method in ((actor, "compute_log_prob"), (critic, "compute_values")):
         found = getattr(group, method)(data)

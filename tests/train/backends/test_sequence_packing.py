@@ -1,5 +1,7 @@
 """Packed rows train as padded ones do, with fewer tokens computed."""
 
+import time
+
 import pytest
 import torch
 from model_types import config_of, model_of
@@ -51,6 +53,17 @@ def rows():
     )
 
 
+def samples_of_a_long_prompt():
+    """Eight for each of two ranks, whose lengths are log-normal."""
+    g = torch.Generator().manual_seed(0)
+    lengths = 2000 + (4.5 + 0.8 * torch.randn(16, generator=g)).exp().long().clamp(8, 400)
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    ids = torch.randint(1, 32, mask.shape, generator=g)
+    ids[:, :2000] = ids[0, :2000]
+    weights = torch.randn(mask.shape, generator=g)
+    return TensorDict({"input_ids": ids * mask, "attention_mask": mask, "weights": weights}, [16])
+
+
 def weighted(outputs, part):
     """A loss of everything that a model returns, in which every place counts differently."""
     made = [outputs.log_probs, outputs.entropy, outputs.values]
@@ -61,12 +74,14 @@ def weighted(outputs, part):
 
 
 def run(worker, given):
-    """On a rank: (rows packed?, outputs, loss, norm and gradients), computed with padding and packed."""
+    """On a rank, computed with padding and packed: outputs, the step's report and gradients, how many tokens were
+    computed for all of this, and seconds of CPU time that the step took."""
     data, role, model_type, without, options = given
     own = rows_of(data.exclude(*without), list(range(worker.rank, len(data), worker.world_size)))
     found = []
     for packing in (False, True):
-        of = FSDPOptions(max_tokens_per_micro_batch=100, clip_grad=0.0, seed=5, sequence_packing=packing, **options)
+        options = {"max_tokens_per_micro_batch": 100, **options}
+        of = FSDPOptions(clip_grad=0.0, seed=5, sequence_packing=packing, **options)
         model = FSDPTrainModel(config_of(model_type), role, worker.device, of)
         outputs = model.values(own) if role == "critic" else model.log_probs(own, 0.7)
         computed, gradients = [], {}
@@ -82,9 +97,11 @@ def run(worker, given):
                     gradients[name] = parameter.grad.full_tensor().clone()
 
         model._optimizer.register_step_pre_hook(keep)
+        begun = time.process_time()
         report = model.train_step(dict(own), weighted, lr=0.0, temperature=0.7, entropy=role != "critic")
+        took = time.process_time() - begun
         forward.remove()
-        found.append((outputs, report, gradients, sum(computed)))
+        found.append((outputs, report, gradients, sum(computed), took))
     return found
 
 
@@ -121,6 +138,17 @@ def test_packed_rows_train_as_padded_ones(two, role, model_type, without, option
     for which in (0, 1):
         computed = sum(rank[which][3] for rank in ranks)
         assert ranks[0][which][1].sums["computed_ratio"] == computed / int(rows()["attention_mask"].sum())
+
+
+@pytest.mark.full("the time that a common prefix saves")
+def test_a_long_prompt_is_computed_once(two):
+    given = samples_of_a_long_prompt(), "actor", "llama", (), {"max_tokens_per_micro_batch": 2**15}
+    for padded, packed in two.execute_with_func_generator(run, Broadcast(given)):
+        assert (packed[0] - padded[0]).abs().max() < 1e-5
+        assert packed[1].grad_norm == pytest.approx(padded[1].grad_norm, rel=1e-5)
+        tokens, seconds = packed[3] / padded[3], packed[4] / padded[4]
+        print(f"a prompt of 2,000 tokens: {tokens:.2f} of the padded tokens, {seconds:.2f} of the CPU time")
+        assert tokens <= 0.4 and seconds <= 0.5
 
 
 def test_bfloat16(two):
