@@ -199,7 +199,7 @@ class Inputs:
     def _ended(self, give: Callable[[CallPlan | None], None], failed: bool) -> None:
         try:
             if failed:
-                give(None)
+                give(self._refused(self._plan, self._failure()) if self._sources else None)
                 self._clear()
             elif self._left and self._left.pop() == 0 and self._sources:  # popped by one thread alone
                 give(self._located(self._plan))
@@ -210,7 +210,24 @@ class Inputs:
     def _clear(self) -> None:
         self._arguments, self._futures, self._sources, self._left = [], [], {}, []
 
+    def _failure(self) -> SingleControllerError:
+        """The error of the first call that has failed. The ranks raise it themselves: whoever reads their results by
+        references, and not from the future, learns of no other."""
+        failed = next((one for one in self._futures if one.failed is not None), self._futures[0])
+        error = failed.failed
+        error = error if isinstance(error, SingleControllerError) else will_not_come(self._sources[id(failed)][0].label)
+        return error.of_consumer(self._spec.label)
+
+    def _refused(self, plan: CallPlan, error: SingleControllerError) -> CallPlan:
+        """The plan for ranks that raise the error, all of them, so that none waits in a collective for the others."""
+        made = [
+            {key: Input(value.source.label, error=error) for key, value in values.items()} for values in self._arguments
+        ]
+        return _with_values(plan, made)
+
     def _located(self, plan: CallPlan) -> CallPlan:
+        if any(future.failed is not None for future in self._futures):
+            return self._refused(plan, self._failure())
         total, error = self._plan.rows, None
         known: dict[tuple[Any, ...], list[Input]] = {}
         made: list[dict[Parameter, Input]] = []
@@ -228,15 +245,12 @@ class Inputs:
                         known[same] = [Input(value.source.label)] * value.count
                 of_part[key] = known[same][value.index]
             made.append(of_part)
-        if error is not None:  # all ranks learn of it, so that none waits in a collective for a rank without argument
-            made = [{key: Input(one.label, error=error) for key, one in part.items()} for part in made]
+        filled = _with_values(plan, made) if error is None else self._refused(plan, error)
         self._clear()
-        return _with_values(plan, made)
+        return filled
 
     def _locate(self, argument: DeferredArgument, total: int | None) -> list[Input]:
         source, join = self._sources[id(argument.source)]
-        if argument.source.failed is not None:  # the driver raises it itself
-            raise will_not_come(source.label)
         places = locate(source, join, argument)
         if total is not None and places[0].total not in (None, total):
             raise DispatchError(
