@@ -170,7 +170,7 @@ class TestFolder:
 
     def test_what_is_of_another_type_is_as_if_it_were_absent(self, tmp_path):
         wrong = {"groups": [1, "group a", None], "resumed": {"time": 1}, "process": [1], "git": "x"}
-        reader = RunReader(write_run(tmp_path / "run", **wrong | {"started": "noon", "ray_address": 7}))
+        reader = RunReader(write_run(tmp_path / "run", ended=False, **wrong | {"started": "noon", "ray_address": 7}))
         assert reader.about["groups"] == ["group a"] and reader.about["resumed"] == []
         assert not {"process", "git", "started", "ray_address"} & reader.about.keys()
         assert reader.summary()["state"] == "running" and reader.silent(1) is not None
@@ -247,7 +247,7 @@ def test_terminal_is_redrawn_within_its_size(monkeypatch):
             return True
 
     monkeypatch.setattr("sys.stdout", Terminal())
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 10)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 10)))
     _redraw("\n".join(f"{n} {'x' * 100}" for n in range(30)))
     said = sys.stdout.getvalue()
     assert said.startswith("\x1b[H") and said.endswith("\x1b[J") and said.count("\n") == 9
