@@ -176,6 +176,9 @@ class WorkerFuture(Deferred, Generic[R_co]):
         found = self.wait_sent()
         if isinstance(found, Call):
             found.wait()
+        elif found is None:  # a call of another process
+            with contextlib.suppress(SingleControllerError):  # whoever then reads the results is told
+                self.source()[0].wait()
 
     @property
     def ended(self) -> bool:
@@ -187,25 +190,28 @@ class WorkerFuture(Deferred, Generic[R_co]):
             source = self.source()[0]
 
             def wait() -> None:
-                with contextlib.suppress(SingleControllerError):  # whoever then reads the results is told
+                try:
                     source.wait()
+                except Exception:  # whoever then reads the results is told
+                    logger.debug("%s(), a call of another process, has failed", source.label, exc_info=True)
                 tell(False)
 
-            in_own_thread(wait)
+            try:
+                in_own_thread(wait)
+            except RuntimeError:  # the process has as many threads as it may have. Nobody waits for the call then
+                tell(True)
             return
         results = call.rank_results  # not the call, whose outcome keeps the function
 
         def settled(outcome: Outcome) -> None:
-            if outcome.result() is not None:
-                tell(True)
-                return
-            # The thread that settles a call must not wait: for a store that is full, or a value whose rank has died.
-            ended = results.values()
-            if any(one.kept for one in ended) or sum(one.nbytes for one in ended) > MAX_INLINE_BYTES:
+            failed, ended = outcome.result() is not None, results.values()
+            # The thread that settles a call must not wait: for a store that is full (several such calls may be the
+            # arguments of one), a value whose rank has died, or the module of an exception, which is imported.
+            if failed or any(one.kept for one in ended) or sum(one.nbytes for one in ended) > MAX_INLINE_BYTES // 8:
                 with contextlib.suppress(RuntimeError):  # the process has as many threads as it may have
-                    in_own_thread(lambda: tell(False))
+                    in_own_thread(lambda: tell(failed))
                     return
-            tell(False)
+            tell(failed)
 
         call.outcome.add_done_callback(settled)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -164,6 +163,8 @@ class Inputs:
         shards = tuple(replace(shard, values={}) for shard in plan.shards)
         self._plan = replace(plan, whole={}, shards=shards, deferred=())
         self._left: list[int] = []
+        # Popped by the one thread that tells the ranks: calls may end at the same moment
+        self._give: list[Callable[[CallPlan | None], None]] = []
 
     def fill(self, plan: CallPlan, *, wait: bool, in_process: bool) -> CallPlan:
         """The plan with an `Input` for each deferred argument: with what to fetch, if all calls that compute them have
@@ -183,8 +184,10 @@ class Inputs:
         if wait:
             for future in self._futures:
                 future.wait()
-        if self._sources and all(future.ended for future in self._futures):
-            return self._located(plan)
+        if self._sources and (wait or all(future.ended for future in self._futures)):
+            filled = self._located(plan)
+            self._clear()
+            return filled
         made = [{key: Input(value.source.label) for key, value in values.items()} for values in self._arguments]
         return _with_values(plan, made)
 
@@ -192,20 +195,27 @@ class Inputs:
         """Tell the ranks what to fetch once all calls have ended that compute the arguments; and as soon as one has
         failed, that the arguments will not come. ``give`` does so. Does nothing if `fill` has told them."""
         futures = self._futures
-        self._left = list(range(len(futures)))
+        self._give, self._left = [give], list(range(len(futures)))
         for future in futures:
-            future.when_ended(functools.partial(self._ended, give))
+            future.when_ended(self._ended)
 
-    def _ended(self, give: Callable[[CallPlan | None], None], failed: bool) -> None:
+    def _ended(self, failed: bool) -> None:
+        try:
+            if not failed and self._left.pop() > 0:
+                return
+            give = self._give.pop()
+        except IndexError:  # the ranks were told
+            return
         try:
             if failed:
                 give(self._refused(self._plan, self._failure()) if self._sources else None)
-                self._clear()
-            elif self._left and self._left.pop() == 0 and self._sources:  # popped by one thread alone
+            elif self._sources:
                 give(self._located(self._plan))
-        except Exception:  # without an answer, the ranks would wait for ever
+        except Exception as error:  # without an answer, the ranks would wait for ever
             logger.exception("%s(): its deferred arguments cannot be sent", self._spec.label)
-            give(None)
+            give(self._refused(self._plan, error) if isinstance(error, SingleControllerError) else None)
+        finally:
+            self._clear()  # the calls keep this object
 
     def _clear(self) -> None:
         self._arguments, self._futures, self._sources, self._left = [], [], {}, []
@@ -245,9 +255,7 @@ class Inputs:
                         known[same] = [Input(value.source.label)] * value.count
                 of_part[key] = known[same][value.index]
             made.append(of_part)
-        filled = _with_values(plan, made) if error is None else self._refused(plan, error)
-        self._clear()
-        return filled
+        return _with_values(plan, made) if error is None else self._refused(plan, error)
 
     def _locate(self, argument: DeferredArgument, total: int | None) -> list[Input]:
         source, join = self._sources[id(argument.source)]

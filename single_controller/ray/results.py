@@ -238,6 +238,8 @@ class RayResults:
         refs: dict[int, Any] = {}
         for k in which:
             result, kept = self._kept(k)
+            if result.failure is not None:  # of a value that died with its rank: see `_elsewhere`
+                raise result.failure.error()
             if result.kept and kept is not None:
                 refs[k] = kept[0]
                 self._refuse_dead(k, kept[0])

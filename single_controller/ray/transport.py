@@ -156,9 +156,8 @@ class RayTransport(Transport):
         replies = self._send(kind, messages, spec.label, call)
         give = None
         if plan.deferred:
-            # Weakly: this outlives the call whose future is an argument, and must not keep the results of this one.
-            told = {rank: (reply.number, weakref.ref(reply)) for rank, reply in replies.items()}
-            give = functools.partial(self._give_inputs, spec, told)
+            # Not the replies: this outlives the call whose future is an argument.
+            give = functools.partial(self._give_inputs, spec, {rank: reply.number for rank, reply in replies.items()})
         collecting = frozenset(plan.collecting)
         order = [*plan.collecting, *(rank for rank in replies if rank not in collecting)]
         results = functools.partial(
@@ -238,31 +237,27 @@ class RayTransport(Transport):
                 logger.debug(
                     "the arguments of call %d have not reached rank %d", number, rank, exc_info=done.exception()
                 )
-                link.tell(Kind.INPUTS if number > INPUTS_OF else Kind.CANCEL, number % INPUTS_OF)
+                link.tell(Kind.CANCEL, number % INPUTS_OF)
 
         taken.future().add_done_callback(when_taken)
 
-    def _give_inputs(
-        self, spec: MethodSpec, told: Mapping[int, tuple[int, weakref.ref[RankReply]]], plan: CallPlan | None
-    ) -> None:
+    def _give_inputs(self, spec: MethodSpec, numbers: Mapping[int, int], plan: CallPlan | None) -> None:
         """Tell the ranks of a call what to fetch of its deferred arguments; without ``plan``, that they will not come.
-        See `Sent.give`. ``told``: rank -> number of the call, and its reply."""
+        See `Sent.give`. ``numbers``: rank -> number of the call."""
         if plan is None:
-            for rank, (number, _) in told.items():
+            for rank, number in numbers.items():
                 self._links[rank].tell(Kind.INPUTS, number)
             return
         for rank, message, beside in _messages(spec, plan)[0]:
-            link, (number, weak) = self._links[rank], told[rank]
+            link, number = self._links[rank], numbers[rank]
             try:
                 if beside:
                     self._give(rank, [message, *beside], link.session, number + INPUTS_OF)
                 else:
                     link.tell(Kind.INPUTS, number, message)
             except Exception as error:  # Ray takes no more tasks, for example. The others may wait for this rank
-                link.tell(Kind.INPUTS, number)
-                reply, why = weak(), f"its deferred arguments could not be sent: {type(error).__name__}: {error}"
-                if reply is not None:
-                    hub.soon(functools.partial(reply.lose, why, dead=False))  # not under the lock of another group
+                logger.warning("the deferred arguments of %s() cannot be sent to rank %d: %s", spec.label, rank, error)
+                link.tell(Kind.CANCEL, number)
 
     def deaths(self) -> dict[int, str]:
         """Needs no dashboard, and asks Ray's control store only about ranks that have died."""

@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 import zipfile
+import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -330,9 +331,11 @@ class RunReader:
             written = os.stat(inside(self.folder, run_files.METRICS)).st_mtime
         except (OSError, RunFolderError):
             written = math.inf
-        host = (self.about.get("process") or {}).get("host")
-        elsewhere = host not in (None, socket.gethostname()) and written < math.inf
-        return max(0.0, time.time() - (written if elsewhere else min(logged, written)))
+        process, now = self.about.get("process") or {}, time.time()
+        if process.get("host") not in (None, socket.gethostname()) and written < math.inf:
+            return max(0.0, now - written)
+        begun = _number(process.get("started"))  # of a run that has resumed, and logged no step since
+        return max(0.0, now - max(min(logged, written), begun if begun <= now else 0.0))
 
     def update_of(self, version: int) -> dict[str, Any] | None:
         """The last update that made a version of the weights."""
@@ -484,6 +487,7 @@ class Arrays(Mapping[str, np.ndarray], Closing):
             file.close()
             raise
         self._found: dict[str, tuple[tuple[int, ...], bool, np.dtype[Any], int] | np.ndarray] = {}
+        self._left = MAX_FILE_BYTES  # of arrays that are compressed, which stay in memory
 
     def close(self) -> None:
         """Close the file."""
@@ -531,10 +535,9 @@ class Arrays(Mapping[str, np.ndarray], Closing):
 
     def _header(self, info: zipfile.ZipInfo) -> Any:
         if info.compress_type != zipfile.ZIP_STORED:
-            if info.file_size > MAX_FILE_BYTES:
-                raise ValueError(
-                    f"the array {info.filename!r} is compressed, and has more than {MAX_FILE_BYTES:,} bytes"
-                )
+            if info.file_size > self._left:
+                raise ValueError(f"the compressed arrays have more than {MAX_FILE_BYTES:,} bytes")
+            self._left -= info.file_size
             self._file.seek(0)
             with zipfile.ZipFile(self._file) as archive, archive.open(info) as member:
                 return np.lib.format.read_array(member, allow_pickle=False)
@@ -550,7 +553,8 @@ class Arrays(Mapping[str, np.ndarray], Closing):
         if dtype.hasobject:
             raise ValueError(f"the array {info.filename!r} has Python objects")
         offset = self._file.tell()
-        if offset - begin + math.prod(shape) * dtype.itemsize > info.file_size:
+        size = min(info.file_size, self.changed[2] - begin)  # either may lie
+        if min(shape, default=0) < 0 or offset - begin + math.prod(shape) * dtype.itemsize > size:
             raise ValueError(f"the array {info.filename!r} is cut")
         return shape, fortran, dtype, offset
 
@@ -573,6 +577,22 @@ _TYPES: dict[str, Any] = {
 """Of the values of run.json. Others are as if they were absent."""
 
 
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OSError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What reading a damaged file can raise."""
+
+
 @contextlib.contextmanager
 def _telling(what: str) -> Iterator[None]:
     """Say what cannot be read in place of what reading it has raised."""
@@ -580,16 +600,7 @@ def _telling(what: str) -> Iterator[None]:
         yield
     except RunFolderError:
         raise
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        OSError,
-        RecursionError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-    ) as error:
+    except UNREADABLE as error:
         raise RunFolderError(f"{what} cannot be read: {error}") from error
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from single_controller.call.state import Closing
 from single_controller.view.live import Live, is_own
 from single_controller.view.run_files import RunFolderError
-from single_controller.view.run_reader import Arrays, RunReader
+from single_controller.view.run_reader import UNREADABLE, Arrays, RunReader
 from single_controller.view.sample_table import NUMBERS, Filter, select
 from single_controller.view.sample_table import branches as tree_of
 from single_controller.view.timeline_bars import bars_of
@@ -256,7 +256,7 @@ class ViewServer(Closing):
         run = self._run(query)
         known = self._steps(run)
         step = query.text("step") or "last"
-        if step not in ("last", "all") and not step.isdecimal():
+        if step not in ("last", "all") and not step.removeprefix("-").isdecimal():
             raise RequestError(400, "step is a number, 'last' or 'all'")
         steps = known if step == "all" else known[-1:] if step == "last" else [int(step[:12])]
         sort = query.choice("sort", ("reward", *NUMBERS, "finish"))
@@ -343,7 +343,8 @@ class ViewServer(Closing):
         if "row/rollout_ids" not in arrays:
             return []
         of = arrays["row/rollout_ids"]
-        rows = np.flatnonzero(of == of[row])[:MAX_BRANCHES].tolist()
+        those = np.flatnonzero(of == of[row])
+        rows = sorted({row, *those[:MAX_BRANCHES].tolist()})
         if len(rows) < 2:
             return []
         texts = run.texts(step)
@@ -589,9 +590,9 @@ def _matching(step: int) -> Iterator[None]:
     """Refuse a request if the files of a step do not fit each other: damaged, or replaced meanwhile."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
-        if isinstance(error, RunFolderError):
-            raise
+    except RunFolderError:
+        raise
+    except UNREADABLE as error:
         raise RequestError(404, f"the samples of step {step} cannot be read: {error}") from None
 
 

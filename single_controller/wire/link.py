@@ -48,8 +48,8 @@ ACK_BYTES = 1 << 20
 """Replies, and their bytes, that the driver has received before it says so without another call."""
 
 
-DRIVER_SECONDS = 30.0
-"""How long a driver may be without a connection before a rank no longer waits for what it has to send."""
+SESSION_SECONDS = 600.0
+"""How long a driver may be without a connection before its session may be dropped, and no rank waits for it."""
 
 LOOK_SECONDS = 1.0
 """Time between two looks of a rank that waits for its driver."""
@@ -432,13 +432,13 @@ class Session:
         if connection is not None:
             connection.send(kind, number, payload)
 
-    def take_parts(self, number: int, of: int = 0) -> tuple[Any, ...]:
-        """Wait for the arguments that come beside a call, or, with `INPUTS_OF`, for its deferred arguments; () if they
-        will not come."""
+    def take_parts(self, number: int, of: int = 0) -> tuple[Any, ...] | None:
+        """Wait for the arguments that come beside a call, or, with `INPUTS_OF`, for its deferred arguments: () if the
+        calls that compute them have failed. None: they were lost on the way to this rank, or the driver is gone."""
         with self.changed:
             while number + of not in self.parts and number not in self.cancelled and not self._driver_is_gone():
                 self.changed.wait(LOOK_SECONDS)
-            return self.parts.pop(number + of, ())
+            return self.parts.pop(number + of, None)
 
     def withdrawn(self, number: int) -> bool:
         """Whether the deferred arguments of a call will not come."""
@@ -455,13 +455,13 @@ class Session:
         with self.changed:
             while number not in self.kept:
                 if self._driver_is_gone():  # the frame was lost with it, and a thread waits here
-                    raise ConnectionResetError(f"its driver has been gone for {DRIVER_SECONDS:g} s")
+                    raise ConnectionResetError(f"its driver has been gone for {SESSION_SECONDS:g} s")
                 self.changed.wait(LOOK_SECONDS)
             self.given.add(number)
             return self.kept.pop(number)
 
     def _driver_is_gone(self) -> bool:
-        return self.connection is None and time.monotonic() - self.left > DRIVER_SECONDS
+        return self.connection is None and time.monotonic() - self.left > SESSION_SECONDS
 
     def acknowledge(self, number: int) -> None:
         """Forget the replies that the driver has."""

@@ -27,7 +27,7 @@ from single_controller.wire.handshake import (
     received_text,
     welcome,
 )
-from single_controller.wire.link import INPUTS_OF, Session
+from single_controller.wire.link import INPUTS_OF, SESSION_SECONDS, Session
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,6 @@ HANDSHAKE_SECONDS = 5.0
 
 MAX_STRANGERS = 512
 """Connections that may be open before they have shown it. With more, the oldest is closed."""
-
-SESSION_SECONDS = 600.0
-"""How long the session of a driver without a connection is kept, at least. It is dropped when another connection is
-accepted."""
 
 
 class Listener:

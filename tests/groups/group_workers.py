@@ -152,9 +152,9 @@ class Counter(Worker):
         return len({*map(id, raised), id(told)}), lengths, str(told)
 
     @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
-    def pass_on(self, future):
+    def pass_on(self, future, threads):
         """Pass a future to a group of this process."""
-        with LocalWorkerGroup(2, ClassWithInitArgs(Counter), threads=True) as group:
+        with LocalWorkerGroup(2, ClassWithInitArgs(Counter), threads=threads) as group:
             return group.echo(future)
 
     @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
@@ -391,6 +391,10 @@ class Fragile(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def pid(self):
         return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def large(self):
+        return bytes(1 << 20)
 
     def node(self):
         return ray.get_runtime_context().get_node_id()

@@ -313,9 +313,11 @@ def test_materialize_futures_false_passes_the_future(counters, smaller):
 @pytest.mark.transports("ray")
 def test_future_as_an_argument_in_another_process(make_group, smaller):
     producer = make_group(Fragile)
-    assert smaller[2].pass_on(producer.sleep_on.remote([1], 0.5)) == [[[0, 1, 2, 3]] * 2] * 2
-    with pytest.raises(WorkerError, match="the true cause"):
-        smaller[2].pass_on(producer.fail.remote([1]))
+    for threads in (True, False):
+        future = producer.sleep_on.remote([1], 0.5)
+        assert smaller[2].pass_on(future, threads) == [[[0, 1, 2, 3]] * 2] * 2
+        with pytest.raises(WorkerError, match="the true cause"):
+            smaller[2].pass_on(producer.fail.remote([1]), threads)
 
 
 def test_producer_error_reaches_the_consumer(transport, make_group, counters):
@@ -807,11 +809,15 @@ def test_event_loop_goes_on_while_ranks_are_replaced(make_group):
 
 @pytest.mark.alone
 @pytest.mark.transports("ray")
-def test_event_loop_goes_on_while_a_group_shrinks(make_group, caplog):
+def test_event_loop_goes_on_while_a_group_shrinks(make_group, counters, caplog):
     group = make_group(Fragile, group_options={"on_death": "shrink", "collectives": False})
-    os.kill(group.pid()[1], signal.SIGKILL)
+    pids, large = group.pid(), group.large.remote()
+    large.wait()
+    os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError):
         group.sleep(1)
+    with pytest.raises(ResultError, match=r"rank 1 of large\(\)"):  # nobody has asked for the value, so it died too
+        counters.echo(large)
 
     async def call():
         return await group.ping.remote()

@@ -236,7 +236,7 @@ class TestLostConnections:
         assert session.cancelled == {waiting.number}
 
     def test_rank_waits_for_no_driver_that_is_gone(self, rank, to_rank, monkeypatch):
-        monkeypatch.setattr(link, "DRIVER_SECONDS", 0.3)
+        monkeypatch.setattr(link, "SESSION_SECONDS", 0.3)
         monkeypatch.setattr(link, "LOOK_SECONDS", 0.1)
         assert answered([call(to_rank, b"before")])
         (session,) = rank.listener._sessions.values()
@@ -245,7 +245,7 @@ class TestLostConnections:
             kept = pool.submit(session.take_kept, 2)
             assert not wait([*parts, kept], 0.5).done, "it is connected"
             to_rank.close()
-            assert [one.result(5) for one in parts] == [(), ()]
+            assert [one.result(5) for one in parts] == [None, None]
             assert "gone" in str(kept.exception(5))
 
     def test_deferred_arguments_that_are_lost_with_the_connection(self, rank, to_rank):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -167,6 +168,17 @@ class TestFolder:
             assert reader.silent(60) is None and reader.summary()["age"] < 60
             os.utime(run / "metrics.jsonl", (time.time() - 100,) * 2)
             assert re.search("no step for 10. s", reader.silent(60))
+
+    def test_a_run_that_has_resumed_is_not_silent(self, tmp_path):
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "argv": []}
+        for started, silent in ((time.time() - 3000, True), (time.time() - 5, False)):
+            about = {"started": time.time() - 7200, "process": process | {"started": started}}
+            run = write_run(tmp_path / f"{silent}", ended=False, **about)
+            write_lines(run / "metrics.jsonl", [{"step": 1, "time": time.time() - 3600, "metrics": {}}])
+            os.utime(run / "metrics.jsonl", (time.time() - 3600,) * 2)
+            reader = RunReader(run)
+            reader.refresh()
+            assert (reader.silent(60) is not None) is silent
 
     def test_what_is_of_another_type_is_as_if_it_were_absent(self, tmp_path):
         wrong = {"groups": [1, "group a", None], "resumed": {"time": 1}, "process": [1], "git": "x"}
@@ -364,6 +376,27 @@ class TestSamples:
                     np.asarray(arrays["tokens"]) if how == "cut" else RunReader(run).table(1)
             else:
                 assert len(arrays["tokens"]) == 100_000
+
+    def test_damaged_compressed_arrays(self, run):
+        for step, shape in ((1, "(9,)"), (2, "(1125899906842624,)"), (3, "(-9,)")):
+            arrays = write_samples(run, step, [9])
+            path = run / "samples" / f"step_{step:08d}.npz"
+            save = np.savez if step == 3 else np.savez_compressed
+            save(path, **arrays)
+            if step == 1:
+                text = bytearray(path.read_bytes())
+                text[200:400] = bytes(200)
+                path.write_bytes(text)
+                continue
+            with zipfile.ZipFile(path) as archive:
+                members = {name: archive.read(name) for name in archive.namelist()}
+            promised = members["tokens.npy"].replace(b"(9,)", shape.encode())
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED if step == 3 else zipfile.ZIP_DEFLATED) as archive:
+                for name, data in (members | {"tokens.npy": promised}).items():
+                    archive.writestr(name, data)
+        for step in (1, 2, 3):
+            with pytest.raises(RunFolderError):
+                RunReader(run).table(step)
 
     def test_tables_of_deleted_steps_are_forgotten(self, run):
         for step in range(5):

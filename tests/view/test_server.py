@@ -190,7 +190,7 @@ class TestAnswers:
 
     def test_steps_that_cannot_be_read_do_not_hide_the_others(self, tmp_path):
         run = write_run(tmp_path / "run")
-        for step in range(3):
+        for step in (-1, 0, 1, 2):
             write_samples(run, step, [4, 5])
         (run / "samples" / "step_00000001.npz").write_bytes(b"PK")
         (run / "samples" / "step_00000002.npz").unlink()
@@ -198,7 +198,8 @@ class TestAnswers:
         with ViewServer([run]) as server:
             threading.Thread(target=server.serve, daemon=True).start()
             found = api(server, "samples?step=all")
-            assert found["total"] == 2 and len(found["unreadable"]) == 2
+            assert found["total"] == 4 and len(found["unreadable"]) == 2
+            assert api(server, "samples?step=-1")["total"] == 2
             assert request(server, "api/samples?step=1")[0] == 404
 
     def test_arrays_that_json_does_not_have(self, tmp_path):

@@ -266,7 +266,12 @@ class RunFolder(Closing):
             "resumed": [],
             **(before if self.resumed else {}),
             **about,
-            "process": {"host": socket.gethostname(), "pid": os.getpid(), "argv": without_secrets(sys.argv)},
+            "process": {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "argv": without_secrets(sys.argv),
+                "started": now,
+            },
             "ended": None,
         }
         folder = self.path / SAMPLES

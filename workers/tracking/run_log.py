@@ -382,6 +382,8 @@ class RunLog(Closing):
         events: Sequence[dict[str, Any]],
     ) -> None:
         """Write a step. Under the lock."""
+        parts, self._parts = self._parts, []  # also if the disk is full, so that they do not accumulate
+        folder.step(step, metrics, samples)
         if samples is not None and self._decode is not None:
             tokens = samples[0]["tokens"]
             known = self._known_tokens  # by id: a set of a step's tokens would take longer than all their arrays
@@ -390,10 +392,8 @@ class RunLog(Closing):
             folder.words({token: self._decode([token]) for token in new.tolist()})
             known[new] = True
             self._known_tokens = known
-        folder.step(step, metrics, samples)
         for event in events:
             folder.event(step=step, **event)
-        parts, self._parts = self._parts, []
         folder.timeline([{**part, "step": step} for part in parts])
         self._look(step)
 

@@ -824,13 +824,18 @@ def _check_references(method: str, given: Any, dp_size: int) -> None:
 
 def _are_here(rows: Any) -> bool:
     """Whether all entries are in this process, and valid. The ranks say what is wrong with others."""
-    if not hasattr(rows, "keys") or any(isinstance(rows[name], WorkerFuture) for name in rows.keys()):  # noqa: SIM118
+    if not hasattr(rows, "keys") or getattr(rows, "batch_size", None) == ():
         return False
     try:
         check_rollout_data(rows)
     except RolloutDataError:
         return False
-    return True
+    count, values = len(rows["input_ids"]), [rows[name] for name in rows.keys()]  # noqa: SIM118
+    whole = (str, bytes, int, float, type(None))  # as every rank gets them
+    return all(
+        len(value) == count if isinstance(value, (list, tuple)) else hasattr(value, "shape") or isinstance(value, whole)
+        for value in values
+    )
 
 
 def _wait_for(ref: ray.ObjectRef) -> None:

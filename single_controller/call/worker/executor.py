@@ -185,6 +185,8 @@ class Executor:
                 if any(value.unknown for value in deferred.values()):
                     for encoded in inputs():
                         deferred.update({} if encoded is None else encoded.decode())
+                    if self._refusing:  # since this call began to wait
+                        raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
                 for one in deferred.values():
                     if one.unknown:
                         raise will_not_come(one.label).of_consumer(label(message.role, message.method))

@@ -189,14 +189,16 @@ class RankActor:
             if kind == Kind.JOIN:
                 message, leave = pickle.loads(payload)
                 made = session.take_parts(number)
-                lacks = "" if made else "rank 0 has not told the rendezvous"
-                result = self._cancelled(call, lacks) if lacks else self._join(message, made[0], made[1], leave)
+                if made is None:
+                    result = self._lacks(call, "", "rank 0 has not told the rendezvous", alike=True)
+                else:
+                    result = self._join(message, made[0], made[1], leave)
             else:
                 about, *arguments = pickle.loads(payload)
                 call = CallMessage(*about)
                 beside = session.take_parts(number) if SEPARATE in arguments else ()
-                if len(beside) < arguments.count(SEPARATE):
-                    result = self._cancelled(call, "its arguments have been lost on the way")
+                if beside is None:  # the other ranks may have theirs, and wait for this one in a collective
+                    result = self._lacks(call, "ConnectionError", "its arguments have been lost on the way")
                 else:
                     whole, shard = _with_parts(arguments, beside) if beside else arguments
                     inputs = functools.partial(_take_inputs, session, number)
@@ -223,10 +225,10 @@ class RankActor:
             reply = pickle.dumps(tuple(self._executor.failed(error, "", None)), protocol=5)
         session.reply(Kind.REPLY, number, reply)
 
-    def _cancelled(self, call: CallMessage, text: str) -> RankResult:
+    def _lacks(self, call: CallMessage, error: str, text: str, *, alike: bool = False) -> RankResult:
         rank = -1 if self._executor.info is None else self._executor.info.rank
         where = f"{self._hostname}, {self._address}"
-        return RankResult(rank, failure=Failure(rank, where, call.method, "", text, alike=True, role=call.role))
+        return RankResult(rank, failure=Failure(rank, where, call.method, error, text, alike=alike, role=call.role))
 
     def _sc_take(self, session: bytes, number: int, *parts: Any) -> None:
         """Take what comes beside a call: large arguments, and those with references."""
@@ -264,7 +266,10 @@ def _with_parts(arguments: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
 
 def _take_inputs(session: Session, number: int) -> list[Any]:
     """Wait for the deferred arguments of a call. See `Executor.run`."""
-    payload, *beside = session.take_parts(number, INPUTS_OF) or (pickle.dumps(((), None, None)),)
+    parts = session.take_parts(number, INPUTS_OF)
+    if parts is None:  # the other ranks may have theirs
+        raise ConnectionError("its deferred arguments have been lost on the way")
+    payload, *beside = parts or (pickle.dumps(((), None, None)),)
     return _with_parts(pickle.loads(payload)[1:], beside)
 
 

@@ -499,12 +499,14 @@ class Session:
         if not asyncio.iscoroutine(coroutine := method(*args)):
             raise RolloutError(f"{method.__qualname__} must be an `async def`")
         task = asyncio.ensure_future(coroutine)
+        busy = False  # whether it was at the last look: what began since has a whole silence
         try:
             while True:
                 left = self._seconds_left()
                 last = left is not None and (silence is None or left < silence)
                 ended = await self._waited(task, left if last else silence)
-                if ended or last or self._is_aborted or not getattr(self._environment, "busy", False):
+                before, busy = busy, getattr(self._environment, "busy", False)
+                if ended or last or self._is_aborted or not (busy or before):
                     break
         except asyncio.CancelledError:
             await self._cancelled(task)
