@@ -98,7 +98,7 @@ def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_fol
 
 
 def test_call_order_does_not_matter_and_values_bypass_the_driver(pair_of, llama_folder, data):
-    rows = TensorDict({key: pad(value, (0, 100)) if value.dim() == 2 else value for key, value in data.items()},
+    rows = TensorDict({key: pad(value, (0, 7000)) if value.dim() == 2 else value for key, value in data.items()},
                       batch_size=[len(data)])  # fmt: skip
     found = []
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **STILL})
