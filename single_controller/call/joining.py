@@ -159,7 +159,7 @@ class Inputs:
         found = [value.source for values in self._arguments for value in values.values()]
         # Now: this acquires the locks of their groups, one of which whoever is told of an end may hold.
         self._sources = {id(future): future.source() for future in found}
-        self._futures = list(found and {id(future): future for future in found}.values()) or list(plan.deferred)
+        self._futures = list({id(future): future for future in found}.values()) or list(plan.deferred)
         shards = tuple(replace(shard, values={}) for shard in plan.shards)
         self._plan = replace(plan, whole={}, shards=shards, deferred=())
         self._left: list[int] = []
@@ -188,12 +188,11 @@ class Inputs:
             filled = self._located(plan)
             self._clear()
             return filled
-        made = [{key: Input(value.source.label) for key, value in values.items()} for values in self._arguments]
-        return _with_values(plan, made)
+        return self._unlocated(plan, None)
 
     def follow(self, give: Callable[[CallPlan | None], None]) -> None:
         """Tell the ranks what to fetch once all calls have ended that compute the arguments; and as soon as one has
-        failed, that the arguments will not come. ``give`` does so. Does nothing if `fill` has told them."""
+        failed, give them its error. ``give`` does so. Does nothing if `fill` has told them."""
         futures = self._futures
         self._give, self._left = [give], list(range(len(futures)))
         for future in futures:
@@ -208,12 +207,12 @@ class Inputs:
             return
         try:
             if failed:
-                give(self._refused(self._plan, self._failure()) if self._sources else None)
+                give(self._unlocated(self._plan, self._failure()) if self._sources else None)
             elif self._sources:
                 give(self._located(self._plan))
         except Exception as error:  # without an answer, the ranks would wait for ever
             logger.exception("%s(): its deferred arguments cannot be sent", self._spec.label)
-            give(self._refused(self._plan, error) if isinstance(error, SingleControllerError) else None)
+            give(self._unlocated(self._plan, error) if isinstance(error, SingleControllerError) else None)
         finally:
             self._clear()  # the calls keep this object
 
@@ -228,8 +227,9 @@ class Inputs:
         error = error if isinstance(error, SingleControllerError) else will_not_come(self._sources[id(failed)][0].label)
         return error.of_consumer(self._spec.label)
 
-    def _refused(self, plan: CallPlan, error: SingleControllerError) -> CallPlan:
-        """The plan for ranks that raise the error, all of them, so that none waits in a collective for the others."""
+    def _unlocated(self, plan: CallPlan, error: SingleControllerError | None) -> CallPlan:
+        """The plan for ranks that raise the error, all of them, so that none waits in a collective for the others; or,
+        without one, that are told later."""
         made = [
             {key: Input(value.source.label, error=error) for key, value in values.items()} for values in self._arguments
         ]
@@ -237,7 +237,7 @@ class Inputs:
 
     def _located(self, plan: CallPlan) -> CallPlan:
         if any(future.failed is not None for future in self._futures):
-            return self._refused(plan, self._failure())
+            return self._unlocated(plan, self._failure())
         total, error = self._plan.rows, None
         known: dict[tuple[Any, ...], list[Input]] = {}
         made: list[dict[Parameter, Input]] = []
@@ -255,7 +255,7 @@ class Inputs:
                         known[same] = [Input(value.source.label)] * value.count
                 of_part[key] = known[same][value.index]
             made.append(of_part)
-        return _with_values(plan, made) if error is None else self._refused(plan, error)
+        return _with_values(plan, made) if error is None else self._unlocated(plan, error)
 
     def _locate(self, argument: DeferredArgument, total: int | None) -> list[Input]:
         source, join = self._sources[id(argument.source)]
