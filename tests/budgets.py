@@ -13,8 +13,11 @@ from statistics import median
 DEFAULT = 30
 
 BUDGETS: dict[str, int] = {
+    "tests/agents/test_gateway.py": 60,
     "tests/agents/test_gateway_abuse.py": 45,
     "tests/agents/test_gateway_router.py": 60,
+    "tests/agents/test_session_streams.py": 60,
+    "tests/agents/test_sessions.py": 65,
     "tests/agents/test_worker_gateways.py": 45,
     "tests/groups/test_call_order.py": 50,
     "tests/groups/test_calls.py": 50,
@@ -26,10 +29,13 @@ BUDGETS: dict[str, int] = {
     "tests/groups/test_local.py": 30,
     "tests/groups/test_map.py": 90,
     "tests/groups/test_memory.py": 40,
+    "tests/groups/test_other_accelerator.py": 40,
     "tests/groups/test_other_clusters.py": 80,
     "tests/groups/test_pools.py": 90,
     "tests/groups/test_python_env.py": 40,
     "tests/groups/test_random_calls.py": 100,
+    "tests/groups/test_replace.py": 50,
+    "tests/groups/test_status.py": 60,
     "tests/groups/test_supervision.py": 100,
     "tests/groups/test_verl_calls.py": 90,
     "tests/groups/test_view_live.py": 60,
@@ -42,7 +48,11 @@ BUDGETS: dict[str, int] = {
     "tests/megatron/test_mlp.py": 140,
     "tests/megatron/test_train_model.py": 130,
     "tests/plans/test_megatron.py": 40,
+    "tests/rollout/test_code_reward.py": 45,
     "tests/rollout/test_exact.py": 60,
+    "tests/rollout/test_hf_engine.py": 75,
+    "tests/rollout/test_http_engine.py": 45,
+    "tests/rollout/test_peer_weights.py": 75,
     "tests/rollout/test_rewards.py": 90,
     "tests/rollout/test_stream.py": 60,
     "tests/simdevice/test_simdevice.py": 130,
@@ -66,8 +76,10 @@ BUDGETS: dict[str, int] = {
     "tests/train/backends/test_weights_reach_rollout.py": 235,
     "tests/train/test_train_group.py": 120,
     "tests/train/test_weight_sync.py": 80,
-    "tests/train/test_weight_sync_model.py": 60,
     "tests/train/test_weight_sync_failures.py": 50,
+    "tests/train/test_weight_sync_model.py": 60,
+    "tests/typing/test_install.py": 60,
+    "tests/view/test_page.py": 40,
 }
 
 HEADROOM = 3

@@ -268,7 +268,8 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
         def take_until(condition):
             wait_until(lambda: condition() or take(), 60)
 
-        with RolloutStream(manager, prompts, SampleBuffer(B, update_interval=10_000)) as stream:
+        # A bound on the steps ahead: without one, thousands of requests would share the processor.
+        with RolloutStream(manager, prompts, SampleBuffer(B, update_interval=60)) as stream:
             for version, (flag, killed, deaths) in enumerate(rounds, 1):
                 with stream.updating():
                     group.load(version, version)
