@@ -17,6 +17,7 @@ import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -106,12 +107,12 @@ class JsonLines:
         self._last = b""  # the bytes before the offset: whether the file was cut and written anew
         self._skips = False  # whether the offset is within a line that is too long
 
-    def new(self) -> tuple[bool, Iterator[dict[str, Any]]]:
+    def new(self) -> tuple[bool, Iterator[list[dict[str, Any]]]]:
         """The objects that were appended since the last call, which must all be taken. A last line without its end is
         left for later; a line that is no JSON object, or too long, is skipped.
 
         Returns:
-            Whether the file began anew, so that what was read before no longer counts; and the objects.
+            Whether the file began anew, so that what was read before no longer counts; and the objects, many at once.
         """
         before = self._offset
         try:
@@ -128,7 +129,7 @@ class JsonLines:
             self._restart(about.st_ino)
         return not same and before > 0, self._read(file, about.st_size)
 
-    def _read(self, file: BinaryIO, size: int) -> Iterator[dict[str, Any]]:
+    def _read(self, file: BinaryIO, size: int) -> Iterator[list[dict[str, Any]]]:
         with file:
             file.seek(self._offset)
             begun = b""  # of a line
@@ -162,8 +163,38 @@ class Metrics:
         self._first: dict[str, int] = {}  # metric -> the row of its first value, unless that is 0
         self._rows: dict[int, int] = {}  # step -> row
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Add a line of metrics.jsonl. A step that is there already gets the later values."""
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines of metrics.jsonl. A step that is there already gets the later values."""
+        if not self._add_columns(records):
+            for record in records:
+                self._add_row(record)
+
+    def _add_columns(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Add new steps that have the same known metrics, column by column, which takes a fraction of the time.
+
+        Returns:
+            Whether they are such steps. Otherwise, nothing is added.
+        """
+        steps = [record.get("step") for record in records]
+        lines = [record.get("metrics") for record in records]
+        if not all(type(step) is int and abs(step) <= 2**53 and step not in self._rows for step in steps):
+            return False
+        if not lines or len(set(steps)) < len(steps) or not all(isinstance(line, dict) for line in lines):
+            return False
+        names = list(lines[0])
+        if any(list(line) != names for line in lines[1:]):
+            return False
+        row, known = len(self.steps), self.columns
+        if any(name not in known or self._first.get(name, 0) + len(known[name]) != row for name in names):
+            return False
+        for name, values in zip(names, zip(*(line.values() for line in lines), strict=True), strict=True):
+            known[name].extend(values if set(map(type, values)) == {float} else map(_number, values))
+        self._rows.update(zip(steps, range(row, row + len(steps)), strict=True))
+        self.steps.extend(steps)
+        self.times.extend(_number(record.get("time")) for record in records)
+        return True
+
+    def _add_row(self, record: Mapping[str, Any]) -> None:
         step, metrics = record.get("step"), record.get("metrics")
         if type(step) is not int or abs(step) > 2**53 or not isinstance(metrics, dict):
             return
@@ -264,12 +295,12 @@ class RunReader:
             anew, records = self._metric_lines.new()
             if anew:
                 self.metrics = Metrics()
-            for record in records:
-                self.metrics.add(record)
+            for part in records:
+                self.metrics.add(part)
             anew, records = self._event_lines.new()
             if anew:
                 self.events = []
-            for record in records:
+            for record in chain.from_iterable(records):
                 self.events.append(record)
                 if len(self.events) >= 2 * MAX_EVENTS:
                     del self.events[:-MAX_EVENTS]
@@ -400,7 +431,7 @@ class RunReader:
             anew, lines = self._vocabulary_lines.new()
             if anew:
                 self._pieces = {}
-            for one in lines:
+            for one in chain.from_iterable(lines):
                 if type(one.get("id")) is int and len(self._pieces) < MAX_PIECES:
                     self._pieces[one["id"]] = str(one.get("text"))[:1000]
         return [self._pieces.get(one) for one in tokens]
@@ -616,7 +647,7 @@ def _bounded(file: BinaryIO) -> bytes:
     return read
 
 
-def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _objects(lines: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
     """The lines that are JSON objects. Many at once are read twice as fast as one by one."""
     for start in range(0, len(lines), LINES_AT_ONCE):
         part = [line for line in lines[start : start + LINES_AT_ONCE] if len(line) <= MAX_LINE_BYTES]
@@ -624,9 +655,7 @@ def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
             read = json.loads(f"[{','.join(part)}]")
         except (ValueError, RecursionError):
             read = []
-        for one in read if len(read) == len(part) else map(_object, part):
-            if isinstance(one, dict):
-                yield one
+        yield [one for one in (read if len(read) == len(part) else map(_object, part)) if isinstance(one, dict)]
 
 
 def _object(line: bytes | str) -> dict[str, Any] | None:
