@@ -1,4 +1,4 @@
-"""RunReader: follows a run folder for the page, and answers what the page asks. Needs only JSON and numpy.
+"""RunReader: follows a run folder for the page, and answers what the page asks. Needs only orjson and numpy.
 
 Nothing here writes, runs code of a file, or follows a link out of the folder. Not thread-safe: the server has a lock.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import orjson
 
 from single_controller.call.state import Closing
 from single_controller.view import run_files
@@ -418,7 +419,7 @@ class RunReader:
         with file, _telling(name):
             key = step, *_identity(file)
             if key not in self._texts:
-                rows = json.loads(_bounded(file))["rows"]
+                rows = _loads(_bounded(file))["rows"]
                 self._texts[key] = [row if isinstance(row, dict) else {} for row in rows]
                 while len(self._texts) > KEPT_TEXT_FILES:
                     self._texts.popitem(last=False)
@@ -652,17 +653,25 @@ def _objects(lines: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
     for start in range(0, len(lines), LINES_AT_ONCE):
         part = [line for line in lines[start : start + LINES_AT_ONCE] if len(line) <= MAX_LINE_BYTES]
         try:
-            read = json.loads(f"[{','.join(part)}]")
+            read = _loads(f"[{','.join(part)}]")
         except (ValueError, RecursionError):
             read = []
         yield [one for one in (read if len(read) == len(part) else map(_object, part)) if isinstance(one, dict)]
+
+
+def _loads(text: bytes | str) -> Any:
+    """orjson takes a fifth of the time of json, but refuses NaN and infinities, which runs write."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)
 
 
 def _object(line: bytes | str) -> dict[str, Any] | None:
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
-        read = json.loads(line)
+        read = _loads(line)
     except (ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
