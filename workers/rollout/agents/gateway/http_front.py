@@ -334,41 +334,24 @@ class HTTPFront:
 
     async def _play(self, call: Call, calls: set[asyncio.Task[Any] | None], send: Send) -> None:
         """Answer, unless this is cancelled because the client leaves: then it is one of the connection's calls."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        pinging: asyncio.Task[None] | None = None
-        begun = False
-
-        async def ping() -> None:
-            nonlocal begun
-            while True:
-                if not begun:
-                    await self._send_start(send, 200, "text/event-stream", ())
-                begun = True
-                await self._send_part(send, b": waiting\n\n", more=True)
-                await asyncio.sleep(self.limits.ping_seconds)
-
-        def wait() -> None:
-            nonlocal pinging
-            if _wants_stream(call):
-                pinging = loop.create_task(ping())
-
-        waiting = loop.call_later(self.limits.ping_seconds, wait)
+        task, pings = asyncio.current_task(), _Pings(self, call, send)
+        waiting = asyncio.get_running_loop().call_later(self.limits.ping_seconds, pings.start)
         calls.add(task)
         try:
             reply = await self._reply(call)
         finally:
             calls.discard(task)
             waiting.cancel()
-            if pinging is not None:
-                pinging.cancel()
-                await asyncio.wait((pinging,))
-        if not begun:
+            if pings.task is not None:
+                pings.task.cancel()
+                await asyncio.wait((pings.task,))
+        if not pings.begun:
             await self._send(send, reply)
             return
         if reply.status != 200 and call.dialect is not None:
             event = call.dialect.error_event(json.loads(reply.body))
             reply = reply._replace(body=stream_of(iter([event])))
-        await self._send_part(send, reply.body, more=False)
+        await self.send_part(send, reply.body, more=False)
 
     async def _reply(self, call: Call) -> Reply:
         """The player's reply, also if it is an error."""
@@ -387,10 +370,10 @@ class HTTPFront:
 
     async def _send(self, send: Send, reply: Reply) -> None:
         length = (("content-length", str(len(reply.body))),)
-        await self._send_start(send, reply.status, reply.content_type, reply.headers + length)
-        await self._send_part(send, reply.body, more=False)
+        await self.send_start(send, reply.status, reply.content_type, reply.headers + length)
+        await self.send_part(send, reply.body, more=False)
 
-    async def _send_start(
+    async def send_start(
         self, send: Send, status: int, content_type: str, headers: tuple[tuple[str, str], ...]
     ) -> None:
         encoded = [
@@ -398,8 +381,33 @@ class HTTPFront:
         ]
         await send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _send_part(self, send: Send, body: bytes, more: bool) -> None:
+    async def send_part(self, send: Send, body: bytes, more: bool) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class _Pings:
+    """Comments for a client that waits for a stream.
+
+    Attributes:
+        begun: whether the stream has begun.
+        task: sends them, once the client has waited for `GatewayLimits.ping_seconds`.
+    """
+
+    def __init__(self, front: HTTPFront, call: Call, send: Send) -> None:
+        self._front, self._call, self._send = front, call, send
+        self.begun = False
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if _wants_stream(self._call):
+            self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        await self._front.send_start(self._send, 200, "text/event-stream", ())
+        self.begun = True
+        while True:
+            await self._front.send_part(self._send, b": waiting\n\n", more=True)
+            await asyncio.sleep(self._front.limits.ping_seconds)
 
 
 async def _skip(receive: Receive, limits: GatewayLimits) -> None:
