@@ -49,8 +49,8 @@ BACKLOG = 2048
 SKIP_BYTES = 2**20
 """How much of a refused body is read."""
 
-CALLS = "calls"
-"""Of a scope's state: the calls of the connection that are being answered, which end with it."""
+CONNECTION = "connection"
+"""Of a scope's state: uvicorn's protocol, with the ``calls`` that are being answered and end with it."""
 
 EXPIRE_SECONDS = 10.0
 """Between two looks for sessions that have expired, at most."""
@@ -300,7 +300,10 @@ class HTTPFront:
                 reply = reply._replace(headers=(("connection", "close"),))
             await self._send(send, reply)
             return
-        await self._play(call, scope.get("state", {}).get(CALLS, set()), send)
+        connection = scope.get("state", {}).get(CONNECTION)
+        if connection is not None:  # uvicorn stops reading in large bodies, and would not see that the client leaves
+            connection.flow.resume_reading()
+        await self._play(call, set() if connection is None else connection.calls, send)
 
     async def _call(self, scope: Scope, path: str, dialect: Dialect | None, receive: Receive) -> Call:
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
@@ -461,8 +464,8 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._timers: dict[str, asyncio.TimerHandle] = {}
-            self._calls: set[asyncio.Task[Any]] = set()
-            self.app_state = {CALLS: self._calls}
+            self.calls: set[asyncio.Task[Any]] = set()
+            self.app_state = {CONNECTION: self}
             transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as the kernel takes no more
             self._abort_after(limits.read_seconds, "head")
 
@@ -485,7 +488,7 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
             self._stop("head")
             self._stop("reply")
             super().connection_lost(exc)
-            for call in self._calls:
+            for call in self.calls:
                 call.cancel()
 
         def _abort_after(self, seconds: float, what: str) -> None:
