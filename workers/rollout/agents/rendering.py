@@ -279,7 +279,7 @@ class TemplateRenderer:
         stop = previous_completion_ids[-1] if previous_completion_ids else None
         if stop not in self.get_stop_token_ids() or any(one["role"] == "assistant" for one in new_messages):
             return None
-        _, message = read_response(self, previous_completion_ids, previous_prompt_ids, tools)
+        _, message, _ = read_response(self, previous_completion_ids, previous_prompt_ids, tools)
         history = [{"role": "user", "content": "?"}, message]
         before = self._text(history, tools)
         after = self._text([*history, *new_messages], tools, add_generation_prompt=True)
@@ -423,7 +423,7 @@ def digest(message: Message) -> str:
     Raises:
         RenderError: it is no message.
     """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    if not isinstance(message, (dict, Mapping)) or not isinstance(message.get("role"), str):
         raise RenderError(f"a message is {message!r:.80}; expected a dict with a role")
     try:
         calls = [
@@ -432,7 +432,9 @@ def digest(message: Message) -> str:
         ]
     except (AttributeError, KeyError, TypeError):
         raise RenderError(f"tool_calls={message['tool_calls']!r:.80}; expected functions with names") from None
-    said = _hash([message["role"], content_text(message), calls])
+    role, content = message["role"], content_text(message)
+    # With lengths, so that no text looks like another's role, content or calls.
+    said = _hash_text(f"{len(role)} {len(content)} {role}{content}{_in_order.encode(calls) if calls else ''}")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return f"{said}.{_hash(reasoning)}" if reasoning else said
 
@@ -441,7 +443,11 @@ _in_order = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _hash(value: Any) -> str:
-    return hashlib.blake2b(_in_order.encode(value).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return _hash_text(_in_order.encode(value))
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def unreadable(call: Any) -> str | None:
@@ -483,9 +489,10 @@ def assistant_message(parsed: Any, name: str = "call") -> dict[str, Any]:
 
 def read_response(
     renderer: Renderer, token_ids: list[int], prompt: list[int], tools: list[Any] | None, name: str = "call"
-) -> tuple[Any, dict[str, Any]]:
-    """Return what `Renderer.parse_response` makes of a completion, and its message. A tool call that is nested more
-    deeply than Python can read is one that could not be parsed: the policy is to blame, and nothing has failed.
+) -> tuple[Any, dict[str, Any], str]:
+    """Return what `Renderer.parse_response` makes of a completion, its message, and the message's `digest`. A tool call
+    that is nested more deeply than Python can read is one that could not be parsed: the policy is to blame, and nothing
+    has failed.
 
     Args:
         renderer: of the model.
@@ -497,11 +504,11 @@ def read_response(
     try:
         parsed = renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt)
         message = assistant_message(parsed, name)
-        digest(message)
+        return parsed, message, digest(message)
     except RecursionError:
         parsed = Parsed("", None, [ParsedCall("", status="nested too deeply")])
         message = assistant_message(parsed, name)
-    return parsed, message
+        return parsed, message, digest(message)
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
@@ -603,12 +610,12 @@ def record(
     Raises:
         RenderError: the renderer cannot parse it; nothing was appended.
     """
-    prompt, listed = trajectory.token_ids(node), list(tools or ()) or None
+    prompt, listed, name = trajectory.token_ids(node), list(tools or ()) or None, f"call_{len(trajectory.nodes)}"
     try:
-        _, message = read_response(renderer, completion.token_ids, prompt, listed, f"call_{len(trajectory.nodes)}")
+        _, message, said = read_response(renderer, completion.token_ids, prompt, listed, name)
     except Exception as error:
         raise RenderError(f"a completion cannot be parsed: {type(error).__name__}: {error}") from error
-    return trajectory.sample(node, completion, [digest(message)]), message
+    return trajectory.sample(node, completion, [said]), message
 
 
 def check_prompt(

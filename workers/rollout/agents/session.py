@@ -386,7 +386,7 @@ class Session:
             return Action(ids, reason)
         prompt = self._trajectory.token_ids(node.parent) if node.parent is not None else []
         specs = self._specs(environment)
-        parsed, message = read_response(self._renderer, ids, prompt, specs, f"call_{self._turns}")
+        parsed, message, _ = read_response(self._renderer, ids, prompt, specs, f"call_{self._turns}")
         calls, named = [], iter(message.get("tool_calls", ()))
         for one in parsed.tool_calls:
             if (why := unreadable(one)) is None:

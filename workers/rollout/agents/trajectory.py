@@ -7,11 +7,9 @@ that the client has edited is a branch.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from workers.rollout.engines.rollout_engine import Completion, FinishReason, RoutedExperts, SamplingMask
 
@@ -56,10 +54,9 @@ class Trajectory:
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
         self.nodes: list[Node] = []
-        self._children: dict[int | None, list[int]] = {None: []}
+        self._children: dict[int | None, tuple[int, ...]] = {None: ()}
+        """Tuples, which the garbage collector leaves alone: there are thousands of trees."""
         self._lengths: list[int] = []
-        self._hashes: list[Any] = []
-        """Of the tokens of the path to each node, so that a digest costs its own tokens only."""
         for node in nodes:
             self._add(node)
 
@@ -70,13 +67,10 @@ class Trajectory:
         number = len(self.nodes)
         if node.parent is not None and not 0 <= node.parent < number:
             raise IndexError(f"there is no node {node.parent}; the trajectory has {number}")
-        before = hashlib.blake2b(digest_size=16) if node.parent is None else self._hashes[node.parent].copy()
-        before.update(node.token_ids.tobytes())
         self.nodes.append(node)
-        self._hashes.append(before)
         self._lengths.append(len(node.token_ids) + (0 if node.parent is None else self._lengths[node.parent]))
-        self._children[number] = []
-        self._children[node.parent].append(number)
+        self._children[number] = ()
+        self._children[node.parent] += (number,)
         return number
 
     def give(self, parent: int | None, token_ids: Sequence[int], messages: Sequence[str] = ()) -> int:
@@ -143,10 +137,9 @@ class Trajectory:
     def drop(self) -> None:
         """Remove the newest node, of which nobody has been told."""
         node, number = self.nodes.pop(), len(self._lengths) - 1
-        self._hashes.pop()
         self._lengths.pop()
         del self._children[number]
-        self._children[node.parent].remove(number)
+        self._children[node.parent] = self._children[node.parent][:-1]
 
     def _computed(self, node: int | None) -> int:
         """Of how many tokens of the path to a node the experts are known."""
@@ -175,18 +168,18 @@ class Trajectory:
 
     def token_ids(self, node: int) -> list[int]:
         """The tokens of the path to a node: what an engine gets as its prompt, or what it saw and produced."""
+        return self.token_array(node).tolist()
+
+    def token_array(self, node: int) -> array[int]:
+        """`token_ids`, without making an object of each."""
         whole = array("i")
         for number in self.path(node):
             whole += self.nodes[number].token_ids
-        return whole.tolist()
+        return whole
 
     def length(self, node: int) -> int:
         """The number of tokens of the path to a node."""
         return self._lengths[node]
-
-    def digest(self, node: int) -> str:
-        """`token_digest` of the path to a node, without computing it again for what precedes the node."""
-        return str(self._hashes[node].hexdigest())
 
     def find(self, messages: Sequence[str]) -> tuple[int | None, int]:
         """Find where a conversation continues.
@@ -218,8 +211,3 @@ class Trajectory:
             if same and of.finish_reason != "abort":
                 yield here, end
                 stack += [(child, end) for child in self._children[here]]
-
-
-def token_digest(token_ids: Sequence[int]) -> str:
-    """A digest of tokens, to compare what an engine saw with a path of a `Trajectory`."""
-    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=16).hexdigest()

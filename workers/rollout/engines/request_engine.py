@@ -628,6 +628,8 @@ def _token_ids(values: Sequence[int]) -> list[int] | None:
     """Token ids as Python's integers; None if they are no sequence of integers."""
     if isinstance(values, list) and set(map(type, values)) <= {int}:
         return values[:]
+    if isinstance(values, array) and values.typecode == "i":
+        return values.tolist()
     try:
         found = [as_integer(value) for value in values]
     except TypeError:  # it cannot be iterated

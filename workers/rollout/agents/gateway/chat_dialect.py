@@ -20,7 +20,7 @@ from workers.rollout.agents.gateway.dialect import (
     tool_call,
 )
 
-IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+IDS = ("prompt_token_ids", "generation_token_ids")
 
 
 class ChatDialect(Dialect):
@@ -94,16 +94,19 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     if role == "assistant":
         if reasoning := given.get("reasoning_content") or given.get("reasoning"):
             message["reasoning_content"] = str(reasoning)
-        calls = []
-        for call in items(given.get("tool_calls") or [], "tool_calls"):
-            function = call.get("function")
-            if not isinstance(function, dict):
-                raise GatewayError("invalid", f"a tool call is {call!r:.80}; expected one with a function")
-            calls.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-        if calls:
-            message["tool_calls"] = calls
-        message |= {name: given[name] for name in IDS[:2] if name in given}
+        if calls := given.get("tool_calls"):
+            message["tool_calls"] = [_call(one) for one in items(calls, "tool_calls")]
+        for name in IDS:
+            if name in given:
+                message[name] = given[name]
     return message
+
+
+def _call(given: dict[str, Any]) -> dict[str, Any]:
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise GatewayError("invalid", f"a tool call is {given!r:.80}; expected one with a function")
+    return tool_call(given.get("id"), function.get("name"), function.get("arguments"))
 
 
 def _tools(given: Any) -> list[dict[str, Any]] | None:

@@ -228,7 +228,7 @@ def items(value: Any, what: str) -> list[dict[str, Any]]:
     Raises:
         GatewayError: it is none.
     """
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise GatewayError("invalid", f"{what} is {value!r:.80}; expected a list of objects")
     return value
 

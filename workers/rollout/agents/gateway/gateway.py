@@ -10,8 +10,8 @@ the engine is called.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
-import itertools
 import json
 import logging
 import secrets
@@ -19,7 +19,7 @@ import threading
 import time
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
 from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use, json_reply
 from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, check_renderer, extend, record
-from workers.rollout.agents.trajectory import Node, Trajectory, token_digest
+from workers.rollout.agents.trajectory import Node, Trajectory
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
@@ -282,10 +282,11 @@ class Gateway:
             raise GatewayError("token", "no session has this token; it is not open, was closed, or has expired")
         return self.limits.body_bytes
 
-    async def play(self, call: Call) -> Reply:
+    def play(self, call: Call) -> Coroutine[Any, Any, Reply]:
         """See `Player.play`."""
-        if KEY_HEADER not in call.headers:
-            return await self._play(call)
+        return self._play_for_router(call) if KEY_HEADER in call.headers else self._play(call)
+
+    async def _play_for_router(self, call: Call) -> Reply:
         if call.path == "/private/sessions":
             return self._of_router(call)
         known = int(call.headers.get(JOURNAL_HEADER, "0"))
@@ -425,14 +426,14 @@ class Gateway:
             )
         return ask
 
-    def _prompt(self, session: GatewaySession, ask: Ask) -> tuple[int, list[int]]:
+    def _prompt(self, session: GatewaySession, ask: Ask) -> tuple[int, Sequence[int]]:
         """Return the node whose path is the prompt. The caller holds the lock."""
         tree = session.tree
         if ask.token_ids is not None:
             return _give_tokens(tree, ask.token_ids), ask.token_ids
         at = None
         for number, message in enumerate(ask.messages):
-            prompt, generated = (message.pop(name, None) for name in ("prompt_token_ids", "generation_token_ids"))
+            prompt, generated = message.pop("prompt_token_ids", None), message.pop("generation_token_ids", None)
             if isinstance(prompt, list) and isinstance(generated, list):
                 try:
                     found = _find_tokens(tree, [*prompt, *generated])
@@ -443,7 +444,7 @@ class Gateway:
             node = extend(tree, self.renderer, ask.messages, ask.tools, session.counters, at)
         except RenderError as error:
             raise GatewayError("invalid", str(error)) from error
-        return node, tree.token_ids(node)
+        return node, tree.token_array(node)
 
     def _how(self, session: GatewaySession, ask: Ask, length: int) -> SamplingParams:
         how, most = session.sampling_params, self.engine.max_positions
@@ -452,18 +453,21 @@ class Gateway:
             raise GatewayError("context", f"the prompt has {length} tokens, and the model {most} positions")
         if most is not None:
             new = min(new, most - length)
+        if new == how.max_new_tokens and not ask.stop_token_ids:
+            return how
         return replace(how, max_new_tokens=new, stop_token_ids=ask.stop_token_ids or how.stop_token_ids)
 
-    async def _generate(self, session: GatewaySession, prompt: list[int], how: SamplingParams) -> Completion:
+    async def _generate(self, session: GatewaySession, prompt: Sequence[int], how: SamplingParams) -> Completion:
         """Generate. If somebody else aborts the request, for an update of the weights for example, it continues."""
         number = session.count("calls")
         seed = mixed_seed(session.seed, len(session.tree.nodes), number)
-        ids = (f"gateway-{session.id}-{number}-{again}" for again in itertools.count())
         partial: Completion | None = None
         deadline: float | None = None  # for the engine to take it, also when it continues
+        attempt = 0
         while True:
             session.check_open()
-            id_ = next(ids)
+            id_ = f"gateway-{session.id}-{number}-{attempt}"
+            attempt += 1
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
             session.running.add(id_)
             try:
@@ -474,7 +478,10 @@ class Gateway:
                 deadline = None
                 if session.closed:  # just before, and so the engine did not know the request
                     self.engine.abort([id_])
-                completion = await asyncio.wrap_future(future)
+                ended = asyncio.get_running_loop().create_future()
+                future.add_done_callback(functools.partial(_wake, ended))
+                await ended
+                completion = future.result()
             except asyncio.CancelledError:  # the client has left; nobody waits for the rest
                 self.engine.abort([id_])
                 raise
@@ -491,7 +498,7 @@ class Gateway:
 
     def _submit(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         how: SamplingParams,
         id_: str,
         seed: int,
@@ -514,6 +521,18 @@ class Gateway:
         return str(token_ids) if tokenizer is None else str(tokenizer.decode(token_ids))
 
 
+def _wake(ended: asyncio.Future[None], _: Future[Completion]) -> None:
+    """Tell a call, from the engine's thread, that its completion has ended. ``asyncio.wrap_future`` does so too, with a
+    dozen objects for the garbage collector to look at as long as the engine takes."""
+    with suppress(RuntimeError):  # the server's loop has ended
+        ended.get_loop().call_soon_threadsafe(_set, ended)
+
+
+def _set(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
 def no_path(call: Call) -> GatewayError:
     """The error of a path that sessions do not have."""
     return GatewayError("path", f"there is no {call.path!r:.80}; see docs/gateway.md for those that there are")
@@ -531,10 +550,12 @@ def _end(session: GatewaySession, reason: str) -> NoReturn:
 
 def _find_tokens(tree: Trajectory, token_ids: Sequence[int]) -> int | None:
     """The newest node whose path has these tokens."""
-    wanted = token_digest(token_ids)
+    wanted = array("i", token_ids)
     for node in range(len(tree.nodes) - 1, -1, -1):
-        if tree.length(node) == len(token_ids) and tree.digest(node) == wanted:
-            return node
+        if tree.length(node) == len(wanted):
+            own = tree.nodes[node].token_ids  # first, because siblings of one length differ here
+            if wanted[len(wanted) - len(own) :] == own and tree.token_array(node) == wanted:
+                return node
     return None
 
 

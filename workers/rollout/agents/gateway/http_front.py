@@ -49,6 +49,9 @@ BACKLOG = 2048
 SKIP_BYTES = 2**20
 """How much of a refused body is read."""
 
+CONNECTION = "connection"
+"""Of a scope's state: uvicorn's protocol, with the ``calls`` that are being answered and end with it."""
+
 EXPIRE_SECONDS = 10.0
 """Between two looks for sessions that have expired, at most."""
 
@@ -164,7 +167,10 @@ class Use:
 
 def json_reply(value: Any, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Reply:
     """A reply with JSON."""
-    return Reply(status, json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), headers=headers)
+    return Reply(status, _json(value).encode("utf-8", "replace"), headers=headers)
+
+
+_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class _Gone(RolloutError):
@@ -216,6 +222,7 @@ class HTTPFront:
             http=_protocol(self.limits),
             ws="none",
             lifespan="off",
+            proxy_headers=False,
             log_config=None,
             log_level="critical",  # a client that behaves badly is no event of ours
             access_log=False,
@@ -279,33 +286,34 @@ class HTTPFront:
         while path.startswith("/v1/"):
             path = path[3:]
         dialect = DIALECTS.get(path)
-        shape = dialect or DIALECTS["/chat/completions"]
-        try:
-            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-            await self._answer(scope, path, headers, dialect, receive, send)
-        except _Gone:
-            pass
-        except GatewayError as error:
-            if error.kind in ("large", "slow", "token"):  # the rest of the body is not read
-                await _skip(receive, self.limits)
-                await self._send(send, json_reply(shape.error(error), error.status, (("connection", "close"),)))
-            else:
-                await self._send(send, json_reply(shape.error(error), error.status))
-
-    async def _answer(
-        self, scope: Scope, path: str, headers: dict[str, str], dialect: Dialect | None, receive: Receive, send: Send
-    ) -> None:
         if path == "/health":
             await self._send(send, json_reply({"status": "ok"}))
             return
+        try:
+            call = await self._call(scope, path, dialect, receive)
+        except _Gone:
+            return
+        except GatewayError as error:
+            reply = json_reply((dialect or DIALECTS["/chat/completions"]).error(error), error.status)
+            if error.kind in ("large", "slow", "token"):  # the rest of the body is not read
+                await _skip(receive, self.limits)
+                reply = reply._replace(headers=(("connection", "close"),))
+            await self._send(send, reply)
+            return
+        connection = scope.get("state", {}).get(CONNECTION)
+        if connection is not None:  # uvicorn stops reading in large bodies, and would not see that the client leaves
+            connection.flow.resume_reading()
+        await self._play(call, set() if connection is None else connection.calls, send)
+
+    async def _call(self, scope: Scope, path: str, dialect: Dialect | None, receive: Receive) -> Call:
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         bearer = headers.get("authorization", "")
         token = bearer[7:].strip() if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")
         call = Call(scope["method"], path, headers, token, dialect, b"")
         most = self.player.admit(call)
         if dialect is not None and call.method != "POST":
             raise GatewayError("method", f"{call.method} is not supported here; use POST")
-        call = call._replace(body=await self._body(headers, receive, most))
-        await self._play(call, receive, send)
+        return call._replace(body=await self._body(headers, receive, most))
 
     async def _body(self, headers: dict[str, str], receive: Receive, most: int) -> bytes:
         told = headers.get("content-length", "0")
@@ -327,46 +335,48 @@ class HTTPFront:
         except TimeoutError:
             raise GatewayError("slow", f"the body has not come within {self.limits.read_seconds:g} s") from None
 
-    async def _play(self, call: Call, receive: Receive, send: Send) -> None:
-        """Answer while the client stays."""
-        playing = asyncio.ensure_future(self.player.play(call))
-        leaving = asyncio.ensure_future(receive())
-        begun = False
+    async def _play(self, call: Call, calls: set[asyncio.Task[Any] | None], send: Send) -> None:
+        """Answer, unless this is cancelled because the client leaves: then it is one of the connection's calls."""
+        task, pings = asyncio.current_task(), _Pings(self, call, send)
+        waiting = asyncio.get_running_loop().call_later(self.limits.ping_seconds, pings.start)
+        calls.add(task)
         try:
-            deadline = asyncio.get_running_loop().time() + self.limits.call_seconds
-            while not playing.done():
-                left = deadline - asyncio.get_running_loop().time()
-                if left <= 0:
-                    break
-                wait = min(left, self.limits.ping_seconds)
-                await asyncio.wait((playing, leaving), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-                if leaving.done() and not playing.done():
-                    raise _Gone("before the reply")
-                if not playing.done() and (begun or _wants_stream(call)):
-                    if not begun:
-                        await self._send_start(send, 200, "text/event-stream", ())
-                    begun = True
-                    await self._send_part(send, b": waiting\n\n", more=True)
-            reply = await _result(playing, call, self.limits)
-            if not begun:
-                await self._send(send, reply)
-                return
-            if reply.status != 200 and call.dialect is not None:
-                event = call.dialect.error_event(json.loads(reply.body))
-                reply = reply._replace(body=stream_of(iter([event])))
-            await self._send_part(send, reply.body, more=False)
+            reply = await self._reply(call)
         finally:
-            leaving.cancel()
-            if not playing.done():
-                playing.cancel()
-                await asyncio.wait((playing,))
+            calls.discard(task)
+            waiting.cancel()
+            if pings.task is not None:
+                pings.task.cancel()
+                await asyncio.wait((pings.task,))
+        if not pings.begun:
+            await self._send(send, reply)
+            return
+        if reply.status != 200 and call.dialect is not None:
+            event = call.dialect.error_event(json.loads(reply.body))
+            reply = reply._replace(body=stream_of(iter([event])))
+        await self.send_part(send, reply.body, more=False)
+
+    async def _reply(self, call: Call) -> Reply:
+        """The player's reply, also if it is an error."""
+        try:
+            async with asyncio.timeout(self.limits.call_seconds) as limit:
+                return await self.player.play(call)
+        except GatewayError as error:
+            failed = error
+        except Exception as error:
+            if limit.expired():
+                failed = GatewayError("late", f"there was no completion within {self.limits.call_seconds:g} s")
+            else:
+                logger.exception("a call of the gateway has failed")
+                failed = GatewayError("failed", f"{type(error).__name__}: {error}")
+        return json_reply((call.dialect or DIALECTS["/chat/completions"]).error(failed), failed.status)
 
     async def _send(self, send: Send, reply: Reply) -> None:
         length = (("content-length", str(len(reply.body))),)
-        await self._send_start(send, reply.status, reply.content_type, reply.headers + length)
-        await self._send_part(send, reply.body, more=False)
+        await self.send_start(send, reply.status, reply.content_type, reply.headers + length)
+        await self.send_part(send, reply.body, more=False)
 
-    async def _send_start(
+    async def send_start(
         self, send: Send, status: int, content_type: str, headers: tuple[tuple[str, str], ...]
     ) -> None:
         encoded = [
@@ -374,12 +384,33 @@ class HTTPFront:
         ]
         await send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _send_part(self, send: Send, body: bytes, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self.limits.write_seconds):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise _Gone("it does not read") from None
+    async def send_part(self, send: Send, body: bytes, more: bool) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class _Pings:
+    """Comments for a client that waits for a stream.
+
+    Attributes:
+        begun: whether the stream has begun.
+        task: sends them, once the client has waited for `GatewayLimits.ping_seconds`.
+    """
+
+    def __init__(self, front: HTTPFront, call: Call, send: Send) -> None:
+        self._front, self._call, self._send = front, call, send
+        self.begun = False
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if _wants_stream(self._call):
+            self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        await self._front.send_start(self._send, 200, "text/event-stream", ())
+        self.begun = True
+        while True:
+            await self._front.send_part(self._send, b": waiting\n\n", more=True)
+            await asyncio.sleep(self._front.limits.ping_seconds)
 
 
 async def _skip(receive: Receive, limits: GatewayLimits) -> None:
@@ -395,21 +426,6 @@ async def _skip(receive: Receive, limits: GatewayLimits) -> None:
                     return
     except TimeoutError:
         return
-
-
-async def _result(playing: asyncio.Future[Reply], call: Call, limits: GatewayLimits) -> Reply:
-    """The reply, also if it is an error."""
-    shape = call.dialect or DIALECTS["/chat/completions"]
-    try:
-        if not playing.done():
-            raise GatewayError("late", f"there was no completion within {limits.call_seconds:g} s")
-        return playing.result()
-    except GatewayError as error:
-        return json_reply(shape.error(error), error.status)
-    except Exception as error:
-        logger.exception("a call of the gateway has failed")
-        failed = GatewayError("failed", f"{type(error).__name__}: {error}")
-        return json_reply(shape.error(failed), failed.status)
 
 
 def _wants_stream(call: Call) -> bool:
@@ -448,6 +464,8 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._timers: dict[str, asyncio.TimerHandle] = {}
+            self.calls: set[asyncio.Task[Any]] = set()
+            self.app_state = {CONNECTION: self}
             transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as the kernel takes no more
             self._abort_after(limits.read_seconds, "head")
 
@@ -470,6 +488,8 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
             self._stop("head")
             self._stop("reply")
             super().connection_lost(exc)
+            for call in self.calls:
+                call.cancel()
 
         def _abort_after(self, seconds: float, what: str) -> None:
             if what not in self._timers:

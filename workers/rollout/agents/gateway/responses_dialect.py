@@ -159,4 +159,4 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         own.setdefault("tool_calls", []).append(call)
     elif said := text_of(item.get("content"), "the reasoning", ("reasoning_text",)):
         own["reasoning_content"] = own.get("reasoning_content", "") + said
-    own |= {name: item[name] for name in IDS[:2] if name in item}
+    own |= {name: item[name] for name in IDS if name in item}
