@@ -342,7 +342,7 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
-            return WorkerFuture.__getitem__(self)  # type: ignore[attr-defined]
+            return WorkerFuture.__getitem__(self)  # type: ignore[misc]
         return list.__getitem__(self._filled(), index)
 
     def __add__(self, other: Any) -> list[Any]:
