@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
@@ -232,6 +232,16 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def __reduce__(self) -> tuple[Any, ...]:
         return WorkerFuture, (None, self.source())
 
+    if not TYPE_CHECKING:  # type checkers refuse future[0] and len(future) themselves
+
+        def __getitem__(self, *_):  # Python also iterates with it
+            raise TypeError(f"{self.label}() has returned a future, not its value; use .result() or `await`")
+
+        __len__ = __getitem__
+
+        def __bool__(self):
+            return True
+
     def __await__(self) -> Generator[Any, None, R_co]:
         return self._outcome().__await__()
 
@@ -331,6 +341,8 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
         return list.__len__(self._filled())
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return WorkerFuture.__getitem__(self)  # type: ignore[misc]
         return list.__getitem__(self._filled(), index)
 
     def __add__(self, other: Any) -> list[Any]:

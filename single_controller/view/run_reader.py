@@ -176,8 +176,8 @@ class Metrics:
         Returns:
             Whether they are such steps. Otherwise, nothing is added.
         """
-        steps = [record.get("step") for record in records]
-        lines = [record.get("metrics") for record in records]
+        steps: list[Any] = [record.get("step") for record in records]
+        lines: list[Any] = [record.get("metrics") for record in records]
         if not all(type(step) is int and abs(step) <= 2**53 and step not in self._rows for step in steps):
             return False
         if not lines or len(set(steps)) < len(steps) or not all(isinstance(line, dict) for line in lines):

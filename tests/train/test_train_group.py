@@ -325,6 +325,8 @@ def test_async_methods_return_futures_of_this_library(actor):
     future = actor.async_train(3, ROWS)
     assert isinstance(future, WorkerFuture) and future.result() == ray.get(future) == expected
     assert ray.get(future[1]) == expected[1] and ray.get([*future]) == expected and len(future) == 2
+    with pytest.raises(TypeError, match=r"train\(\) has returned a future, not its value; use .result\(\)"):
+        _ = future["loss"]
     assert ray.get(future + actor.async_init()) == [*expected, 0, 0]
     references = [ray.put(1)]
     references += actor.async_init()

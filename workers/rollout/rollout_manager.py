@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
-from dispatch.checks import check_seconds, is_count
+from dispatch.checks import check_seconds, is_count, naming_keywords
 from single_controller import WorkerFuture
 from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
@@ -184,6 +184,7 @@ class RolloutManager:
         """The reward function."""
         return None if self.rewards is None else self.rewards.function
 
+    @naming_keywords
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -227,6 +228,7 @@ class RolloutManager:
         self.refresh()
         return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
 
+    @naming_keywords
     def generate_async(
         self,
         prompts: Sequence[Sequence[int]],
