@@ -118,7 +118,9 @@ def test_every_public_name_is_in_the_api_reference():
         for method, function in vars(cls).items()
         if inspect.isfunction(function) and not method.startswith("_")
         for name in re.findall(r"\b[A-Z]\w+", str(function.__annotations__.get("return")))
-        if getattr(function.__globals__.get(name), "__module__", "").startswith(("single_controller.", "workers."))
+        if getattr(inspect.unwrap(function).__globals__.get(name), "__module__", "").startswith(
+            ("single_controller.", "workers.")
+        )
     }
     assert {"ReferencedFuture", "ComputedFuture", "WorkerFuture"} <= returned
     assert returned - listed == {"RoleGroup"}  # a group of one role has a group's methods
