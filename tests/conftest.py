@@ -45,7 +45,7 @@ import depth  # noqa: E402
 import devices  # noqa: E402
 import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
-from fork_workers import FOR_SERVERS, PRESTART, forked_workers, origin, server  # noqa: E402
+from fork_workers import FOR_SERVERS, ORIGIN, PRESTART, forked_workers, origin, server  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("suite", deadline=None)  # property tests say nothing of time, and a busy machine is slow
@@ -67,6 +67,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     depth.full = config.getoption("--full")
     config.stash[LEFT_OUT] = Counter()
+    os.environ.pop(ORIGIN, None)  # a process of tests in a test has its own
+    if not depth.full and (address := origin(config)):
+        os.environ[ORIGIN] = str(address)
     if (
         not depth.full
     ):  # also in scripts that start a Ray of their own: it would start a worker for each CPU, used or not

@@ -78,6 +78,9 @@ FOR_SERVERS = (*WITHOUT_RAY, *(name for name in PRELOADED if name.startswith(("t
 PRESTART = "RAY_prestart_worker_first_driver"
 """Ray's own setting, as a variable of the environment."""
 
+ORIGIN = "TESTS_ORIGIN"
+"""The variable that tells scripts with a Ray of their own the address of the server to fork from."""
+
 STARTING = """#!/bin/sh
 exec {python} "$@"
 """
@@ -111,9 +114,12 @@ def forked_workers(modules=PRELOADED, origin=None):
 
     Args:
         modules: what the server of this driver imports.
-        origin: the address of the server that the servers are forked from; None starts them as programs.
+        origin: the address of the server that the servers are forked from; None takes it from the environment, and
+            starts them as programs if it is not there.
     """
     python = sys.executable
+    if origin is None and ORIGIN in os.environ:
+        origin = Path(os.environ[ORIGIN])
     with tempfile.TemporaryDirectory(prefix="fork-") as folder, contextlib.ExitStack() as stack:
         client, program = (Path(folder) / name for name in ("client.py", "python"))
         client.write_text(CLIENT)

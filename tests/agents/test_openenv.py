@@ -98,7 +98,8 @@ def stand_in():
         yield f"http://127.0.0.1:{port}/"
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        thread.join(5)
+        assert not thread.is_alive(), "a client has left its socket open"
 
 
 @pytest.fixture(scope="module", params=[real_server, stand_in], ids=["openenv-core", "stand-in"])

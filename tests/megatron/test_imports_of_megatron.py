@@ -97,22 +97,27 @@ def test_importing_the_workers_does_not_change_torch(said):
 class TestWithoutMegatron:
     INSTALL = "pip install 'single-controller[megatron]'"
 
-    @pytest.mark.parametrize("blocked", [("megatron",), ("megatron.core",)], ids=["nothing", "a folder of that name"])
-    def test_error_says_what_to_install(self, tmp_path, blocked):
-        """A folder called megatron, such as a checkout of its sources, is importable but is not megatron-core."""
+    def test_error_says_what_to_install(self, tmp_path):
+        """With nothing of that name; then with a folder called megatron, such as a checkout of its sources, which is
+        importable but is not megatron-core."""
         (tmp_path / "megatron").mkdir()
         code = """
             import workers
             given = {"MegatronWorker": (), "init_model_parallel_config": ({},), "ParallelLlamaMLP": ({}, None)}
-            for name, arguments in given.items():
-                try:
-                    getattr(workers, name)(*arguments)
-                except ImportError as error:
-                    print(name, type(error).__name__, error)
+            for BLOCKED in (("megatron",), ("megatron.core",)):
+                print("megatron" in sys.modules)
+                for name, arguments in given.items():
+                    try:
+                        getattr(workers, name)(*arguments)
+                    except ImportError as error:
+                        print(name, type(error).__name__, error)
+            print("megatron" in sys.modules)
         """
-        done = python(code, tmp_path, blocked)
+        done = python(code, tmp_path, ("megatron",))
+        names = ("MegatronWorker", "init_model_parallel_config", "ParallelLlamaMLP")
         said = done.stdout.splitlines()
-        for name, line in zip(("MegatronWorker", "init_model_parallel_config", "ParallelLlamaMLP"), said, strict=True):
+        assert [said[0], said[4], said[8:]] == ["False", "False", ["True"]], done.stderr  # the folder
+        for name, line in zip(2 * names, [*said[1:4], *said[5:8]], strict=True):
             assert line.startswith(f"{name} ImportError ") and self.INSTALL in line, done.stderr
 
     def test_driver_does_not_need_megatron(self, tmp_path):

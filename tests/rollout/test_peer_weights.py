@@ -268,8 +268,9 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
         def take_until(condition):
             wait_until(lambda: condition() or take(), 60)
 
-        # A bound on the steps ahead: without one, thousands of requests would share the processor.
-        with RolloutStream(manager, prompts, SampleBuffer(B, update_interval=60)) as stream:
+        buffer = SampleBuffer(B, update_interval=1000)
+        # A few requests at a time: hundreds would share the processor, and the groups of the first step would end last.
+        with RolloutStream(manager, prompts, buffer, requests_per_worker=8) as stream:
             for version, (flag, killed, deaths) in enumerate(rounds, 1):
                 with stream.updating():
                     group.load(version, version)

@@ -448,7 +448,7 @@ def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
 def test_worker_whose_server_has_kept_the_weights_goes_on_with_them(servers_group):
     """And one whose server was restarted too waits for the next update."""
     manager = managed(servers_group)
-    with streaming(manager, update_interval=100) as stream:
+    with streaming(manager, update_interval=100, requests_per_worker=2 * B * SAMPLES) as stream:
         update(stream, manager, 1)
         stream.take(30)
         urls = servers_group.execute_with_func_generator(lambda worker: worker.engine.url)

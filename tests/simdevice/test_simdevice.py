@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
+import depth  # noqa: E402
 from build import build  # noqa: E402
 
 pytestmark = [
@@ -30,7 +31,7 @@ RARE = [f"tests/train/backends/test_{name}.py" for name in ("both_backends", "re
 
 @pytest.mark.timeout(600)
 def test_on_the_simulated_device():
-    run_there("tests/simdevice/on_device", f"--ignore={TWO_RANKS}")
+    run_there("tests/simdevice/on_device", f"--ignore={TWO_RANKS}", *(["--full"] if depth.full else []))
 
 
 @pytest.mark.timeout(900)

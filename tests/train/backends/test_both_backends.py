@@ -329,8 +329,8 @@ def test_bfloat16_is_close(start, way, data):
 
 @pytest.mark.parametrize(
     ("way", "tied"),
-    [(FSDP2, False), (FSDP2, True), (TP2, False), (PP2, True), *(pytest.param(way, tied, marks=rare) for way, tied in
-     ((FSDP1, False), (TP2, True), (TP2_PP2, False), (HSDP, True)))],
+    [(FSDP2, False), (TP2, False), (PP2, True), *(pytest.param(way, tied, marks=rare) for way, tied in
+     ((FSDP1, False), (FSDP2, True), (TP2, True), (TP2_PP2, False), (HSDP, True)))],
     ids=called,
 )  # fmt: skip
 def test_output_layer_in_float32_under_bfloat16(start, way, tied, data, tmp_path):

@@ -129,6 +129,9 @@ MODEL_OUTPUTS = ["grpo", "gspo", "clip_cov", "kl_loss"]
 one rank differs from two in the sums over ranks. Those of one loss per level of ratios, of covariances and of an
 additional term are computed in each run."""
 
+PIPELINE = [*MODEL_OUTPUTS, "reinforce_plus_plus", "reinforce_plus_plus_baseline", *MASKS, "unbiased_kl"]
+"""The first stage of a pipeline lacks log-probabilities: also those that make advantages of them, or leave rows out."""
+
 SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in every parallel configuration"))]
 
 
@@ -138,7 +141,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
         pytest.param(FSDP1, 1000, MODEL_OUTPUTS, id="fsdp1-1000-some"),
         (FSDP2, 40, None),
         pytest.param(TP2, 40, MODEL_OUTPUTS, id="tp2-40-some"),
-        (PP2, 40, None),
+        pytest.param(PP2, 40, PIPELINE, id="pp2-40-some"),
         *(
             pytest.param(way, most, None, marks=pytest.mark.full("gradients in every parallel configuration"))
             for way, most in (
@@ -149,6 +152,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
                 (SP2_DP2, 20),
                 (TP2, 40),
                 (TP2, 1000),
+                (PP2, 40),
                 (PP2, 1000),
                 (DP2, 40),
                 (DP4, 16),

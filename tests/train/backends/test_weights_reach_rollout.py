@@ -175,7 +175,8 @@ def combinations():
     for ((row, layout), (column, transport)), (kind, tie) in itertools.product(pairs, enumerate(CONFIGS)):
         yield pytest.param(layout, tie, transport, marks=() if (row + column) % 2 == kind else other)
     for layout in LAYOUTS:
-        yield layout, "tied", "device"
+        again = pytest.mark.full("memory of a device from a second layout of Megatron")
+        yield pytest.param(layout, "tied", "device", marks=again if layout == "pp2" else ())
     experts = pytest.mark.full("weights of experts on Megatron over each transport")
     for layout, transport in (("ep2", "store"), ("ep2", "device"), ("tp2 ep2", "group"), ("etp2", "disk")):
         yield pytest.param(layout, "mixture", transport, marks=experts)

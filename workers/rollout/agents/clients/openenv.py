@@ -69,6 +69,7 @@ class OpenEnvClient(Environment):
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         """Open the socket and begin an episode. The columns ``seed`` and ``episode_id`` of the row, and the entries of
         its column ``reset``, are what the server's ``reset`` gets."""
+        await self.close()  # the socket of an episode before
         client = require("websockets.asyncio.client", "agents")
         self._socket = await client.connect(
             self.url,
