@@ -54,7 +54,7 @@ BUDGETS: dict[str, int] = {
     "tests/rollout/test_http_engine.py": 45,
     "tests/rollout/test_peer_weights.py": 45,
     "tests/rollout/test_rewards.py": 90,
-    "tests/rollout/test_stream.py": 50,
+    "tests/rollout/test_stream.py": 90,
     "tests/simdevice/test_simdevice.py": 115,
     "tests/test_bad_calls.py": 80,
     "tests/test_imports.py": 30,
