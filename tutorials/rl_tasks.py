@@ -116,7 +116,7 @@ TASKS = {
         ending=[],
         goal=0.9,  # calls and answers of the right form, with the same digits each time, have 0.8 at most
         args={
-            "num_rollout": 120,
+            "num_rollout": 160,
             "rollout_batch_size": 16,
             "n_samples_per_prompt": 16,
             "rollout_max_response_len": 3,
