@@ -423,7 +423,7 @@ def digest(message: Message) -> str:
     Raises:
         RenderError: it is no message.
     """
-    if not isinstance(message, (dict, Mapping)) or not isinstance(message.get("role"), str):
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RenderError(f"a message is {message!r:.80}; expected a dict with a role")
     try:
         calls = [

@@ -522,8 +522,8 @@ class Gateway:
 
 
 def _wake(ended: asyncio.Future[None], _: Future[Completion]) -> None:
-    """Tell a call, from the engine's thread, that its completion has ended. ``asyncio.wrap_future`` does so too, with a
-    dozen objects for the garbage collector to look at as long as the engine takes."""
+    """Tell a call, from the engine's thread, that its completion has ended. ``asyncio.wrap_future`` does so too, but
+    keeps a dozen objects alive as long as the engine takes, and the garbage collector visits them."""
     with suppress(RuntimeError):  # the server's loop has ended
         ended.get_loop().call_soon_threadsafe(_set, ended)
 
