@@ -56,7 +56,7 @@ test-all: lint $(VLLM_READY)
 	@$(MAKE) --no-print-directory test-vllm; vllm=$$?; $(PY) -m pytest -n $(JOBS) --full $(ARGS) && exit $$vllm
 
 test-vllm: $(VLLM_READY)
-	@$(VLLM_PY) -m pytest --full tests/with_vllm $(ARGS)
+	@$(VLLM_PY) -m pytest -n $(JOBS) --full tests/with_vllm $(ARGS)
 
 # ARGS="tests/train" runs other tests on the simulated device.
 test-device: $(READY)
