@@ -45,7 +45,7 @@ import depth  # noqa: E402
 import devices  # noqa: E402
 import pytest  # noqa: E402
 from folder_scope import leave_folders  # noqa: E402
-from fork_workers import FOR_SERVERS, ORIGIN, PRESTART, forked_workers, origin, server  # noqa: E402
+from fork_workers import CAN_FORK, FOR_SERVERS, ORIGIN, PRESTART, forked_workers, origin, server  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("suite", deadline=None)  # property tests say nothing of time, and a busy machine is slow
@@ -68,12 +68,10 @@ def pytest_configure(config):
     depth.full = config.getoption("--full")
     config.stash[LEFT_OUT] = Counter()
     os.environ.pop(ORIGIN, None)  # a process of tests in a test has its own
-    if not depth.full and (address := origin(config)):
+    if address := origin(config):
         os.environ[ORIGIN] = str(address)
-    if (
-        not depth.full
-    ):  # also in scripts that start a Ray of their own: it would start a worker for each CPU, used or not
-        os.environ[PRESTART] = "0"
+    # Also in scripts that start a Ray of their own: it would start a worker for each CPU, used or not.
+    os.environ[PRESTART] = "0"
 
 
 # --- Tests left out ------------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ def pytest_configure_node(node):
     if SHARED not in node.config.stash:
         stack = ExitStack()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)))
-        if not depth.full:
+        if CAN_FORK:
             stack.enter_context(server(folder / "server", FOR_SERVERS, wait=False))
         node.config.stash[SHARED] = folder, stack
     node.workerinput["shared"] = str(node.config.stash[SHARED][0])
@@ -262,7 +260,7 @@ def ray_cluster(pytestconfig):
     where they are simulated."""
     import ray
 
-    with nullcontext() if depth.full else forked_workers(origin=origin(pytestconfig)) as start_server:
+    with forked_workers(origin=origin(pytestconfig)) if CAN_FORK else nullcontext() as start_server:
         ray.init(
             "local",
             num_cpus=16,

@@ -3,8 +3,7 @@
 Python needs a second of CPU to start a Ray worker, three with torch and eight with Megatron, and the suite starts about
 a thousand. `forked_workers` puts a small program in the place of the Python interpreter in Ray's command for a worker.
 It asks a server for a fork, which runs Ray's own worker script with the arguments and the environment of the command.
-Nothing else differs. With ``--full``, workers are started as Ray does, and so are those of a test that starts a Ray of
-its own.
+Nothing else differs. Workers on several hosts, of the demo, of notebooks and of other Pythons are started as Ray does.
 
 The servers of pytest-xdist's processes are themselves forks of one server, which has imported what does not import Ray.
 """
@@ -12,6 +11,7 @@ The servers of pytest-xdist's processes are themselves forks of one server, whic
 import contextlib
 import gc
 import importlib
+import importlib.util
 import marshal
 import os
 import random
@@ -74,6 +74,9 @@ WITHOUT_RAY = (
 
 FOR_SERVERS = (*WITHOUT_RAY, *(name for name in PRELOADED if name.startswith(("transformers.", "megatron."))))
 """What the server imports that servers are forked from."""
+
+CAN_FORK = importlib.util.find_spec("megatron") is not None
+"""vLLM's environment has not all that the servers import. There workers are started as Ray does."""
 
 PRESTART = "RAY_prestart_worker_first_driver"
 """Ray's own setting, as a variable of the environment."""
@@ -178,8 +181,8 @@ def server(address, modules, *, environment=None, origin=None, wait=True):
 
 
 def origin(config):
-    """The server to fork those of Ray's workers from; None where pytest runs in one process."""
-    shared = getattr(config, "workerinput", {}).get("shared")
+    """The server to fork those of Ray's workers from; None where pytest runs in one process, or none can be."""
+    shared = CAN_FORK and getattr(config, "workerinput", {}).get("shared")
     return shared and Path(shared) / "server"
 
 

@@ -124,7 +124,7 @@ TASKS = {
             "lr": 2e-3,
             "lr_decay_style": "cosine",
             "min_lr": 2e-4,
-            "entropy_coef": 0.05,  # without it the policy collapses before it learns to copy
+            "entropy_coef": 0.1,  # with half of it, two of five seeds collapse before they learn to copy
         },
         config={"initializer_range": 0.05},  # attention has to find the characters to copy
         agent={"environment": Calculator, "renderer": CalculatorFormat, "limits": Calculator.limits},
