@@ -75,7 +75,7 @@ WITHOUT_RAY = (
 FOR_SERVERS = (*WITHOUT_RAY, *(name for name in PRELOADED if name.startswith(("transformers.", "megatron."))))
 """What the server imports that servers are forked from."""
 
-CAN_FORK = importlib.util.find_spec("megatron") is not None
+CAN_FORK = all(map(importlib.util.find_spec, {name.partition(".")[0] for name in PRELOADED}))
 """vLLM's environment has not all that the servers import. There workers are started as Ray does."""
 
 PRESTART = "RAY_prestart_worker_first_driver"
