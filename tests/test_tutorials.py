@@ -78,7 +78,7 @@ def test_fine_tuning_goes_on_after_a_kill_and_grpo_after_it(run, other_drivers, 
     command = [sys.executable, str(TUTORIALS / "train_sft.py"), *given("killed")]
     with subprocess.Popen(command, env=environment() | other_drivers) as process:
         some = moment.randrange(1, 12)
-        wait_until(lambda: len(list(tmp_path.glob("killed/rollout_*"))) >= some, 120)
+        wait_until(lambda: len(list(tmp_path.glob("killed/rollout_*/position.json"))) >= some, 120)
         time.sleep(moment.random())
         process.kill()
     printed = run("train_sft.py", *given("killed"))
