@@ -262,6 +262,11 @@ def known_mode(mode: object) -> DispatchMode:
     )
 
 
+def cuts_rows(mode: DispatchMode, execute: ExecuteMode) -> bool:
+    """Whether calls cut batches into rows. The functions of a custom mode may."""
+    return not execute.rank_zero and (not isinstance(mode.mode, Mode) or mode.mode.cut is Cut.ROWS)
+
+
 def known_execute_mode(mode: object) -> ExecuteMode:
     """Resolve an execute mode given by a user: a member of `Execute`, or its name."""
     if isinstance(mode, ExecuteMode):

@@ -407,6 +407,8 @@ refused("options-blocking", ValueError, r"blocking is True or False, got 'no'",
         lambda s: s.kit.add.options(blocking="no"))
 refused("options-uneven", ValueError, r"uneven='truncate'.*'error', 'pad', 'ragged'",
         lambda s: s.kit.rows.options(uneven="truncate"))
+refused("options-uneven-without-rows", ValueError, r"add\.options\(uneven='pad'\).*cuts no batch into rows",
+        lambda s: s.kit.add.options(uneven="pad")(1))
 
 refused("options-device-unknown", ValueError, r"'gpu' is not available in this process",
         lambda s: s.kit.add.options(device="gpu"))

@@ -121,6 +121,22 @@ class TestDeclaration:
         with pytest.raises(ValueError, match=f"register\\({name}=.*known are '"):
             register(**options)
 
+    @pytest.mark.parametrize(
+        ("mode", "execute"),
+        [("ONE_TO_ALL", "ALL"), ("ALL_TO_ALL", "ALL"), ("MEGATRON_COMPUTE", "ALL"), ("DP_COMPUTE_PROTO", "RANK_ZERO")],
+    )
+    def test_uneven_is_refused_where_no_batch_is_cut(self, mode, execute):
+        with pytest.raises(
+            ValueError, match=rf"register\(uneven='pad'\): Dispatch.{mode} with Execute.{execute} cuts no"
+        ):
+            register(mode, execute, uneven="pad")
+        register(mode, execute, uneven="error")
+
+    def test_uneven_is_accepted_where_a_function_may_cut(self):
+        register(
+            {"dispatch_fn": lambda group, *args: (args, {}), "collect_fn": lambda group, results: results}, uneven="pad"
+        )
+
     @pytest.mark.parametrize("name", ["blocking", "materialize_futures", "concurrent"])
     @pytest.mark.parametrize("value", [1, None, "yes"])
     def test_flags_must_be_bools(self, name, value):

@@ -39,6 +39,11 @@ def test_pass_at_k_is_unbiased():
         assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
 
 
+def test_a_column_passed_as_a_keyword_is_named_with_the_known_ones():
+    with pytest.raises(TypeError, match=r"evaluate\(\).*'label'; known are .*extras"):
+        evaluate(None, [[1]], label=["a"])
+
+
 @pytest.mark.parametrize(("count", "t"), [(5, 2.776), (10, 2.262), (30, 2.045), (1000, 1.962)])
 def test_interval_against_the_table_of_t(count, t):
     values = [float(k % 2) for k in range(count)]

@@ -17,7 +17,7 @@ class Scorer(Worker):
     def add(self, x: int, y: str = "") -> float:
         return x + len(y)
 
-    @register(Dispatch.ONE_TO_ALL, replay=True, uneven="pad")
+    @register(Dispatch.ONE_TO_ALL, replay=True, inputs="view")
     def load(self) -> None: ...
 
     @register(Dispatch.DP_COMPUTE_PROTO, uneven="ragged")

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from dispatch.checks import naming_keywords
 from workers.data.rollout_data import of_rollouts
 from workers.rollout.rewards.reward_calls import RewardFunction
 from workers.rollout.rewards.reward_runner import RewardRunner
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from workers.rollout.engines.rollout_engine import SamplingParams
 
 
+@naming_keywords
 def evaluate(
     manager: RolloutManager,
     prompts: Sequence[Sequence[int]],
