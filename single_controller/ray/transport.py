@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 OPEN_SECONDS = 20.0
 """How long the first connection to a rank may take, whose host may be busy with starting other ranks."""
 
+DEATH_POLL_SECONDS = 0.5
+"""How often a start that waits for connections looks for deaths: nobody else does before the constructors run."""
+
 DEATH_SECONDS = 15.0
 """The most that it takes to know of a death, whatever Ray's health checks: a silent host shows on the links."""
 
@@ -172,11 +175,15 @@ class RayTransport(Transport):
         return Sent(results, nbytes, give)
 
     def check_reachable(self, ranks: Sequence[int]) -> None:
-        """Wait until connections to ranks are open; a `StartError` if one is not although its process is alive."""
-        closed = set(map(id, wait_open([self._links[rank] for rank in ranks], OPEN_SECONDS)))
-        for rank in ranks if closed else ():
-            if id(self._links[rank]) in closed and rank not in self.deaths():
-                address = self._links[rank].address
+        """Wait until connections to ranks are open, or one of the ranks has died: the next call raises that. A
+        `StartError` if a connection does not open although no rank has died."""
+        end = time.monotonic() + OPEN_SECONDS
+        while closed := wait_open([self._links[rank] for rank in ranks], DEATH_POLL_SECONDS):
+            if not self.deaths().keys().isdisjoint(ranks):
+                return
+            if time.monotonic() > end:
+                address = closed[0].address
+                rank = next(rank for rank in ranks if self._links[rank] is closed[0])
                 raise StartError(
                     f"the driver cannot connect to rank {rank} at port {address.port} of {address.host} within "
                     f"{OPEN_SECONDS:g} s, although its process is alive. Open the ports of the workers' hosts to the "

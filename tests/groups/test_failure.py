@@ -31,6 +31,7 @@ from single_controller import (
     WorkerError,
     attach,
 )
+from single_controller.ray.transport import RayTransport
 from single_controller.wire.link import Link
 
 anywhere = pytest.mark.transports("ray", "local", "local-threads")
@@ -230,6 +231,25 @@ class TestDeaths:
         wait_gone(before)
         group.join_process_group()
         assert group.all_reduce() == [6.0] * 4
+
+    @pytest.mark.transports("ray")
+    def test_death_between_the_start_of_a_process_and_the_connection_to_it(self, make_group, monkeypatch):
+        reachable, killed = RayTransport.check_reachable, []
+
+        def kill_first(transport, ranks):
+            os.kill(transport.processes[1].pid, signal.SIGKILL)
+            killed.append(time.monotonic())
+            reachable(transport, ranks)
+
+        group = make_group(Fragile)
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "_dial", lambda self: None)
+            patch.setattr(RayTransport, "check_reachable", kill_first)
+            with pytest.raises(WorkerDiedError, match="rank 1 died"):
+                group.restart()
+        assert time.monotonic() - killed[0] < 5
+        group.restart()
+        assert group.ping() == [0, 1, 2, 3]
 
 
 LARGE = [-1] * 50_000

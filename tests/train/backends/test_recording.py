@@ -1,6 +1,7 @@
 """What a `RunLog` records of training on several ranks, and the replay of a recorded step in this process."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -139,8 +140,13 @@ def test_replays_of_one_rank_are_equal_bit_for_bit(fsdp_groups, llama_folder, tm
 def test_tensor_parallel_step_of_megatron_is_replayed_on_one_rank(megatron_groups, llama_folder, tmp_path):
     args = {"train_backend": "megatron", "tensor_model_parallel_size": 2, "hf_checkpoint": llama_folder}
     record(megatron_groups(2), tmp_path, args)
-    done = replay(tmp_path / "run", 3)
-    assert not done.exact and done.begun == 2 and done.different == {}, str(done)
+    # In a process of its own: to run Megatron's ranks without a GPU, their module replaces functions of torch.
+    command = [sys.executable, "-m", "workers.tracking.replay", str(tmp_path / "run"), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^step 3, from step 2 on: all \d+ metrics are equal within ", done.stdout, re.MULTILINE), (
+        done.stdout
+    )
 
 
 @pytest.mark.full("a replay under a debugger, in a process of its own")
