@@ -262,9 +262,11 @@ def known_mode(mode: object) -> DispatchMode:
     )
 
 
-def cuts_rows(mode: DispatchMode, execute: ExecuteMode) -> bool:
-    """Whether calls cut batches into rows. The functions of a custom mode may."""
-    return not execute.rank_zero and (not isinstance(mode.mode, Mode) or mode.mode.cut is Cut.ROWS)
+def check_uneven(where: str, uneven: str, mode: DispatchMode, execute: ExecuteMode) -> None:
+    """Raise a `ValueError` if ``uneven``, other than "error", would have no effect. With a custom mode it may have."""
+    whole = execute.rank_zero or (isinstance(mode.mode, Mode) and mode.mode.cut is not Cut.ROWS)
+    if uneven != "error" and whole:
+        raise ValueError(f"{where}(uneven={uneven!r}): {mode!r} with {execute!r} cuts no batch into rows; leave it out")
 
 
 def known_execute_mode(mode: object) -> ExecuteMode:

@@ -19,7 +19,7 @@ from dispatch.batch import UNEVEN, Broadcast, Deferred, Share, described, share_
 from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
-from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode, cuts_rows
+from dispatch.modes import CustomMode, Cut, Join, Mode, RefusedMode, check_uneven
 from dispatch.register import CALL_OPTIONS, Attribute, MethodSpec, check_arguments, misfit
 
 Parameter = int | str | tuple[Any, ...]
@@ -110,9 +110,8 @@ def plan_call(
     uneven = declared.uneven if uneven is None else uneven
     if uneven not in UNEVEN:
         raise ValueError(f"uneven={uneven!r}: known are {', '.join(map(repr, UNEVEN))}")
-    if uneven != "error" and not cuts_rows(declared.mode, declared.execute):
-        how = f"{declared.mode!r} with {declared.execute!r} cuts no batch into rows"
-        raise ValueError(f"{spec.label}.options(uneven={uneven!r}): {how}; leave it out")
+    if uneven != declared.uneven:
+        check_uneven(f"{spec.label}.options", uneven, declared.mode, declared.execute)
     mode = declared.mode.mode
     if isinstance(mode, RefusedMode):
         raise DispatchError(f"{spec.label}() cannot be called from the driver: {mode.reason}", method=spec.name)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_arg
 
 from dispatch.batch import UNEVEN, Uneven
 from dispatch.checks import naming_keywords
-from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, cuts_rows, known_execute_mode, known_mode
+from dispatch.modes import Dispatch, DispatchMode, Execute, ExecuteMode, check_uneven, known_execute_mode, known_mode
 from dispatch.move import check_device_name
 from dispatch.typed import Blocks, ReturnsFuture, ToAny, ToValue
 
@@ -199,8 +199,8 @@ def register(
             of the group that restarts count, not those of its copies in other processes.
 
     Raises:
-        ValueError: a mode or option is unknown (the message lists the known ones), or ``uneven`` is given to a mode
-            that cuts no batches. Raised when the class is defined.
+        ValueError: a mode or option is unknown (the message lists the known ones), or ``uneven`` would have no
+            effect because calls cut no batch into rows. Raised when the class is defined.
         TypeError: the decorated object is not a function, or an option has the wrong type.
     """
     if inspect.isfunction(dispatch_mode):
@@ -218,10 +218,7 @@ def register(
         if not isinstance(flag, bool):
             raise TypeError(f"register({name}=...) is True or False, got {flag!r}")
     mode, execute = known_mode(dispatch_mode), known_execute_mode(execute_mode)
-    if uneven != "error" and not cuts_rows(mode, execute):
-        raise ValueError(
-            f"register(uneven={uneven!r}): {mode!r} with {execute!r} cuts no batch into rows; leave it out"
-        )
+    check_uneven("register", uneven, mode, execute)
     registration = Registration(
         mode=mode,
         execute=execute,

@@ -177,13 +177,14 @@ class RayTransport(Transport):
     def check_reachable(self, ranks: Sequence[int]) -> None:
         """Wait until connections to ranks are open, or one of the ranks has died: the next call raises that. A
         `StartError` if a connection does not open although no rank has died."""
+        links = [self._links[rank] for rank in ranks]
         end = time.monotonic() + OPEN_SECONDS
-        while closed := wait_open([self._links[rank] for rank in ranks], DEATH_POLL_SECONDS):
+        while closed := wait_open(links, DEATH_POLL_SECONDS):
             if not self.deaths().keys().isdisjoint(ranks):
                 return
             if time.monotonic() > end:
                 address = closed[0].address
-                rank = next(rank for rank in ranks if self._links[rank] is closed[0])
+                rank = ranks[links.index(closed[0])]
                 raise StartError(
                     f"the driver cannot connect to rank {rank} at port {address.port} of {address.host} within "
                     f"{OPEN_SECONDS:g} s, although its process is alive. Open the ports of the workers' hosts to the "

@@ -1,4 +1,4 @@
-"""What a `RunLog` records of training on several ranks, and the replay of a recorded step in this process."""
+"""What a `RunLog` records of training on several ranks, and the replay of a recorded step."""
 
 import json
 import re
