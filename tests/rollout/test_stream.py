@@ -158,19 +158,21 @@ def test_without_staleness_it_returns_what_the_manager_generates(group):
 )
 def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mode):
     manager = managed(request.getfixturevalue(workers), LONG)
-    found, mixed = [], 0
+    batches = []
     with streaming(manager, mode=mode, max_staleness=2, requests_per_worker=2 * SAMPLES) as stream:
-        for version in range(1, 9):
+        for version in range(1, 9):  # nothing else here, so that updates find requests in flight
             update(stream, manager, version)
-            data = stream.take(30)
-            found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
-            for of in check_log_probs(data):
-                assert of == sorted(of) and len(of) <= 60 and version - 2 <= of[0] and of[-1] <= version
-                mixed += of[0] != of[-1]
-            assert data["min_weight_versions"].min() >= version - 2
+            batches.append(stream.take(30))
+    found, mixed = [], 0
+    for version, data in enumerate(batches, 1):
+        found += group_numbers(data["group_ids"])[::SAMPLES].tolist()
+        for of in check_log_probs(data):
+            assert of == sorted(of) and len(of) <= 60 and version - 2 <= of[0] and of[-1] <= version
+            mixed += of[0] != of[-1]
+        assert data["min_weight_versions"].min() >= version - 2
+        assert data["completion_lengths"].unique().tolist() == [60]
     assert found == list(range(8 * B))
     assert mixed > 0 if mode == "interrupt" else mixed == 0
-    assert data["completion_lengths"].unique().tolist() == [60]
 
 
 def test_one_step_off_policy_generates_the_next_batch_meanwhile(group):
