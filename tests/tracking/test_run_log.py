@@ -133,8 +133,11 @@ def test_samples_hold_what_the_batch_has(tmp_path):
     assert arrays["rewards"].tolist() == batch["rewards"].tolist()
     assert arrays["groups"].tolist() == batch["group_ids"].tolist()
     assert arrays["row/truncated"].tolist() == batch["truncated"].tolist()
-    words = {line["id"]: line["text"] for line in lines(tmp_path / "run", VOCABULARY)}
-    assert words == {token: f"<{token}>" for token in {1, *range(300, 306)}}
+    for step in (4, 5):  # a run that resumes writes no text again
+        with RunLog(run_dir=tmp_path / "run", tokenizer=Words()) as log:
+            log.log(step, {}, log.mark(step, batch))
+    words = [(line["id"], line["text"]) for line in lines(tmp_path / "run", VOCABULARY)]
+    assert words == [(token, f"<{token}>") for token in (1, *range(300, 306))]
 
 
 def test_of_a_large_batch_the_worst_and_the_best_groups_are_recorded(tmp_path):

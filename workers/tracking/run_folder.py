@@ -47,6 +47,7 @@ _LOG_BYTES = 64 << 20
 """Size at which the older half of the timeline or of the events is dropped."""
 
 _STEP = re.compile(rb'\{"step": (-?\d+),')
+_TOKEN = re.compile(rb'^\{"id": (\d+),', re.MULTILINE)
 
 
 class RunFolderInUse(RuntimeError):
@@ -351,6 +352,10 @@ class RunFolder(Closing):
     def timeline(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Write parts of calls."""
         self._timeline.add(entries)
+
+    def tokens(self) -> list[int]:
+        """Return the tokens whose texts are written."""
+        return [int(token) for token in _TOKEN.findall((self.path / VOCABULARY).read_bytes())]
 
     def words(self, texts: Mapping[int, str]) -> None:
         """Write the texts of tokens."""

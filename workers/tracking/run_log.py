@@ -134,6 +134,7 @@ class RunLog(Closing):
                 keep_bytes=check_count("keep_bytes", keep_bytes),
             )
             self.run_dir = self._folder.path
+            self._known_tokens = np.bincount(np.array(self._folder.tokens(), int)) > 0
         self._loggers: dict[str, Logger] = {}
         self._told = None if self._folder is None else self._folder.last_step  # the last step that loggers have
         try:
