@@ -32,7 +32,7 @@ from single_controller.view.run_files import (
     sample_steps,
 )
 from workers import RunLog, read_args
-from workers.tracking.run_folder import RunFolderInUse
+from workers.tracking.run_folder import RunFolder, RunFolderInUse
 
 
 def lines(folder, name):
@@ -360,6 +360,20 @@ def test_a_fork_writes_nothing_and_does_not_hold_the_folder(tmp_path):
     assert check_folder(tmp_path) == [0, 1]
     assert [line["kind"] for line in lines(tmp_path, EVENTS)] == ["start", "end", "end"]
     assert [line["value"] for line in lines(tmp_path / "json", METRICS)] == [0, 1]
+
+
+def test_a_closed_folder_is_free_although_a_fork_has_not_left_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    fork = os.fork()
+    if not fork:  # as a fork of a log is before its first step
+        time.sleep(60)
+        os._exit(0)
+    try:
+        folder.close()
+        RunFolder(tmp_path).close()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
 
 
 def test_secrets_are_not_recorded(tmp_path, monkeypatch):

@@ -394,6 +394,8 @@ class RunFolder(Closing):
             self.event("end", f"the run has ended: {reason}", reason=reason)
             self.update(ended={"time": time.time(), "reason": reason})
         finally:
+            with suppress(OSError):  # closing alone would not unlock: a fork has the file too until it has left it
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             self.leave()
 
     def leave(self) -> None:
