@@ -25,7 +25,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture(params=["vllm", "openai"])
 def subject(server, request):
-    engine = HTTPEngine(server.url, dialect=request.param, api_key=KEY, timeout=60)
+    # the server compiles kernels for its first request, which takes more than a minute on a busy machine
+    engine = HTTPEngine(server.url, dialect=request.param, api_key=KEY, timeout=300)
     yield Subject(engine, config=CONFIG)
     engine.close()
 

@@ -31,7 +31,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(server):
-    engine = HTTPEngine(server.url, timeout=60, max_logprobs=64)
+    engine = HTTPEngine(server.url, timeout=300, max_logprobs=64)
     yield Subject(engine, config=CONFIG, positions=512)
     engine.close()
 
