@@ -1,7 +1,7 @@
 """Live: what the groups of a running run do now, for the page. It connects to the run's Ray cluster when it is asked.
 
 Lock: ``_looking`` makes requests take turns; all but the first of several get what that one saw. It is held while Ray
-and the ranks are asked, and no other lock is acquired meanwhile.
+and the ranks are asked, so it has the order 3 (docs/internals.md).
 """
 
 from __future__ import annotations

@@ -395,8 +395,8 @@ def _too_late(weak: weakref.ref[Link], dialling: Connection | socket.socket) -> 
 class Session:
     """What a rank keeps for one driver.
 
-    Lock: ``changed`` protects all fields, and wakes who waits for parts or results. Frames are sent under it, so that
-    they are in order also when the driver has dialled again.
+    Lock: ``changed`` protects all fields, and wakes who waits for parts or results. Replies are sent again under it
+    when the driver has dialled again (`Listener`).
     """
 
     def __init__(self, key: bytes) -> None:
