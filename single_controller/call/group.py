@@ -29,7 +29,7 @@ from single_controller.call.joining import Inputs
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
 from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
-from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Sent, Transport
+from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Resized, Sent, Transport
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import WorkerClass
 from single_controller.verl import VerlGroup
@@ -515,10 +515,15 @@ class WorkerGroup(VerlGroup, Closing):
             return self._invoke_in_loop(spec, args, kwargs, options)
         if self._state.unsent:
             self._wait_for_unsent()
-        self._check()
         must_not_wait = as_call and in_event_loop()
-        plan = self._plan(spec, args, kwargs, options)
-        call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
+        while True:
+            self._check()
+            plan = self._plan(spec, args, kwargs, options)
+            try:
+                call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
+                break
+            except Resized:
+                continue
         if spec.registration.replay:
             self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
         return call if as_call else call.value() if blocking else WorkerFuture(call)
@@ -606,19 +611,29 @@ class WorkerGroup(VerlGroup, Closing):
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
         begun = time.time()
-        if not wait and in_event_loop() and self._must_recover():
+        if self._state.recovers and self._state.referred:
+            self._state.look()
+        if not wait and in_event_loop() and self._state.recovers and self._state.dead:
             raise GroupBrokenError(
                 f"{self.name}: ranks have died, and an event loop must not wait until they are replaced; call "
                 "`await group.areplace()` first, or a registered method, whose .remote() waits in a thread"
             )
         if self._state.unsent:
             self._wait_for_unsent()
-        self._check()
         spec = self._any_method(name)
-        layout = _without_coordinates(self.world_size)
-        call = self._send(spec, plan(spec, layout, args, kwargs), begun=begun)
+
+        def planned(group: WorkerGroup) -> CallPlan:
+            return plan(spec, _without_coordinates(group.world_size), args, kwargs)
+
+        while True:
+            self._check()
+            try:
+                call = self._send(spec, planned(self), begun=begun)
+                break
+            except Resized:
+                continue
         if spec.registration.replay:
-            self._log_replay(call, spec, DECLARED, lambda group: plan(spec, layout, args, kwargs))
+            self._log_replay(call, spec, DECLARED, planned)
         return call.value() if wait else call.refs()
 
     def _check(self) -> None:
@@ -666,6 +681,7 @@ class WorkerGroup(VerlGroup, Closing):
 
         Raises:
             FutureInside: a future inside an argument may have to be waited for, and ``must_not_wait`` is set.
+            Resized: the plan is for another number of ranks.
         """
         state = self._state
         for future in plan.deferred:
@@ -677,6 +693,8 @@ class WorkerGroup(VerlGroup, Closing):
                 # Again: another thread may have closed the group while this one waited.
                 if transport is None or state.closed or state.broken is not None:
                     raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
+                if len(plan.shard_of) != transport.world_size:
+                    raise Resized
                 stats = self._worker_classes[self._role].stats if recorded else None
                 call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
                 inputs = Inputs(spec, plan) if plan.deferred else None
@@ -685,6 +703,11 @@ class WorkerGroup(VerlGroup, Closing):
                     if inputs is not None:
                         filled = inputs.fill(plan, wait=transport.synchronous, in_process=transport.in_process)
                     sent = transport.send(spec, filled, call)
+                    state.sent += 1
+                    call.number = state.sent
+                    call.sent(sent)
+                    if inputs is not None and sent.give is not None:
+                        inputs.follow(sent.give)
                 except PartlySentError as error:
                     # The ranks that have the call would wait for the others in its first collective.
                     cause, reached = error.__cause__, ranks_text(error.reached)
@@ -698,11 +721,6 @@ class WorkerGroup(VerlGroup, Closing):
                         # Ctrl-C in the middle: only some ranks may have the call. The next collective would hang.
                         state.break_(f"{type(error).__name__} while {spec.label}() was being sent")
                     raise
-                state.sent += 1
-                call.number = state.sent
-                call.sent(sent)
-                if inputs is not None and sent.give is not None:
-                    inputs.follow(sent.give)
         except FutureInside:
             if must_not_wait:
                 raise
@@ -721,8 +739,11 @@ class WorkerGroup(VerlGroup, Closing):
             names = ", ".join(f"group.{role}.layout" for role in self.roles)
             raise DispatchError(f"every role of {self.name} has its own layout: use {names}", method="layout")
         layout = self._known_layout(sufficient)
-        if layout is None:
-            call = self._send(self._any_method("_report"), CallPlan.empty(self.world_size), recorded=False)
+        while layout is None:
+            try:
+                call = self._send(self._any_method("_report"), CallPlan.empty(self.world_size), recorded=False)
+            except Resized:
+                continue
             layout = layout_from(call.value())
             self._class.layout = {rank: one.layout_version for rank, one in call.rank_results.items()}, layout
         return layout

@@ -14,6 +14,7 @@ from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec
 from single_controller.call.call import Call, CallOptions
 from single_controller.call.errors import GroupBrokenError, WorkerDiedError
+from single_controller.call.transport import Resized
 
 Part = tuple[int, ...]
 """The ranks of one call for a batch: all that the method has, or one, if ranks are independent."""
@@ -96,8 +97,13 @@ class BatchMap:
         return [(rank,) for rank, shard in of.items() if shard.real != 0]
 
     def _send(self, batch: _Batch) -> None:
-        if self._is_complete(batch):
-            return
+        while not self._is_complete(batch):
+            try:
+                return self._send_parts(batch)
+            except Resized:
+                continue
+
+    def _send_parts(self, batch: _Batch) -> None:
         self._group._check()  # has dead ranks replaced, if the group does
         plan = batch.plan
         if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards

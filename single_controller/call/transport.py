@@ -86,6 +86,10 @@ class PartlySentError(Exception):
         self.failed = failed
 
 
+class Resized(Exception):
+    """A call was planned before another thread changed the number of ranks. Nothing was sent: plan it again."""
+
+
 class Transport(ABC):
     """The workers of one group. `send` is called by one thread at a time, all other methods by any thread.
 
