@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -23,12 +24,15 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from dispatch.checks import check_count, check_seconds
+from dispatch.plan import CallPlan
 from single_controller.call.call import DEATH_SHOWS_SECONDS, MAX_PROBED, CallOptions
 from single_controller.call.codec import decode_result
 from single_controller.call.errors import (
+    CallTimeoutError,
     GroupBrokenError,
     StartError,
     WorkerDiedError,
+    ranks_text,
 )
 from single_controller.call.future import off_loop
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, check_ranks
@@ -64,6 +68,9 @@ from single_controller.verl import MegatronInfo, VerlOptions, check_verl_options
 ON_DEATH = ("error", "replace", "shrink")
 
 CHANGE_SECONDS = 300.0
+JOIN_SECONDS = 10.0
+"""Seconds that idle ranks have at least to join, also if the start of new ones has used the timeout up."""
+
 TRIES = 3
 """How often ranks are replaced or dropped again because further ones have died meanwhile, and how often a standby is
 started again that dies before it is ready."""
@@ -259,10 +266,9 @@ class RayWorkerGroup(WorkerGroup):
     def _take_over(cls, left: Takeover) -> Self:
         """A group of workers whose driver has ended."""
         plan = left.plan
-        self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous, plan.error_grace)
+        self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous, plan.error_grace, plan.collectives)
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
-        self._collectives, self._state.recovers = plan.collectives, plan.on_death != "error"
-        self._state.independent = not plan.collectives
+        self._state.recovers = plan.on_death != "error"
         self._owned_placement, self._takeover_data = left.placement_groups, left.data
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state)
@@ -277,10 +283,12 @@ class RayWorkerGroup(WorkerGroup):
         ranks: Sequence[Rank],
         rendezvous: tuple[str, int],
         error_grace: float = ERROR_GRACE_SECONDS,
+        collectives: bool = True,
     ) -> Self:
         """A group of workers that another driver started."""
         self = cls.__new__(cls)
         WorkerGroup.__init__(self, classes, name, error_grace)
+        self._collectives, self._state.independent = collectives, not collectives
         self._state.transport, self._rendezvous = RayTransport(ranks), rendezvous
         return self
 
@@ -290,7 +298,8 @@ class RayWorkerGroup(WorkerGroup):
         classes = {role: one.cls for role, one in self._worker_classes.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
-        return type(self)._attached, (classes, name, ranks, self._rendezvous, self._state.error_grace)
+        grace, collectives = self._state.error_grace, self._collectives
+        return type(self)._attached, (classes, name, ranks, self._rendezvous, grace, collectives)
 
     # --- for users of Ray ---------------------------------------------------------------------------------------------
 
@@ -356,7 +365,10 @@ class RayWorkerGroup(WorkerGroup):
         return self._start_plan
 
     def close(self) -> None:
-        """End the workers, unless another driver started them. A second close does nothing."""
+        """End the workers, unless another driver started them. A second close does nothing, and neither does one in a
+        fork."""
+        if os.getpid() != self._state.pid:  # a thread of the parent may have held a lock at the fork
+            return
         if self._owns:
             super().close()
             if self._owned_placement and self._ray.connected:
@@ -469,6 +481,7 @@ class RayWorkerGroup(WorkerGroup):
             GroupClosedError, GroupBrokenError: the group takes no calls, or another driver started these workers.
             ValueError: ``count`` is not a positive multiple of a replica's size.
             PlacementError: there is no room for ``count`` ranks, or a process has not started within ``timeout``.
+            CallTimeoutError: the ranks have not ended their calls within ``timeout``. The group is as before.
             SingleControllerError: what starting workers, a repeated call or `Worker.on_membership_change` raises. If
                 that is before the ranks have joined, the group is as before, and otherwise broken.
         """
@@ -499,10 +512,11 @@ class RayWorkerGroup(WorkerGroup):
                 f"{self.name}: a process for a new rank could not be started: {one_line(error)}"
             ) from error
         finally:
-            for one in recruits:
-                if one in self._ray.standbys and self._ray.connected:  # it was not added
-                    self._ray.standbys.remove(one)
-                    one.end()
+            with self._state.sending:  # another thread may be making one of them a rank
+                for one in recruits:
+                    if one in self._ray.standbys and self._ray.connected:  # it was not added
+                        self._ray.standbys.remove(one)
+                        one.end()
 
     def replace_or_shrink(self) -> None:
         """What ``on_death="shrink"`` does: `replace` if there are enough standbys for the ranks that have died, and
@@ -534,6 +548,8 @@ class RayWorkerGroup(WorkerGroup):
         plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
         wait = partial(self._wait_for_constructors, timeout=plan.start_timeout)
         self._state.transport, self._rendezvous = start(plan, wait, again, self.generation + again)
+        if again:
+            self._ray.fresh = frozenset(range(self.world_size))  # until `_replay` has repeated all calls on them
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         self._owned_plan()
@@ -548,7 +564,8 @@ class RayWorkerGroup(WorkerGroup):
             self._fill(ranks, plan.start_timeout)
 
     def _replay(self, ranks: Collection[int] | None) -> None:
-        super()._replay(ranks)
+        # Also on ranks that were filled before, if that failed before they had all calls.
+        super()._replay(None if ranks is None else {*ranks, *self._ray.fresh})
         self._ray.fresh = frozenset()
 
     # --- how the ranks change -----------------------------------------------------------------------------------------
@@ -582,8 +599,9 @@ class RayWorkerGroup(WorkerGroup):
         with self._state.sending:  # from the first try to the last, so that no other thread sends in between
             self._owned_plan()
             more: Collection[int] = () if ranks is None else check_ranks(method, ranks, self.world_size)
+            filled: Collection[int] = ()  # the group still counts them as dead, but they have new processes
             for tries in reversed(range(TRIES)):
-                dead = {*more, *self._state.dead, *self._transport.deaths()}
+                dead = {*more, *(set(self._state.dead) - set(filled)), *self._transport.deaths()}
                 if not dead and self.broken is None:
                     dead |= self._find_dead(end)
                 if not dead and self.broken is None:
@@ -595,7 +613,7 @@ class RayWorkerGroup(WorkerGroup):
                 except WorkerDiedError as error:
                     if not tries:
                         raise
-                    more = error.ranks
+                    more, filled = error.ranks, self._ray.fresh
                     logger.warning("%s: another rank died in %s(): %s", self.name, method, error)
 
     def _change(self, change: Callable[[], None], end: float) -> None:
@@ -676,8 +694,17 @@ class RayWorkerGroup(WorkerGroup):
 
         def add() -> None:
             self._state.transport = enlist(plan, before, present, self.generation + 1)
-            self._join(before, encoded, _left(end))
+            self._join(before, encoded, max(JOIN_SECONDS, _left(end)))
 
+        # Not with the timeout of a call: if the ranks need longer, only this wait ends, and the group goes on.
+        group = self if self._class is not None else self._role_group(self.roles[0])
+        reports = group._send(group._any_method("_report"), CallPlan.empty(before.world_size), recorded=False)
+        try:
+            reports.wait(_left(end))
+        except CallTimeoutError as error:
+            error.add_note(f"grow() waited for the calls of {ranks_text(error.ranks)} to end; the group is as before")
+            raise
+        reports.check()
         if not plan.collectives:
             try:
                 add()
@@ -689,7 +716,6 @@ class RayWorkerGroup(WorkerGroup):
                 self._state.restarts += 1
                 self._state.on_change()
             return new
-        self._run_in_each_role("_report", _left(end))  # it ends after the calls that the ranks have
         self._change(add, end)
         return new
 

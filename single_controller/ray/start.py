@@ -129,7 +129,8 @@ def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: 
 def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation: int) -> RayTransport:
     """End all ranks but some, which get the numbers 0, 1, ... when they join. Returns what `fill` does."""
     _end(before, sorted(set(range(before.world_size)) - set(kept)))
-    left = _transport(plan, [before.ranks[rank] for rank in kept], generation, before)
+    fresh = frozenset(number for number, rank in enumerate(kept) if rank in before.fresh)
+    left = _transport(plan, [before.ranks[rank] for rank in kept], generation, before, fresh)
     left.standbys = living_standbys(before)
     return left
 
