@@ -372,6 +372,9 @@ class Call:
             refusal = self._state.refusal()
             if refusal is not None:
                 self._settle(refusal)
+            sent = self._sent
+            if self._pending and sent is not None and sent.give is not None and not self._state.closed:
+                sent.give(None)  # a rank that waits for a deferred argument could not join before it has come
             self._pending.clear()
             self._state.calls.discard(self)
 
@@ -522,6 +525,7 @@ class Call:
             self.settled
             and self._failed_at is not None
             and now - self._failed_at > self._state.error_grace
+            and not self._state.independent
             and not all(failure.alike for failure in failures)
         ):
             # The others probably wait for the failed rank in a collective. Only new workers can end that. Ranks whose

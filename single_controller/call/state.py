@@ -204,8 +204,9 @@ class GroupState:
         """Inside, the group gets other workers. Its running calls end, and calls of other threads wait. The body calls
         `reopen` when the workers have started. If it raises, the group stays broken. The caller holds ``sending``."""
         self.check_closed()
-        self.restarting = True
-        self.break_("it is being restarted")
+        with self.lock:  # at once, or a watcher would break the new group for the deaths of the old one
+            self.restarting = True
+            self.break_("it is being restarted")
         try:
             yield
             self.restarts += 1
@@ -215,6 +216,8 @@ class GroupState:
                 self.broken = None
                 first_line = str(error).partition("\n")[0]
                 self.break_(f"its restart failed with {type(error).__name__}: {first_line}", self.dead)
+            if self.closed and self.transport is not None:  # `close` may have ended the workers of before alone
+                self.transport.kill()
             raise
         finally:
             self.restarting = False
@@ -436,13 +439,14 @@ class Watcher(Closing):
     def _ask(self, state: GroupState, transport: Transport, restarts: int) -> WorkerDiedError | None:
         deaths = transport.deaths()
         dead = sorted(r for r in deaths if (restarts, r) not in self._reported and r not in transport.restarted)
-        # A restart or close() ends workers on purpose. It may have begun after deaths() was asked.
-        if not dead or transport.ended or state.restarting or state.closed or state.transport is not transport:
-            return None
-        self._reported.update((restarts, rank) for rank in dead)
-        hosts = hosts_text([transport.host(rank) for rank in dead])
-        message = f"{ranks_text(dead)} died ({hosts}): {deaths[dead[0]]}"
-        state.break_(message, dead, deaths[dead[0]])
+        with state.lock:
+            # A restart or close() ends workers on purpose. It may have begun after deaths() was asked.
+            if not dead or transport.ended or state.restarting or state.closed or state.transport is not transport:
+                return None
+            self._reported.update((restarts, rank) for rank in dead)
+            hosts = hosts_text([transport.host(rank) for rank in dead])
+            message = f"{ranks_text(dead)} died ({hosts}): {deaths[dead[0]]}"
+            state.break_(message, dead, deaths[dead[0]])
         return WorkerDiedError(message, rank=dead[0], host=transport.host(dead[0]), ranks=dead)
 
     def __repr__(self) -> str:

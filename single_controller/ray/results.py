@@ -45,7 +45,11 @@ DEAD_SECONDS = 1.0
 """How long a value may take to arrive whose rank is known to be dead."""
 
 RESULT = "result"
-"""Ray's concurrency group for results, which must not wait for calls."""
+"""Ray's concurrency group for results of running calls. Each waits in a thread until its call has ended."""
+
+ENDED = "ended"
+"""Ray's concurrency group for results of calls that have ended, which must not wait for those of running calls: a call
+may need them as an argument."""
 
 CANCEL_SECONDS = 0.3
 """How long a rank whose driver has cancelled a call still waits for the error of the call that computes an argument."""
@@ -102,6 +106,10 @@ class RankReply(Reply):
             self.lose(f"its reply cannot be read here: {type(error).__name__}: {error}", dead=False)
 
     def _tell(self, result: RankResult) -> None:
+        if result.rank != self.rank:  # the process has no rank yet, or has had another one when the call ran
+            result = result._replace(rank=self.rank)
+            if result.failure is not None:
+                result.failure.rank = self.rank
         self.result = result
         call = self.call()
         if call is not None:
@@ -136,7 +144,7 @@ class RankReply(Reply):
         return self._task("_sc_value").remote(kept if isinstance(kept, tuple) else [kept])
 
     def _task(self, name: str) -> Any:
-        return getattr(self.actor, name).options(concurrency_group=RESULT)
+        return getattr(self.actor, name).options(concurrency_group=ENDED if self.kind else RESULT)
 
 
 class RayResults:

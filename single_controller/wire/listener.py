@@ -163,11 +163,11 @@ class Listener:
                 text = f"-{name} failed: {type(error).__name__}: {error}"
         connection.send(Kind.ANSWER, number, text.encode(errors="replace")[:MAX_FRAME_BYTES])
 
-    @staticmethod
-    def _lost(session: Session, connection: Connection) -> None:
+    def _lost(self, session: Session, connection: Connection) -> None:
         with session.changed:
             if session.connection is connection:
                 session.connection, session.left = None, time.monotonic()
+        hub.later(SESSION_SECONDS + 1, self._forget_old_sessions)
 
     def _forget_old_sessions(self) -> None:
         now = time.monotonic()

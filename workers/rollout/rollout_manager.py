@@ -57,7 +57,8 @@ class RolloutManager:
 
     Args:
         group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or that role of a colocated group. If one
-            engine raises, the other workers have the group's ``error_grace`` seconds to finish.
+            engine raises, the other workers have the group's ``error_grace`` seconds to finish, or, with
+            ``collectives=False``, as long as they need.
         sampling_params: how to sample.
         reward_function: ``reward(prompt_ids, completion_ids, **columns) -> float``. It gets two lists of token ids, and
             the extras of this prompt that its parameters name. An ``async def`` runs for several completions at once.

@@ -104,6 +104,7 @@ class Executor:
                     self._role_workers[role] = worker
         except BaseException as error:
             self.workers.clear()  # the constructors may run again
+            self._role_workers.clear()
             if self._reraise(error):
                 raise
             return self.failed(error, "__init__", self.starting)
@@ -391,8 +392,9 @@ class Executor:
         with self._loop_lock:  # another thread may close the executor at any time
             loop = self._loop
             if loop is None:
-                loop = self._loop = asyncio.new_event_loop()
+                loop = asyncio.new_event_loop()
                 threading.Thread(target=_run_loop, args=(loop,), name="worker-loop", daemon=True).start()
+                self._loop = loop  # only now: without a thread, it would run nothing
 
         async def outcome() -> tuple[Any, BaseException | None]:
             try:

@@ -35,7 +35,7 @@ from single_controller.ray.rank.call_thread import CallThread, current
 from single_controller.ray.rank.collectives import abort_collectives, end_collectives, listening_ports
 from single_controller.ray.rank.devices import SOCKET_INTERFACES, own_devices, set_environment
 from single_controller.ray.rank.frames import frames_file
-from single_controller.ray.results import RESULT, Kept, fetch, what_is_lost
+from single_controller.ray.results import ENDED, RESULT, Kept, fetch, what_is_lost
 from single_controller.wire.handshake import Kind, WireAddress
 from single_controller.wire.link import INPUTS_OF, Answer, Session
 from single_controller.wire.listener import Listener
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 TAKE = "take"
 """Ray's concurrency group for arguments, which must not wait for calls."""
 
-CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16}
+CONCURRENCY_GROUPS = {TAKE: 1, RESULT: 16, ENDED: 2}
 
 
 class Location(NamedTuple):

@@ -1,0 +1,279 @@
+"""Calls of other threads, results and errors while a group changes its ranks, and changes that fail halfway."""
+
+import asyncio
+import os
+import pickle
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from replace_workers import Lone, Member
+from waits import wait_gone, wait_until, within
+
+from single_controller import (
+    CallTimeoutError,
+    Dispatch,
+    GroupBrokenError,
+    GroupClosedError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    StartError,
+    Worker,
+    WorkerDiedError,
+    WorkerError,
+    register,
+)
+from single_controller.ray import group as ray_group
+from single_controller.ray.transport import RayTransport
+from single_controller.wire.handshake import Kind
+
+
+class Loaded(Worker):
+    """Has to load something before it is of any use. ``load`` fails while ``fail`` exists."""
+
+    def __init__(self, fail):
+        super().__init__()
+        self.fail, self.value = Path(fail), None
+
+    @register(Dispatch.ONE_TO_ALL, replay=True)
+    def load(self, value):
+        if self.fail.exists():
+            raise OSError("the checkpoint cannot be read")
+        self.value = value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def get(self, argument=None):
+        return self.value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self):
+        return self.rank, self.world_size, os.getpid()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def rows(self, x):
+        return torch.tensor([[self.rank, self.world_size]] * len(x))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, path):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait(self, seconds, fail=None):
+        if self.rank == fail:
+            raise KeyError(f"rank {fail}")
+        time.sleep(seconds)
+        return bytes(1_000_000)
+
+
+@pytest.fixture(scope="module")
+def wide(pool):
+    with RayResourcePool([4], use_gpu=False) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def fail(tmp_path_factory):
+    return tmp_path_factory.mktemp("loaded") / "fail"
+
+
+@pytest.fixture(scope="module")
+def loaded(wide, fail):
+    with RayWorkerGroup(wide, RayClassWithInitArgs(Loaded, str(fail))) as group:
+        group.load(7)
+        yield group
+
+
+@pytest.fixture
+def three(loaded, fail):
+    """The group with three ranks, and room for one."""
+    fail.unlink(missing_ok=True)
+    if loaded.broken is not None or loaded.world_size < 3:
+        loaded.restart()
+    if loaded.world_size > 3:
+        loaded.shrink([3])
+    return loaded
+
+
+def kill(group, rank):
+    os.kill(group.status().ranks[rank].process.pid, signal.SIGKILL)
+    with pytest.raises((WorkerDiedError, GroupBrokenError)):
+        group.wait(1.0)
+
+
+CALLS = {
+    "method": lambda group: [place[:2] for place in group.place()],
+    "execute": lambda group: [place[:2] for place in group.execute_all_sync("place")],
+    "map": lambda group: list(dict.fromkeys(map(tuple, next(group.map("rows", [torch.zeros(12, 2)])).tolist()))),
+}
+
+
+@pytest.mark.parametrize("change", ["shrink", "grow", "restart"])
+@pytest.mark.parametrize("how", CALLS)
+def test_call_that_waited_for_a_change_reaches_the_ranks_that_there_are_now(three, change, how):
+    size = {"shrink": 2, "grow": 4, "restart": 4}[change]
+    with ThreadPoolExecutor(1) as others:
+        with three._state.sending:
+            waiting = others.submit(CALLS[how], three)
+            time.sleep(0.3)  # it is planned for three ranks
+            getattr(three, change)(*([[2]] if change == "shrink" else []))
+        assert waiting.result(20) == [(rank, size) for rank in range(size)]
+    assert three.get() == [7] * size
+
+
+def test_call_while_the_group_waits_for_running_calls_to_grow(three, tmp_path):
+    running = three.wait_for.remote(str(tmp_path / "go"))
+    with ThreadPoolExecutor(2) as others:
+        grown = others.submit(three.grow)
+        wait_until(lambda: len(three._state.running()) == 2)  # of which one is how it waits
+        place = others.submit(three.place)
+        time.sleep(0.3)
+        (tmp_path / "go").touch()
+        assert [one[:2] for one in place.result(20)] == [(rank, 4) for rank in range(4)]
+        assert grown.result(20) == (3,) and running.result() == [None] * 3
+
+
+@pytest.mark.parametrize("change", ["replace", "shrink"])
+def test_ranks_that_wait_for_an_argument_are_free_for_a_change(three, fail, change):
+    made = RayClassWithInitArgs(Loaded, str(fail))
+    with RayResourcePool([1], use_gpu=False) as one, RayWorkerGroup(one, made) as producer:
+        waiting = three.get.remote(producer.wait.remote(60.0))
+        kill(three, 1)
+        with within(20):
+            getattr(three, change)()
+        with pytest.raises((WorkerDiedError, GroupBrokenError)):
+            waiting.result(5)
+        assert three.get() == [7] * (3 if change == "replace" else 2)
+
+
+def test_ranks_whose_repeated_calls_failed_get_them_in_the_next_change(three, fail):
+    fail.touch()
+    with pytest.raises(WorkerError, match="cannot be read"):
+        three.restart()
+    fail.unlink()
+    three.replace()  # no rank has died, but none has loaded anything
+    assert three.get() == [7] * 4
+    kill(three, 2)
+    fail.touch()
+    with pytest.raises(WorkerError, match="cannot be read"):
+        three.replace()
+    fail.unlink()
+    assert three.shrink([3]) == (3,)
+    assert three.get() == [7] * 3
+
+
+def test_start_whose_arguments_are_lost_is_an_error(wide, loaded, fail, monkeypatch):
+    def lose(self, rank, beside, session, number):
+        if rank == 1:
+            threading.Timer(0.5, self._links[rank].tell, (Kind.CANCEL, number)).start()
+        else:
+            give(self, rank, beside, session, number)
+
+    give = RayTransport._give
+    monkeypatch.setattr(RayTransport, "_give", lose)
+    with within(30), pytest.raises(StartError) as error:
+        RayWorkerGroup(wide, RayClassWithInitArgs(Lone))
+    assert error.value.rank == 1
+
+
+def test_results_of_calls_that_have_ended_do_not_wait_for_running_ones(three):
+    first = three.wait.remote(1.0)
+    second = three.get.remote(first)
+    refs = [three.execute_all_async("place") for _ in range(20)]
+    assert second.result(20) == [7] * 3
+    assert [len(ray.get(one, timeout=20)) for one in refs] == [3] * 20
+
+
+def test_calls_outlive_a_growth_that_did_not_wait_long_enough(three):
+    running = three.wait.remote(4.0)
+    with pytest.raises(CallTimeoutError, match="_report") as error:
+        three.grow(timeout=2.0)
+    assert "the group is as before" in error.value.__notes__[0]
+    assert len(running.result(20)) == 3 and three.broken is None
+    assert three.grow() == (3,) and three.get() == [7] * 4
+
+
+def test_close_while_ranks_are_replaced_leaves_no_process(pool, fail, monkeypatch):
+    def closing(*args, **kwargs):
+        filled = fill(*args, **kwargs)
+        made.extend(rank.location.pid for rank in filled.ranks)
+        closer = threading.Thread(target=group.close)
+        closer.start()
+        closer.join()
+        return filled
+
+    made, fill = [], ray_group.fill
+    with RayResourcePool([2], use_gpu=False) as small:
+        group = RayWorkerGroup(small, RayClassWithInitArgs(Loaded, str(fail)))
+        kill(group, 1)
+        monkeypatch.setattr(ray_group, "fill", closing)
+        with pytest.raises(GroupClosedError):
+            group.replace()
+        wait_gone(made)
+
+
+def test_references_in_an_event_loop_of_a_group_that_recovers(pool, fail):
+    async def twice():
+        return [ref for _ in range(2) for ref in group.execute_all_async("wait", 0.5)]
+
+    with (
+        RayResourcePool([2], use_gpu=False) as small,
+        RayWorkerGroup(small, RayClassWithInitArgs(Loaded, str(fail)), on_death="replace") as group,
+    ):
+        assert [len(one) for one in ray.get(asyncio.run(twice()), timeout=20)] == [1_000_000] * 4
+
+
+def test_error_without_collectives_leaves_the_other_ranks_alone(pool, fail):
+    with (
+        RayResourcePool([2], use_gpu=False) as small,
+        RayWorkerGroup(small, RayClassWithInitArgs(Loaded, str(fail)), collectives=False, error_grace=0.3) as group,
+    ):
+        with pytest.raises(KeyError, match="rank 0"):
+            group.wait(1.5, fail=0)
+        assert group.get() == [None] * 2 and group.broken is None
+        assert pickle.loads(pickle.dumps(group)).collectives is False
+
+
+def test_retry_does_not_replace_a_rank_again(pool, tmp_path, monkeypatch):
+    """Rank 2 dies before rank 1 has joined."""
+
+    def killing(*args, **kwargs):
+        filled = fill(*args, **kwargs)
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        return filled
+
+    fill, hold = ray_group.fill, {"HOLD_STANDBY": str(tmp_path / "hold")}
+    monkeypatch.setattr(ray_group, "fill", killing)
+    with (
+        RayResourcePool([5], use_gpu=False) as small,
+        RayWorkerGroup(small, RayClassWithInitArgs(Member, str(tmp_path)), standby=2, worker_env=hold) as group,
+    ):
+        wait_until(lambda: [bool(one.memory) for one in group.standbys()] == [True] * 2, 30)
+        standbys = {one.location().pid for one in group._transport.standbys}
+        (tmp_path / "hold").touch()  # no standby follows them
+        victim = group.status().ranks[2].process.pid
+        with pytest.raises(WorkerDiedError):
+            group.total(kill=1)
+        assert set(group.replace()) == {1, 2}
+        assert {one["pid"] for one in group.me()} > standbys
+        (tmp_path / "hold").unlink()
+
+
+def test_close_in_a_fork_waits_for_no_lock(three):
+    with three._registration._writing:
+        fork = os.fork()
+        if not fork:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # which ends it
+            three.close()
+            os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert three.get() == [7] * 3
