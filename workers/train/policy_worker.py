@@ -204,6 +204,8 @@ class PolicyTrainWorker(ModelWorker):
         watches = kept is not None and ("old_log_probs" not in data or args.use_rollout_logprobs)
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
+        # Until all steps are taken, nobody may take this for the state after a rollout.
+        self.next_rollout_id = None
         for epoch in range(args.ppo_epochs):
             for rows in self._rows_of_steps(data, epoch):
                 part = rows_of(data, rows)

@@ -8,6 +8,8 @@ import torch
 from train_helpers import begin, learn, rollout, small_llama
 from waits import wait_until
 
+from workers.recovery.train_recovery import common_position
+
 pytestmark = pytest.mark.timeout(180)
 
 FSDP = {"train_backend": "fsdp"}
@@ -139,6 +141,35 @@ def test_weights_of_older_versions_are_restored_too(fsdp_groups, llama_folder, d
     assert same(states(group), expected)
     versions = group.worker_group.execute_with_func_generator(lambda worker: worker._versions)
     assert versions == [{"old_actor": 0, "rollout_actor": 1}] * 2
+
+
+def test_a_rollout_that_failed_halfway_is_not_continued(fsdp_groups, llama_folder, data):
+    """Two of its four steps are taken: those weights are of no rollout, neither of the one before nor of this one."""
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "num_steps_per_rollout": 4})
+    learn(group, 0, data)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    group.worker_group.execute_with_func_generator(fail_in_third_step)
+    with pytest.raises(ZeroDivisionError, match="the third step"):
+        learn(group, 1, data)
+    assert group.worker_group.execute_with_func_generator(lambda worker: worker.optimizer_step) == [6, 6]
+    assert common_position(group.worker_group, 10) is None
+    group.worker_group.take_peer_snapshot()  # as `grow` does: takes none of this state
+    kill(group, 0)
+    assert group.replace() == [1, 1]
+    assert common_position(group.worker_group, 10) == (1, 0)
+
+
+def fail_in_third_step(worker):
+    train_step, steps = worker.model.train_step, []
+
+    def failing(*args, **options):
+        steps.append(None)
+        if len(steps) == 3:
+            raise ZeroDivisionError("the third step")
+        return train_step(*args, **options)
+
+    worker.model.train_step = failing
 
 
 def is_sent(worker):
