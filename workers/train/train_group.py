@@ -319,6 +319,10 @@ class RayTrainGroup:
         begin = replace_ranks(groups, change)
         self._made = self.worker_group.workers
         self._leave()
+        if begin is not None:
+            for group in groups:  # also of one that was there already: it may have died before it got the next batch
+                if group._rollout is not None:
+                    group._rollout.rewind(begin[0])
         if begin is not None and self._pair is not None:
             self._pair.forget()
             if len(groups) == 2:

@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
+from plain_train_workers import Manager
 from ray.exceptions import RayError
 from reference import small_llama
 from test_replace_ranks import kill, same, states
@@ -16,6 +18,7 @@ from train_helpers import begin, learn, rollout
 from waits import wait_until
 
 from single_controller import SingleControllerError
+from workers.rollout.stream.sample_buffer import SampleBuffer
 from workers.train.checkpoints import CheckpointError
 from workers.train.train_group import RayTrainGroup
 
@@ -169,6 +172,45 @@ def test_actor_and_critic_return_to_the_same_rollout(pair, llama_folder, victim)
     found += [step(pair, number, rollouts[number]) for number in (2, 3)]
     assert found == expected
     assert all(same(states(group), before) for group, before in zip(pair, weights, strict=True))
+
+
+class Streaming(Manager):
+    """A manager with the buffer of a stream, of one group a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.group, self.buffer = SimpleNamespace(workers=()), SampleBuffer(1, update_interval=100)
+        self.stream = SimpleNamespace(buffer=self.buffer)
+        self.buffer.set_version(1)
+
+    def __getstate__(self):
+        return {"group": self.group}
+
+    def take(self):
+        begun = self.buffer.begin()
+        if begun is not None:
+            self.buffer.put(begun.number, begun.number, versions=(1, 1), flat=False, tokens=1)
+        return [one.number for one in self.buffer.take(10)]
+
+
+def test_batch_that_neither_group_has_trained_on_is_taken_again(pair, llama_folder, data):
+    """The critic dies between two rollouts, so it refuses the next batch before the actor gets it."""
+    actor, critic = pair
+    for group in pair:
+        begin(group, {**PPO, "hf_checkpoint": llama_folder})
+    manager = Streaming()
+    actor.set_rollout_manager(manager)
+    assert manager.take() == [0]
+    step(pair, 0, data)
+    for group in pair:
+        wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    kill(critic, 0)
+    assert manager.take() == [1]
+    with pytest.raises(SingleControllerError):
+        critic.async_train(1, data).result()
+    assert actor.replace() == [1, 1]
+    assert manager.take() == [1]
+    actor.set_rollout_manager(None)
 
 
 def test_group_that_is_where_the_other_returns_to_keeps_its_model(pair, llama_folder, data):
