@@ -21,6 +21,7 @@ from session_helpers import Agents, Diary, NoDiary, Slow, check_rows, check_said
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import RolloutManager, RolloutStream, SampleBuffer, SamplingParams, evaluate
+from workers.rollout.stream.router import Router, load
 
 B, SAMPLES, TURNS = 4, 2, 5
 HOW = SamplingParams(6)
@@ -218,6 +219,40 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
                 ids, extras = killed_driver.prompts_of(config)(batch)
                 data = manager.generate(ids, rollout_id=batch, extras=extras)
                 assert check_rows(data)[0] == last[batch]["turns"]
+
+
+class Slower(Diary):
+    seconds = 0.3
+
+
+def test_sessions_of_a_dead_worker_that_the_next_one_refuses_are_not_lost():
+    """Its weights have changed meanwhile. What it gives back has tokens in the state of the sessions alone."""
+    with local(Slower) as group:
+        group.load(0, 0)
+        manager, buffer = managed(group), SampleBuffer(B, num_batches=1)
+        manager.weight_version = 0
+        router = Router(manager, prompts, buffer, dynamic_sampling=False, requests_per_worker=B * SAMPLES)
+        buffer.set_version(0)
+        router.exchange()
+        router.begin_groups()
+
+        def journals():
+            return [one.session for worker in router._workers for of in worker.journals.values() for one in of.values()]
+
+        wait(lambda: router.exchange() and sum(one.turns > 0 for one in journals()) == B * SAMPLES, 20)
+        for worker in router._workers:  # as if both had died
+            for attempt in list(worker.running):
+                router._give_back_lost(worker.running.pop(attempt), worker.journals.pop(attempt))
+        router.begin_groups()
+        known = {number: buffer._groups[number].update for number in range(B)}
+        group.load(1, 1)
+        router.exchange()
+        given_back = [buffer._groups[number] for number in range(B)]
+        assert [one.state for one in given_back] == ["pending"] * B and not router.sessions_lost
+        assert all(one.tokens >= 6 * SAMPLES for one in given_back)
+        assert all(session.turns for one in given_back for session in (of.session for of in load(one.data).completions))
+        assert {number: buffer._groups[number].update for number in range(B)} == known
+        router.leave()
 
 
 def lines(file):

@@ -371,7 +371,7 @@ class Router:
         """A group as its journal has it, and the number of its tokens; None if there are none."""
         given = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
         completions = [journal.get(sample, one) for sample, one in enumerate(given)]
-        tokens = sum(len(one.token_ids) if one.session is None else one.session.tokens for one in completions)
+        tokens = _tokens_of(completions)
         return (GroupData(list(request.prompt), completions, greedy=request.greedy) if tokens else None), tokens
 
     def _give_back_lost(
@@ -413,7 +413,7 @@ class Router:
         self._losses.pop(number, None)
         completions = [with_versions(one, version) for one in finished.completions]
         group = GroupData(list(request.prompt), completions, greedy=request.greedy)
-        tokens = sum(len(one.token_ids) for one in completions)
+        tokens = _tokens_of(completions)
         if any(one.finish_reason == "abort" for one in completions):
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
@@ -458,6 +458,11 @@ class Router:
                 self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
             except SingleControllerError as error:
                 logger.debug("the stream could not take leave of its workers: %s", error)
+
+
+def _tokens_of(completions: Sequence[Completion]) -> int:
+    """How many tokens were generated. The journal of a session has them in its state alone."""
+    return sum(len(one.token_ids) if one.session is None else one.session.tokens for one in completions)
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
