@@ -2,11 +2,13 @@
 sampling, checkpoints of their buffers, and sessions of agents."""
 
 import pickle
+import threading
 
 import pytest
 import torch
 from rollout_helpers import Toy
 from test_recorded_experts import QWEN, indices_of
+from waits import wait_until
 
 from dispatch import jagged
 from single_controller import Dispatch, LocalWorkerGroup, RayClassWithInitArgs, register
@@ -127,3 +129,39 @@ def test_sessions_of_an_agent(folder, model):
                 data = stream.take(60)
                 check(data, model)
                 assert int(data["loss_mask"].sum(1).max()) > 4
+
+
+class Once(Turns):
+    """Whose second turn begins."""
+
+    begun = threading.Event()
+
+    async def step(self, action):
+        made = await super().step(action)
+        type(self).begun.set()
+        return made
+
+
+def test_session_that_was_aborted_in_a_later_turn_continues(folder):
+    """The experts of that turn are of its whole prompt, which is longer than the session's."""
+    how, seconds = SamplingParams(300), 30
+    first = AgentEngine(HFEngine, folder, return_routed_experts=True, environment=Once)
+    second = AgentEngine(HFEngine, folder, return_routed_experts=True, environment=Once)
+    try:
+        future = first.submit([1, 2], how, "a", seed=5)
+        wait_until(lambda: Once.begun.is_set() and any(len(one.token_ids) for one in running(first.engine)), seconds)
+        first.abort()
+        partial = future.result(seconds)
+        assert partial.finish_reason == "abort" and partial.session.turns == 1
+        begun = partial.session.partial
+        assert len(begun.routed_experts) > 2 + len(begun.token_ids)
+        again = second.submit([1, 2], how, "a", seed=5, partial=partial).result(seconds)
+        assert again.token_ids[: len(partial.token_ids)] == partial.token_ids and again.info["turns"] == 3
+        assert len(again.routed_experts) == 2 + len(again.token_ids)
+    finally:
+        first.close()
+        second.close()
+
+
+def running(engine):
+    return list(engine._requests.values())

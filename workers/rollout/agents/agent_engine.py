@@ -186,7 +186,10 @@ class AgentEngine(RolloutEngine):
                 raise ValueError(f"submit(): partial has session={state!r:.80}; expected that of another AgentEngine")
             if state is None:
                 state = SessionState(partial=partial)  # the first turn, of an engine without sessions
-        self.engine.check_submit(prompt, sampling_params, seed, request_id, state.partial if state else None)
+        begun = state.partial if state else None
+        if begun is not None:
+            begun = replace(begun, routed_experts=None)  # they are of the prompt of its turn, which may be a later one
+        self.engine.check_submit(prompt, sampling_params, seed, request_id, begun)
         session = Session(
             request_id,
             prompt,
