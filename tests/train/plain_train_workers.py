@@ -163,6 +163,18 @@ class Minimal(Plain):
         pass
 
 
+class FailingUpdate(Plain):
+    """Its next update fails, if that is set."""
+
+    fails = False
+
+    def update_weights(self, version=None):
+        fails, self.fails = self.fails, False
+        if fails:
+            raise OSError("not sent")
+        return super().update_weights(version)
+
+
 class DiskFull(Plain):
     """Its background save fails. The error is reported once, then cleared."""
 

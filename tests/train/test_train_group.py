@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 from devices import ON_DEVICE, need
-from plain_train_workers import DiskFull, Incomplete, Manager, Meeting, Minimal, Plain
+from plain_train_workers import DiskFull, FailingUpdate, Incomplete, Manager, Meeting, Minimal, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from single_controller import (
@@ -461,6 +461,21 @@ def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots
         group.args = read_args({})
         assert group.restart() == [0, 0]
         assert ray.get(group.async_train(0, ROWS)) == [{"sum": 2.0}] * 2
+
+
+def test_number_of_a_failed_update_is_not_used_again(slots):
+    """Rollout workers may have generated tokens with it."""
+    with group_of(pg=slots, actor_cls=FailingUpdate) as group:
+        manager = Manager()
+        ray.get(group.async_init())
+        group.set_rollout_manager(manager)
+        assert group.update_weights() == 1
+        for _ in range(2):
+            group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "fails", True))
+            with pytest.raises(WorkerError, match="not sent"):
+                group.update_weights()
+            assert (group.weight_version, manager.weight_version) == (1, 1)
+        assert (group.update_weights(), group.update_weights(), manager.weight_version) == (4, 5, 5)
 
 
 def test_worker_with_slimes_interface(slots):

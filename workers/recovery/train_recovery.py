@@ -198,7 +198,7 @@ def leave(workers: RayWorkerGroup, group: Any, changed: Mapping[str, Any]) -> No
     Args:
         workers: its workers.
         group: the train group.
-        changed: values that the fields are about to have.
+        changed: values that it gets instead of those of the group.
     """
     workers.takeover_data = {**{name: getattr(group, name) for name in FIELDS}, **changed}
 

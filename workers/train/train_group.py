@@ -167,11 +167,12 @@ class RayTrainGroup:
         self._progress = Progress()
         self.next_rollout_id: int | None = None
         self.last_checkpoint: str | None = None
+        self._tried = 0  # weight version of an update that has not succeeded; tokens of it may be there
 
-    def _leave(self, **changed: Any) -> None:
+    def _leave(self) -> None:
         """Leave what `attach` needs for the driver that takes the group over."""
         if self._detached and self._group is not None:
-            leave(self._group, self, changed)
+            leave(self._group, self, {"weight_version": max(self.weight_version, self._tried)})
 
     # --- the workers ------------------------------------------------------------------------------------
 
@@ -331,8 +332,7 @@ class RayTrainGroup:
 
     def _continue(self, recovery: Recovery | None) -> list[int]:
         """Continue from a snapshot, or else from the checkpoint."""
-        if self.weight_version and self._progress.sent_after is None:
-            self.weight_version += 1  # an update has failed: some rollout workers may have these weights
+        self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
         workers, version = self.worker_group, self.weight_version
         self._made = workers.workers
         self._saved.interrupted(self.role)
@@ -666,7 +666,8 @@ class RayTrainGroup:
 
     def update_weights(self, *, verify: Literal["fingerprint", "full", "none"] | None = None) -> int:
         """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream` and a
-        rollout worker dies in the update, the stream restarts it, and the update is repeated.
+        rollout worker dies in the update, the stream restarts it, and the update is repeated. The number of an update
+        that has failed is not used again.
 
         Args:
             verify: what the rollout workers prove before they take the version, instead of ``update_weights_verify``:
@@ -685,7 +686,7 @@ class RayTrainGroup:
         if verify not in (None, "fingerprint", "full", "none"):
             raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
         workers = self.ready_workers("update_weights")
-        version = self.weight_version + 1
+        version = max(self.weight_version, self._tried) + 1
         for left in reversed(range(UPDATE_TRIES)):
             try:
                 self._send(workers, version, verify)
@@ -712,7 +713,8 @@ class RayTrainGroup:
                 if self._rollout.outdated:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
-            self._leave(weight_version=version)  # before: no other update may have this version
+            self._tried = version
+            self._leave()  # before: no other update may have this version
             self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
             try:
                 workers.update_weights(
@@ -724,6 +726,7 @@ class RayTrainGroup:
                         self._rollout.expect(self.weight_version or None)
                 raise
             self.weight_version, self._progress.sent_after = version, self._progress.trained
+            self._tried = 0
 
     def onload(self) -> int:
         """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""
