@@ -165,6 +165,31 @@ def _undisturbed(group: TrainGroup) -> int | None:
     return last if group._progress.trained in (last, START) else None
 
 
+def different_rollouts(groups: Sequence[TrainGroup]) -> str | None:
+    """Compare at which rollouts an actor and its critic continue.
+
+    Returns:
+        What is wrong; None if they continue at the same one, or a group cannot say. In the first rollouts, the script
+        may train the critic alone, as ``num_critic_only_steps`` says.
+    """
+    at: dict[str, int] = {}
+    for group in groups:
+        try:
+            following = {step for step, _ in _ask(group, "position")}
+        except SingleControllerError:  # it must be restarted, and is compared then
+            return None
+        if len(following) != 1 or None in following:
+            return None
+        at[group.role] = following.pop()
+    if len({*at.values()}) == 1 or max(at.values()) <= groups[0].args.num_critic_only_steps:
+        return None
+    return (
+        f"actor and critic continue at different rollouts ({', '.join(f'{role}: {step}' for role, step in at.items())})"
+        ". Call restart() of the other one too, which returns to its last checkpoint; or create both again with "
+        "ckpt_step, from checkpoints of the same rollout"
+    )
+
+
 def _ask(group: TrainGroup, method: str) -> Any:
     """Call a method on all ranks, when they have finished the step that they are in."""
     return getattr(group.worker_group, method).options(timeout=60 * group.args.distributed_timeout_minutes)()

@@ -40,8 +40,8 @@ def pair_of(fsdp_groups, train_pool):
         if ranks not in critics:
             critics[ranks] = RayTrainGroup({}, 1, ranks, train_pool, 0.1, role="critic")
         actor, critic = fsdp_groups(ranks), critics[ranks]
-        actor.connect(critic)
         ray.get([*actor.async_init(args, with_ref=with_ref), *critic.async_init(args)])
+        actor.connect(critic)
         return actor, critic
 
     yield of
