@@ -190,8 +190,15 @@ class RayTrainGroup:
         else as the first time. They keep the weight version, the rollout manager and the critic. If that continues at
         another rollout, `async_train` raises a `CheckpointError` until it is restarted, too.
 
+        If the rollout workers have weights, `update_weights` is called, because theirs may be of training that is lost.
+        If only that fails, the new workers stay, and it can be repeated.
+
         Returns:
             By rank, the rollout id to continue with; None if the group was not initialized.
+
+        Raises:
+            RuntimeError: the group has workers.
+            WorkerError, WeightSyncError: see `update_weights`.
         """
         self._check_open()
         if self._alive:
@@ -236,6 +243,8 @@ class RayTrainGroup:
             self._group.close()  # the group is released again, as before the call
             raise
         self._leave()
+        if self._rollout is not None and self.weight_version:
+            self.update_weights()  # the rollout workers may have weights that are lost
         return begin
 
     def _args_to_continue(self) -> Any:
@@ -263,7 +272,8 @@ class RayTrainGroup:
             self._group.close()
 
     def restart(self) -> list[int] | None:
-        """`release`, then `create`. Use it when a worker has died. Training since the last checkpoint is lost.
+        """`release`, then `create`. Use it when a worker has died. Training since the last checkpoint is lost, and the
+        rollout workers get the weights of the checkpoint.
 
         Returns:
             See `create`.
