@@ -20,7 +20,8 @@ from rollout_helpers import LLAMA, TIED, Bigram, chosen_log_probs, kept_sets, le
 from waits import wait_until
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
-from workers import HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
+from workers import AgentEngine, HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
+from workers.rollout.agents.environment import Environment, Step
 from workers.rollout.engines import http_client, http_engine
 from workers.rollout.rollout_errors import WeightsError
 
@@ -403,6 +404,55 @@ def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch
     with caplog.at_level("WARNING"):
         engine_of()
     assert "of an earlier update; update them again" in caplog.text
+
+
+def test_submit_does_not_wait_for_the_servers_weight_version(server, engine_of, monkeypatch):
+    """The event loop of sessions calls it, and of a gateway."""
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    engine, answer = engine_of(), threading.Event()
+    load(engine)
+    version = engine._dialect.version
+    monkeypatch.setattr(engine._dialect, "version", lambda: answer.wait(5) and version())
+    begun = time.monotonic()
+    future = engine.submit([1], SamplingParams(1), "a", seed=0)
+    assert time.monotonic() - begun < 2 and not future.done()
+    answer.set()
+    assert future.result(10).weight_versions == [1]
+    server.version = "default"
+    with pytest.raises(RolloutError, match=r"has weights 'default' instead of"):
+        engine.submit([1], SamplingParams(1), "a", seed=0).result(10)
+
+
+class Turns(Environment):
+    """Two turns, after the first of which the server begins anew."""
+
+    restart = staticmethod(lambda: None)
+    turn = 0
+
+    async def step(self, action):
+        self.turn += 1
+        self.restart()
+        return Step([5], done=self.turn == 2)
+
+
+def test_session_waits_while_the_server_has_no_weights(server, engine_of, monkeypatch):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    engine = engine_of()
+    load(engine)
+    sessions = AgentEngine(engine, environment=Turns)
+
+    def restart():
+        Turns.restart = staticmethod(lambda: None)
+        server.version = "default"
+
+    Turns.restart = staticmethod(restart)
+    future = sessions.submit([1], SamplingParams(2), "a", seed=0)
+    wait_until(lambda: engine.weight_version is None, 10)
+    time.sleep(0.2)
+    assert not future.done()
+    load(engine, version=2)
+    assert future.result(10).weight_versions == [1, 1, -1, 2, 2]
+    sessions.close()
 
 
 def test_names_of_weights_are_those_of_transformers(server, engine_of, tmp_path):

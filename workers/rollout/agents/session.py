@@ -349,19 +349,18 @@ class Session:
         self.turn = name
         while True:
             try:
-                future = self._submit(prompt, how, name, seed=seed, partial=self._partial)
+                turn = asyncio.wrap_future(self._submit(prompt, how, name, seed=seed, partial=self._partial))
+                if not await self._waited(turn, self._seconds_left()):
+                    self._abort([name])
+                completion = await turn
                 break
             except PromptError as error:  # an observation with tokens that the model does not have
                 raise _Ended("error", error) from error
-            except RolloutError:
+            except RolloutError:  # some engines learn in the turn that they have no weights
                 if not self._unavailable():
                     raise
             if not await self._waited(asyncio.sleep(RETRY_SECONDS), self._seconds_left()):
                 raise _Ended("abort" if self._is_aborted else "seconds")
-        turn = asyncio.wrap_future(future)
-        if not await self._waited(turn, self._seconds_left()):
-            self._abort([name])
-        completion = await turn
         if completion.finish_reason == "abort" and (self.aborting or not self._out_of_time):
             self._partial = completion if completion.token_ids else None
             raise _Ended("abort")

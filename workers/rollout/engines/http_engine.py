@@ -219,6 +219,9 @@ class HTTPEngine(RequestEngine):
                 for request in changes.ended:
                     if (reader := self._readers.get(request)) is not None:
                         self._close(reader)
+                # Here, and not in `submit`: that is called by event loops, which must not wait for the server.
+                if waiting and self.weight_version is not None and time.monotonic() - self._asked > ASK_SECONDS:
+                    self._check_version()
                 while waiting and len(self._readers) < self.max_running:
                     request = waiting.popleft()
                     if not request.ended:
@@ -319,13 +322,8 @@ class HTTPEngine(RequestEngine):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _submit(self, method: str, requests: list[Request]) -> None:
-        if self.weight_version is not None and time.monotonic() - self._asked > ASK_SECONDS:
-            self._check_version()
-        super()._submit(method, requests)
-
     def _check_version(self) -> None:
-        """Raise if the server no longer has the weights that this engine knows of."""
+        """Raise if the server no longer has the weights that this engine knows of. This fails all requests."""
         found = self._dialect.version()
         if found != self._stamp:
             super().abandon_update()
