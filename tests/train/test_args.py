@@ -60,6 +60,8 @@ def test_defaults_and_given_values():
         ({"dynamic_sampling": True, "offload_train": True}, "args.dynamic_sampling and offload_train are both set"),
         ({"update_weights_mode": "stop"}, "expected one of 'wait', 'interrupt'"),
         ({"keep_old_actor": True, "enable_weights_backuper": False}, "needs enable_weights_backuper"),
+        ({"keep_old_actor": True, "async_rollout": True, "max_staleness": 2}, "but with max_staleness=2 tokens may be"),
+        ({"keep_old_actor": True, "async_rollout": True, "on_stale": "train"}, "but with on_stale='train' tokens may"),
         ({"save_hf": "out/{step}"}, r"save_hf='out/{step}': the only placeholder is {rollout_id}"),
         ({"save": "out", "save_hf": "out/rollout_{rollout_id:07d}/hf"}, r"save_hf=.* is a checkpoint's folder"),
         ({"save": "out", "critic_save_hf": "./out/critic/rollout_{rollout_id:07d}"}, "is a checkpoint's folder"),

@@ -325,7 +325,9 @@ class TrainArgs:
     )
     temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(
-        False, "keep the weights that the rollout workers have, and compute old log-probabilities with them"
+        False,
+        "keep the weights of the last two updates, and compute the old log-probabilities of each token with those that "
+        "generated it, or take the rollout's if they are gone since a resume or a recovery",
     )
 
     # batches

@@ -88,6 +88,12 @@ def check_together(args: Any) -> None:
         raise TrainArgsError(
             "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"
         )
+    stale = f"max_staleness={args.max_staleness}" if args.max_staleness > 1 else f"on_stale={args.on_stale!r}"
+    if args.keep_old_actor and args.async_rollout and (args.max_staleness > 1 or args.on_stale == "train"):
+        raise TrainArgsError(
+            f"args.keep_old_actor keeps the weights of the last two updates, but with {stale} tokens may be older; set "
+            "max_staleness=1 and another on_stale, or use_rollout_logprobs=True instead of keep_old_actor"
+        )
     most = _UPDATE_AT_MOST * args.distributed_timeout_minutes
     if (args.update_weights_timeout_minutes or 0) > most:
         raise TrainArgsError(

@@ -182,6 +182,7 @@ class ModelWorker(TrainWorker):
                     self.args.kl_coef = position.kl_coef
             self.weight_version = position.weight_version
         self._versions = {}
+        self._lost_until = -1 if position is None else self.weight_version
         if self._keeps_versions and position is None:  # a checkpoint's weights are newer than its weight version
             self._keep_version(self.weight_version)
         if has_accelerator():
@@ -237,7 +238,8 @@ class ModelWorker(TrainWorker):
             "rollout_id": rollout_id,
             "optimizer_step": self.optimizer_step,
             "weight_version": self.weight_version,
-            "versions": self._versions,
+            "versions": {kept: list(of) for kept, of in self._versions.items()},  # as they are now
+            "kept_at": self._kept_at,
             "kl_coef": self.args.kl_coef,
             "counters": self.model.counters(),
         }
@@ -251,7 +253,8 @@ class ModelWorker(TrainWorker):
 
     def _to_restore(self, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The live tensors into which a snapshot is written with which this was kept."""
-        self._versions = dict(about["versions"])
+        self._versions = {kept: list(of) for kept, of in about["versions"].items()}
+        self._kept_at = about["kept_at"]
         for kept in self._versions:
             if kept not in self.backup:
                 self.backup.copy(kept)  # for its memory
@@ -288,7 +291,7 @@ class ModelWorker(TrainWorker):
         self.args.kl_coef = about["kl_coef"]
         if self._keeps_versions and current and version > self.weight_version:
             self._keep_version(version)  # as `update_weights` did with these very weights
-        self.weight_version = version
+        self.weight_version = self._lost_until = version
         self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
         self.clear_memory()
         return recovery.rollout_id + 1
@@ -316,18 +319,29 @@ class ModelWorker(TrainWorker):
         if self._sender is None:
             raise RuntimeError("update_weights(): there is no rollout manager; call set_rollout_manager() first")
         shards = self.model.hf_shards()
-        self.sync_report = self._sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
+        try:
+            self.sync_report = self._sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
+        except BaseException:
+            self._lost_until = version  # some rollout workers may have these weights
+            raise
         self.weight_version = version
         if self._keeps_versions:
             self._keep_version(version)
         return version
 
     _sender: WeightSender | None = None
-    _versions: dict[str, int]
+    _versions: dict[str, list[int]]
+    """Kept weights -> the weight versions that they were sent as."""
+    _kept_at = 0
+    """`optimizer_step` of the weights that were kept last."""
+    _lost_until = -1
+    """Highest weight version of which the weights may be gone: of the checkpoint or snapshot that was loaded, or of an
+    update that has failed."""
 
     def set_weight_version(self, version: int) -> None:
         """As in `TrainWorker`. Kept weights are dropped: their versions are no longer known."""
         super().set_weight_version(version)
+        self._lost_until = version
         if "backup" in vars(self):
             self._versions.clear()
             for name in {"rollout_actor", "old_actor"} & set(self.backup.names):
@@ -361,12 +375,15 @@ class ModelWorker(TrainWorker):
         return bool(self.args.keep_old_actor) and self.role == "actor"
 
     def _keep_version(self, version: int) -> None:
-        """Keep a copy of the weights of this version, and of the version before."""
+        """Keep a copy of the weights of this version, and of those that were sent before."""
         if "rollout_actor" in self.backup.names:
+            if self._kept_at == self.optimizer_step:  # the same weights again, for rollout workers that had lost them
+                self._versions["rollout_actor"].append(version)
+                return
             self.backup.clone("rollout_actor", "old_actor")
             self._versions["old_actor"] = self._versions["rollout_actor"]
         self.backup.copy("rollout_actor")
-        self._versions["rollout_actor"] = version
+        self._versions["rollout_actor"], self._kept_at = [version], self.optimizer_step
 
     # --- checkpoints ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ backend."""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -54,6 +55,8 @@ from workers.train.model_worker import ModelWorker
 from workers.train.train_model import StepReport, TokenLoss
 from workers.train.train_worker import own_rows
 
+logger = logging.getLogger(__name__)
+
 Data = dict[str, torch.Tensor]
 
 STALENESS_SHARES = 4
@@ -67,6 +70,8 @@ class PolicyTrainWorker(ModelWorker):
     _rollout_id = 0
     """Of the rollout in training."""
     _kept: KeptRows | None = None
+    _told_lost = False
+    """Whether the log says that `keep_old_actor` has lost weights."""
 
     @classmethod
     def check_args(cls, args: Any, ranks: int, with_ref: bool) -> None:
@@ -424,26 +429,38 @@ class PolicyTrainWorker(ModelWorker):
                 self._set(data, "old_log_probs", log_probs)
 
     def _by_version(self, data: Data) -> None:
-        """Compute old log-probabilities with the weight version that generated each token."""
-        kept = {version: name for name, version in self._versions.items()}
+        """Compute old log-probabilities with the weight version that generated each token. Of versions that are gone
+        since the run was resumed, or ranks were replaced, they are the rollout's."""
+        kept = {version for of in self._versions.values() for version in of}
         versions = token_versions(data)
         if versions is None:
             versions = torch.full(data["input_ids"].shape, self.weight_version)
-        wanted = sorted(set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist()))))
-        if missing := [version for version in wanted if version not in kept]:
+        wanted = set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist())))
+        missing = sorted(wanted - kept)
+        if missing and ("rollout_log_probs" not in data or missing[-1] > self._lost_until):
             raise RolloutDataError(
                 f"rollout data has tokens of the weight versions {missing}, but keep_old_actor keeps "
                 f"{sorted(kept) or 'none, because there was no update since init()'}. Train on rollouts of the "
                 "last two versions"
             )
-        for version in wanted:
-            with self.backup.swapped(kept[version]):
+        old = torch.zeros(data["input_ids"].shape)
+        if missing:
+            if not self._told_lost and not self.rank:
+                logger.warning(
+                    "keep_old_actor: the weights of versions %s are gone since the run was resumed, ranks were "
+                    "replaced or an update failed. The old log-probabilities of their tokens are the rollout's",
+                    missing,
+                )
+            self._told_lost = True
+            old = torch.where(torch.isin(versions, torch.tensor(missing)), data["rollout_log_probs"].float(), old)
+        for name, of in self._versions.items():
+            if wanted.isdisjoint(of):
+                continue
+            with self.backup.swapped(name):
                 log_probs = self.model.log_probs(data, self.args.temperature)
             if log_probs is not None:
-                before = data.get("old_log_probs", torch.zeros_like(log_probs))
-                data["old_log_probs"] = torch.where(versions == version, log_probs, before)
-        if "old_log_probs" not in data:
-            data["old_log_probs"] = torch.zeros(data["input_ids"].shape)
+                old = torch.where(torch.isin(versions, torch.tensor(of)), log_probs, old)
+        data["old_log_probs"] = old
 
     # --- rows -------------------------------------------------------------------------------------
 

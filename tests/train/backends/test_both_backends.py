@@ -410,8 +410,27 @@ def test_old_log_probs_use_the_version_that_generated_each_token(start, way, dat
     found = {name: metrics[f"staleness/{name}"] for name in ("mean", "max", "0", "1", "2", "3", "4_or_more")}
     shares = {str(k): behind.count(k) / len(behind) for k in range(4)}
     assert found == pytest.approx({"mean": sum(behind) / len(behind), "max": 2, **shares, "4_or_more": 0})
-    with pytest.raises(WorkerError, match=r"weight versions \[0\], but keep_old_actor keeps \[1, 2\]"):
-        group.worker_group.train(4, data.clone().set("weight_versions", versions * 0))
+    group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(3))
+    with pytest.raises(WorkerError, match=r"weight versions \[1\], but keep_old_actor keeps \[2, 3\]"):
+        group.worker_group.train(4, data.clone().set("weight_versions", versions * 0 + 1))
+
+
+@ways(FSDP2, rarely=[DP2, PP2])
+def test_weights_that_are_sent_again_keep_those_before(start, way, data):
+    """As refresh() and replace() send them: two versions of the same weights, and tokens of all three are compared."""
+    group = start(way, keep_old_actor=True)
+
+    def of_version(version):
+        return data.clone().set("weight_versions", torch.full((len(data),), version))
+
+    before = group.worker_group.compute_log_prob(data)
+    learn(group, 0, of_version(0))
+    for version in (1, 2):
+        group.worker_group.execute_with_func_generator(lambda worker, v: worker._keep_version(v), version)
+    sent = group.worker_group.compute_log_prob(data)
+    for version, expected in ((0, before), (1, sent), (2, sent)):
+        found = group.worker_group.compute_old_log_prob(of_version(version))
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 @ways(FSDP2, rarely=[TP2, PP2])
@@ -684,18 +703,31 @@ def test_checkpoint_weights_have_no_version(start, way, data, tmp_path):
     learn(group, 0, data)
     group.save_model(0)
     group = start(way, begins=1, load=str(tmp_path), keep_old_actor=True)
+    alone = data.exclude("rollout_log_probs")
     with pytest.raises(
         WorkerError,
         match=r"weight versions \[0\], but keep_old_actor keeps none, because there was no update since init",
     ):
-        group.worker_group.train(1, data)
+        group.worker_group.train(1, alone)
+    # What the rollout workers have said is all that is known of them.
+    counts = data["loss_mask"] != 0
+    found = group.worker_group.compute_old_log_prob(data)
+    assert torch.equal(found[counts], data["rollout_log_probs"][counts].float())
     group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
-    learn(group, 1, data.clone().set("weight_versions", torch.full((len(data),), 1)))
+    of_one = data.clone().set("weight_versions", torch.full((len(data),), 1))
+    expected = group.worker_group.compute_log_prob(data)
+    torch.testing.assert_close(group.worker_group.compute_old_log_prob(of_one), expected, atol=1e-6, rtol=0)
+    learn(group, 1, of_one)
+    for version in (2, 3):
+        group.worker_group.execute_with_func_generator(lambda worker, v: worker._keep_version(v), version)
+        learn(group, version, of_one.clone().set("weight_versions", torch.full((len(data),), version)))
+    with pytest.raises(WorkerError, match=r"weight versions \[1\], but keep_old_actor keeps \[2, 3\]"):
+        group.worker_group.train(4, of_one)
     group.worker_group.set_weight_version(7)
     with pytest.raises(
         WorkerError, match=r"weight versions \[1\], but keep_old_actor keeps none, because there was no update"
     ):
-        group.worker_group.train(2, data.clone().set("weight_versions", torch.full((len(data),), 1)))
+        group.worker_group.train(4, of_one.exclude("rollout_log_probs"))
 
 
 @ways(FSDP2, DP2)

@@ -140,7 +140,7 @@ def test_weights_of_older_versions_are_restored_too(fsdp_groups, llama_folder, d
     assert group.replace() == [2, 2]
     assert same(states(group), expected)
     versions = group.worker_group.execute_with_func_generator(lambda worker: worker._versions)
-    assert versions == [{"old_actor": 0, "rollout_actor": 1}] * 2
+    assert versions == [{"rollout_actor": [1], "old_actor": [0]}] * 2
 
 
 def test_a_rollout_that_failed_halfway_is_not_continued(fsdp_groups, llama_folder, data):
