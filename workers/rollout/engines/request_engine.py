@@ -478,8 +478,8 @@ class RequestEngine(RolloutEngine):
         """See `RolloutEngine.pause`.
 
         Raises:
-            RolloutError: with "wait", requests are running that cannot end, because of a weight update or `sleep`; or a
-                step has not ended for `STEP_SECONDS`.
+            RolloutError: with "wait", requests are running that cannot end, because of a weight update or `sleep`; with
+                another mode, a step has not ended for `STEP_SECONDS`. "wait" has no time limit, also if a step hangs.
             ValueError: there is no such mode.
         """
         if mode not in ("keep", "abort", "wait"):
