@@ -8,6 +8,7 @@ import math
 import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -431,6 +432,18 @@ def test_weights_that_are_sent_again_keep_those_before(start, way, data):
     for version, expected in ((0, before), (1, sent), (2, sent)):
         found = group.worker_group.compute_old_log_prob(of_version(version))
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    with pytest.raises(WorkerError, match=r"weight versions \[3\], but keep_old_actor keeps \[0, 1, 2\]"):
+        group.worker_group.compute_old_log_prob(of_version(3))
+    group.worker_group.execute_with_func_generator(fail_to_update, 3)
+    found, counts = group.worker_group.compute_old_log_prob(of_version(3)), data["loss_mask"] != 0
+    assert torch.equal(found[counts], data["rollout_log_probs"][counts].float())
+
+
+def fail_to_update(worker, version):
+    """Some rollout workers may have got the weights."""
+    worker._sender = SimpleNamespace(send=lambda *args, **options: 1 / 0, close=lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        worker.update_weights(version)
 
 
 @ways(FSDP2, rarely=[TP2, PP2])
