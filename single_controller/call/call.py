@@ -45,7 +45,7 @@ from single_controller.call.errors import (
     ranks_text,
     show_stacks,
 )
-from single_controller.call.joining import CallResults, RankResult, join_results
+from single_controller.call.joining import CallResults, Inputs, RankResult, join_results
 from single_controller.call.state import TRANSPORT_GONE, GroupState, monitor
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, Clock, RankRecord
 from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, Sent, Transport
@@ -136,6 +136,7 @@ class Call:
         self._timeout, self._device = options.timeout, options.device
         self.starting = starting
         self.number = 0  # position among the calls that the group sent
+        self.inputs: Inputs | None = None  # what tells the ranks its deferred arguments, if it has any
         self.outcome: Outcome = Future()  # done once the call has an outcome: None, or what returns its error
         self.outcome.set_running_or_notify_cancel()  # nobody who waits for it, such as a task of asyncio, can cancel it
         self.reported = False  # whether somebody was told of its error
@@ -372,11 +373,10 @@ class Call:
             refusal = self._state.refusal()
             if refusal is not None:
                 self._settle(refusal)
-            sent = self._sent
-            if self._pending and sent is not None and sent.give is not None and not self._state.closed:
-                sent.give(None)  # a rank that waits for a deferred argument could not join before it has come
             self._pending.clear()
             self._state.calls.discard(self)
+            if self.inputs is not None:  # a rank that waits for them can do nothing else, not even leave a collective
+                self.inputs.withdraw()
 
     # --- the outcome ----------------------------------------------------------------------------------------------
 
@@ -524,15 +524,18 @@ class Call:
         elif (
             self.settled
             and self._failed_at is not None
-            and now - self._failed_at > self._state.error_grace
-            and not self._state.independent
+            and (
+                now - self._failed_at > self._state.error_grace
+                if not self._state.independent
+                else self._timeout is not None and running >= self._timeout
+            )
             and not all(failure.alike for failure in failures)
         ):
-            # The others probably wait for the failed rank in a collective. Only new workers can end that. Ranks whose
-            # input failed wait for nobody: those that have not ended are busy with an earlier call.
+            # The others probably wait for the failed rank in a collective, if they use any. Only new workers can end
+            # that. Ranks whose input failed wait for nobody: those that have not ended are busy with an earlier call.
             raised = sorted(failure.rank for failure in failures if not failure.alike)
             self._state.break_(
-                f"{ranks_text(late)} had not finished {self.label}() {self._state.error_grace:g} s after an error on "
+                f"{ranks_text(late)} had not finished {self.label}() {now - self._failed_at:.3g} s after an error on "
                 f"{ranks_text(raised)}"
             )
         elif running >= LATE_LOG_SECONDS and now >= self._state.next_late_log:

@@ -191,7 +191,8 @@ class WorkerGroup(VerlGroup, Closing):
         classes: role -> class. A single class has the role None, and its registered methods become the group's.
             Several classes, colocated in one process, get a `RoleGroup` each.
         name: the group's name, for messages.
-        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
+        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken. With
+            ``collectives=False`` it is not.
 
     Raises:
         DispatchError: a registered method or a role has a name that the group uses itself.
@@ -611,9 +612,11 @@ class WorkerGroup(VerlGroup, Closing):
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
         begun = time.time()
-        if self._state.recovers and self._state.referred:
-            self._state.look()
-        if not wait and in_event_loop() and self._state.recovers and self._state.dead:
+        state = self._state
+        state.check_process()
+        if not wait and state.recovers and state.referred and in_event_loop():
+            state.look()
+        if not wait and state.recovers and state.dead and in_event_loop():
             raise GroupBrokenError(
                 f"{self.name}: ranks have died, and an event loop must not wait until they are replaced; call "
                 "`await group.areplace()` first, or a registered method, whose .remote() waits in a thread"
@@ -705,9 +708,12 @@ class WorkerGroup(VerlGroup, Closing):
                     sent = transport.send(spec, filled, call)
                     state.sent += 1
                     call.number = state.sent
+                    call.inputs = inputs
                     call.sent(sent)
                     if inputs is not None and sent.give is not None:
                         inputs.follow(sent.give)
+                        if state.closed or state.broken is not None:  # since `Call.sent`, which abandons it then
+                            inputs.withdraw()
                 except PartlySentError as error:
                     # The ranks that have the call would wait for the others in its first collective.
                     cause, reached = error.__cause__, ranks_text(error.reached)
@@ -753,7 +759,9 @@ class WorkerGroup(VerlGroup, Closing):
         known = None if self._class is None else self._class.layout
         with self._state.lock:  # the thread that tells results adds ranks
             latest = dict(self._state.layout_versions.get(self._role, {}))
-        if known is None or any(version > known[0].get(rank, 0) for rank, version in latest.items()):
+        if known is None or known[1].world_size != self.world_size:  # of before another thread has changed the ranks
+            return None
+        if any(version > known[0].get(rank, 0) for rank, version in latest.items()):
             return None
         return known[1] if sufficient(known[1]) else None
 

@@ -198,6 +198,15 @@ class Inputs:
         for future in futures:
             future.when_ended(self._ended)
 
+    def withdraw(self) -> None:
+        """Tell the ranks that the arguments will not come, unless they were told what to fetch."""
+        try:
+            give = self._give.pop()
+        except IndexError:
+            return
+        self._clear()
+        give(None)
+
     def _ended(self, failed: bool) -> None:
         try:
             if not failed and self._left.pop() > 0:

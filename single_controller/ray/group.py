@@ -69,7 +69,7 @@ ON_DEATH = ("error", "replace", "shrink")
 
 CHANGE_SECONDS = 300.0
 JOIN_SECONDS = 10.0
-"""Seconds that idle ranks have at least to join, also if the start of new ones has used the timeout up."""
+"""Seconds that idle ranks have at least to take new ones, also if the start of these has used the timeout up."""
 
 TRIES = 3
 """How often ranks are replaced or dropped again because further ones have died meanwhile, and how often a standby is
@@ -95,7 +95,8 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: environment variables of this group's workers, set before user code runs.
         use_gpu: whether each worker takes its share of the slot's GPU; by default whether the pool has GPUs.
         start_timeout: seconds that the constructors may take, or None.
-        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
+        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken. With
+            ``collectives=False`` it is not.
         collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
         standby: how many of the pool's slots, the last ones, have a standby instead of a rank: a process that has
             imported the class and waits to `replace` a rank. Let the last slots be on a host of their own to keep it
@@ -388,7 +389,8 @@ class RayWorkerGroup(WorkerGroup):
         aborted, process groups destroyed, and all ranks get a new rendezvous: another ``master_port``, and other local
         ranks if a standby is elsewhere. The latest successful calls with ``replay=True`` are repeated on the new ranks
         alone, so these methods and constructors must not run collectives. Then `Worker.on_membership_change` runs on
-        all. With ``collectives=False`` nothing happens on the other ranks.
+        all. With ``collectives=False`` nothing happens on the other ranks, but for calls that wait for a future as an
+        argument, which they do not run.
 
         Args:
             ranks: living ranks to end and replace too, such as one that hangs.
@@ -468,7 +470,8 @@ class RayWorkerGroup(WorkerGroup):
         others.
 
         The group goes on while processes start and run their constructors. Then it waits until the running calls have
-        ended, and all ranks join a new rendezvous, as in `replace`; with ``collectives=False``, calls go on.
+        ended, and all ranks join a new rendezvous, as in `replace`; with ``collectives=False``, they take the new
+        number of ranks, and leave nothing.
 
         Args:
             count: how many ranks, in whole replicas (`Worker.dp_replica`); by default as many as there is room for.
@@ -677,7 +680,8 @@ class RayWorkerGroup(WorkerGroup):
         # Set at once, here and below: whatever fails from here on, the group has these actors.
         self._state.transport = fill(plan, before, chosen, encoded, self.generation + 1)
         self._keep_standbys()
-        self._join(before, encoded, timeout, chosen=None if plan.collectives else chosen)
+        # Without collectives also ranks that were filled before, if that failed before they had joined.
+        self._join(before, encoded, timeout, chosen=None if plan.collectives else sorted(self._ray.fresh))
 
     def _drop(self, kept: Sequence[int], timeout: float) -> None:
         """End all ranks but some, and have these join a new rendezvous."""
@@ -694,7 +698,7 @@ class RayWorkerGroup(WorkerGroup):
 
         def add() -> None:
             self._state.transport = enlist(plan, before, present, self.generation + 1)
-            self._join(before, encoded, max(JOIN_SECONDS, _left(end)))
+            self._join(before, encoded, _left(end))
 
         # Not with the timeout of a call: if the ranks need longer, only this wait ends, and the group goes on.
         group = self if self._class is not None else self._role_group(self.roles[0])
@@ -705,6 +709,7 @@ class RayWorkerGroup(WorkerGroup):
             error.add_note(f"grow() waited for the calls of {ranks_text(error.ranks)} to end; the group is as before")
             raise
         reports.check()
+        end = max(end, time.monotonic() + JOIN_SECONDS)
         if not plan.collectives:
             try:
                 add()
@@ -731,7 +736,7 @@ class RayWorkerGroup(WorkerGroup):
             return
         moved = transport.ranks[0].location.node_id != before.ranks[0].location.node_id
         address = None if moved else plan.master[0]
-        with transport.leaving([rank for rank in everyone if rank not in transport.fresh]):
+        with transport.leaving(transport.started(everyone)):
             self._rendezvous = join(plan, transport, everyone, encoded, wait, (address, None))
 
     def _run_in_each_role(self, method: str, timeout: float, *args: object) -> None:

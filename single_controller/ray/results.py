@@ -48,8 +48,8 @@ RESULT = "result"
 """Ray's concurrency group for results of running calls. Each waits in a thread until its call has ended."""
 
 ENDED = "ended"
-"""Ray's concurrency group for results of calls that have ended, which must not wait for those of running calls: a call
-may need them as an argument."""
+"""Ray's concurrency group for results that are requested when their call has ended. They must not wait for those of
+running calls, which may need them as arguments."""
 
 CANCEL_SECONDS = 0.3
 """How long a rank whose driver has cancelled a call still waits for the error of the call that computes an argument."""

@@ -204,6 +204,7 @@ def join(
     transport.check_reachable(chosen)
     send = partial(transport.send_join, chosen, encoded, rendezvous, leave=leave)
     wait(transport, CallPlan.empty(transport.world_size).only(chosen), send)
+    transport.note_started(chosen)
     try:
         found: tuple[str, int] = ray.get(rendezvous)
     except RayError as error:

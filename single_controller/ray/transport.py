@@ -139,6 +139,15 @@ class RayTransport(Transport):
         # Ranks with new processes, on which the calls to be repeated have not been repeated yet
         self.fresh: frozenset[int] = frozenset()
 
+    def started(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks whose processes have workers."""
+        return [rank for rank in ranks if self.links[_key(self.ranks[rank])].started]
+
+    def note_started(self, ranks: Iterable[int]) -> None:
+        """The constructors have returned on these ranks."""
+        for rank in ranks:
+            self.links[_key(self.ranks[rank])].started = True
+
     @property
     def connected(self) -> bool:
         # Ray makes another core worker each time that this process connects, and drops it after it has disconnected.
@@ -373,6 +382,8 @@ class _HeldLink:
         if rank.location.wire is None:
             raise ValueError(f"{rank.name} does not say where it listens")
         self.link = Link(rank.location.wire)
+        # Whether the process has workers. One that another driver has started has; others say so when they have joined.
+        self.started = rank.message is None
         # In the hub's thread: the garbage collector may have interrupted whoever holds the link's lock.
         weakref.finalize(self, hub.soon, self.link.close).atexit = False
 

@@ -153,7 +153,7 @@ class Connection:
         tls: tuple[ssl.SSLContext, bool] | None = None,
     ) -> None:
         self.on_frame, self.on_lost, self.max_bytes = on_frame, on_lost, max_bytes
-        self.timed_out = False
+        self.timed_out = self.reset = False  # how it was lost, if it was: by silence, or by the other side
         self._sending = threading.Lock()
         self._read = b""
         self._unsent = bytearray()
@@ -220,7 +220,7 @@ class Connection:
             if events & selectors.EVENT_READ:
                 self._receive()
         except OSError as error:
-            self.timed_out = isinstance(error, TimeoutError)
+            self.timed_out, self.reset = isinstance(error, TimeoutError), isinstance(error, ConnectionError)
             if self.close():
                 self.on_lost(str(error) or type(error).__name__)
         except Exception as error:  # a frame that its reader does not understand

@@ -51,6 +51,10 @@ ACK_BYTES = 1 << 20
 SESSION_SECONDS = 600.0
 """How long a driver may be without a connection before its session may be dropped, and no rank waits for it."""
 
+RETURN_SECONDS = 10.0
+"""How long a rank waits for a driver whose connection was reset, as by the end of its process. One that lives dials
+again within `MAX_PAUSE_SECONDS`, unless the network fails at the same time."""
+
 LOOK_SECONDS = 1.0
 """Time between two looks of a rank that waits for its driver."""
 
@@ -414,6 +418,7 @@ class Session:
         # Numbers of calls whose arguments were lost on the way
         self.cancelled: set[int] = set()
         self.left = time.monotonic()  # when the last connection was lost, by the monotonic clock
+        self.reset = False  # whether that was reset, not cut
 
     def reply(self, kind: int, number: int, payload: bytes, kept: Any = None) -> None:
         """Send the reply to a call, and keep it until it is acknowledged. ``kept``: for `take_kept`."""
@@ -432,11 +437,16 @@ class Session:
         if connection is not None:
             connection.send(kind, number, payload)
 
-    def take_parts(self, number: int, of: int = 0) -> tuple[Any, ...] | None:
-        """Wait for the arguments that come beside a call, or, with `INPUTS_OF`, for its deferred arguments: () if the
-        calls that compute them have failed. None: they were lost on the way to this rank, or the driver is gone."""
+    def take_parts(
+        self, number: int, of: int = 0, given_up: Callable[[], bool] = lambda: False
+    ) -> tuple[Any, ...] | None:
+        """Wait for the arguments that come beside a call, or, with `INPUTS_OF`, for its deferred arguments: () if they
+        will not come. None: they were lost on the way to this rank, or the driver is gone or has ``given_up`` the
+        call."""
         with self.changed:
-            while number + of not in self.parts and number not in self.cancelled and not self._driver_is_gone():
+            while number + of not in self.parts and number not in self.cancelled:
+                if self._driver_is_gone() or given_up():
+                    break
                 self.changed.wait(LOOK_SECONDS)
             return self.parts.pop(number + of, None)
 
@@ -455,13 +465,14 @@ class Session:
         with self.changed:
             while number not in self.kept:
                 if self._driver_is_gone():  # the frame was lost with it, and a thread waits here
-                    raise ConnectionResetError(f"its driver has been gone for {SESSION_SECONDS:g} s")
+                    raise ConnectionResetError(f"its driver has been gone for {time.monotonic() - self.left:.0f} s")
                 self.changed.wait(LOOK_SECONDS)
             self.given.add(number)
             return self.kept.pop(number)
 
     def _driver_is_gone(self) -> bool:
-        return self.connection is None and time.monotonic() - self.left > SESSION_SECONDS
+        seconds = RETURN_SECONDS if self.reset else SESSION_SECONDS
+        return self.connection is None and time.monotonic() - self.left > seconds
 
     def acknowledge(self, number: int) -> None:
         """Forget the replies that the driver has."""

@@ -166,7 +166,7 @@ class Listener:
     def _lost(self, session: Session, connection: Connection) -> None:
         with session.changed:
             if session.connection is connection:
-                session.connection, session.left = None, time.monotonic()
+                session.connection, session.left, session.reset = None, time.monotonic(), connection.reset
         hub.later(SESSION_SECONDS + 1, self._forget_old_sessions)
 
     def _forget_old_sessions(self) -> None:

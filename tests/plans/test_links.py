@@ -236,7 +236,7 @@ class TestLostConnections:
         assert session.cancelled == {waiting.number}
 
     def test_rank_waits_for_no_driver_that_is_gone(self, rank, to_rank, monkeypatch):
-        monkeypatch.setattr(link, "SESSION_SECONDS", 0.3)
+        monkeypatch.setattr(link, "RETURN_SECONDS", 0.3)
         monkeypatch.setattr(link, "LOOK_SECONDS", 0.1)
         assert answered([call(to_rank, b"before")])
         (session,) = rank.listener._sessions.values()

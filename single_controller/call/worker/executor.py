@@ -81,7 +81,7 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
         self._closed = False
-        self._refusing = False  # set by any thread, read when a call begins: a flag needs no lock
+        self.refusing = False  # set by any thread, read when a call begins: a flag needs no lock
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
         self._calls: dict[object, tuple[str | None, str, float]] = {}
@@ -91,7 +91,7 @@ class Executor:
         """Create the workers, one after the other. ``roles`` returns role -> constructor; called here, so that a class
         that cannot be loaded is a failed start."""
         self.info = info
-        self._refusing = False  # the process may have been told to leave after its constructors failed
+        self.refusing = False  # the process may have been told to leave after its constructors failed
         begun = time.time()
         entry = object()
         try:
@@ -117,7 +117,7 @@ class Executor:
         """Refuse the calls that have not begun, until `rejoin`: the driver has given them up. Any thread may call this,
         while another one runs a method."""
         # First the flag: a call that begins now is refused, and the one that runs sees `_leaving`.
-        self._refusing = True
+        self.refusing = True
         for worker in list(self.workers.values()):
             worker._leaving = True
 
@@ -136,7 +136,7 @@ class Executor:
         for worker in self.workers.values():
             worker._take_rank(info)
             worker._leaving = False
-        self._refusing = False
+        self.refusing = False
         ended = time.time()
         return RankResult(info.rank, clock=(begun, begun, ended, ended))
 
@@ -162,7 +162,7 @@ class Executor:
         entry = object()
         self._calls[entry] = message.role, message.method, time.monotonic()
         try:
-            if self._refusing:
+            if self.refusing:
                 raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
             arguments: dict[Parameter, Any] = {}
             rows, real, referring = message.rows, message.real, False
@@ -186,7 +186,7 @@ class Executor:
                 if any(value.unknown for value in deferred.values()):
                     for encoded in inputs():
                         deferred.update({} if encoded is None else encoded.decode())
-                    if self._refusing:  # since this call began to wait
+                    if self.refusing:  # since this call began to wait
                         raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
                 for one in deferred.values():
                     if one.unknown:
@@ -239,7 +239,7 @@ class Executor:
             if self._reraise(error):
                 raise
             # All ranks refuse, or none could get the argument: nobody waits for this rank in a collective.
-            alike = self._refusing or (alike and isinstance(error, SingleControllerError))
+            alike = self.refusing or (alike and isinstance(error, SingleControllerError))
             return self.failed(error, message.method, message.role, alike=alike)
         finally:
             del self._calls[entry]

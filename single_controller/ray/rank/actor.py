@@ -201,7 +201,7 @@ class RankActor:
                     result = self._lacks(call, "ConnectionError", "its arguments have been lost on the way")
                 else:
                     whole, shard = _with_parts(arguments, beside) if beside else arguments
-                    inputs = functools.partial(_take_inputs, session, number)
+                    inputs = functools.partial(_take_inputs, session, number, lambda: self._executor.refusing)
                     result = self._executor.run(call, whole, shard, received, inputs)
                     del arguments, beside, whole, shard
             value, failure = result.value, result.failure
@@ -264,9 +264,9 @@ def _with_parts(arguments: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
     return [next(parts) if argument == SEPARATE else argument for argument in arguments]
 
 
-def _take_inputs(session: Session, number: int) -> list[Any]:
+def _take_inputs(session: Session, number: int, given_up: Callable[[], bool]) -> list[Any]:
     """Wait for the deferred arguments of a call. See `Executor.run`."""
-    parts = session.take_parts(number, INPUTS_OF)
+    parts = session.take_parts(number, INPUTS_OF, given_up)
     if parts is None:  # the other ranks may have theirs
         raise ConnectionError("its deferred arguments have been lost on the way")
     payload, *beside = parts or (pickle.dumps(((), None, None)),)
