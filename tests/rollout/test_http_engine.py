@@ -423,6 +423,18 @@ def test_submit_does_not_wait_for_the_servers_weight_version(server, engine_of, 
         engine.submit([1], SamplingParams(1), "a", seed=0).result(10)
 
 
+@pytest.mark.parametrize("fault", [503, 500])
+def test_version_that_the_server_does_not_tell_fails_no_request(server, engine_of, monkeypatch, fault):
+    engine = engine_of()
+    load(engine)
+    running = engine.submit([1], SamplingParams(200), "a", seed=0)
+    begun(engine)
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    server.faults["/weight_info"] = fault
+    engine.submit([1], SamplingParams(1), "b", seed=0).result(10)
+    assert "/weight_info" not in server.faults and running.result(10).finish_reason == "length"
+
+
 class Turns(Environment):
     """Two turns, after the first of which the server begins anew."""
 

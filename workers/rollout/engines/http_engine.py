@@ -221,7 +221,10 @@ class HTTPEngine(RequestEngine):
                         self._close(reader)
                 # Here, and not in `submit`: that is called by event loops, which must not wait for the server.
                 if waiting and self.weight_version is not None and time.monotonic() - self._asked > ASK_SECONDS:
-                    self._check_version()
+                    try:
+                        self._check_version()
+                    except ServerError:  # requests go on; if it lasts, they meet it themselves
+                        self._asked = time.monotonic()
                 while waiting and len(self._readers) < self.max_running:
                     request = waiting.popleft()
                     if not request.ended:
