@@ -435,6 +435,27 @@ def test_version_that_the_server_does_not_tell_fails_no_request(server, engine_o
     assert "/weight_info" not in server.faults and running.result(10).finish_reason == "length"
 
 
+def test_update_that_begins_during_the_check_is_not_abandoned(server, engine_of, monkeypatch):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    engine, asking, answer = engine_of(), threading.Event(), threading.Event()
+    load(engine)
+    monkeypatch.setattr(engine._dialect, "version", lambda: asking.set() or (answer.wait(10) and "default"))
+    failing = engine.submit([1], SamplingParams(1), "a", seed=0)
+    assert asking.wait(10)
+    worker = threading.Thread(target=engine.begin_update)
+    worker.start()
+    wait_until(lambda: "update" in engine._holds, 10)
+    answer.set()
+    with pytest.raises(RolloutError, match="has weights 'default' instead of"):
+        failing.result(10)
+    worker.join(10)
+    monkeypatch.undo()
+    later = engine.submit([1], SamplingParams(1), "b", seed=0)  # it waits for the update
+    engine.load_weights(Bigram(3).state_dict().items())
+    engine.finish_update(2)
+    assert later.result(10).weight_versions == [2]
+
+
 class Turns(Environment):
     """Two turns, after the first of which the server begins anew."""
 

@@ -329,7 +329,9 @@ class HTTPEngine(RequestEngine):
         """Raise if the server no longer has the weights that this engine knows of. This fails all requests."""
         found = self._dialect.version()
         if found != self._stamp:
-            super().abandon_update()
+            with self._changed:
+                if "update" not in self._holds:  # a worker may have begun one meanwhile, which waits for this step
+                    super().abandon_update()
             raise RolloutError(
                 f"the server at {self.url} has weights {found!r} instead of {self._stamp!r}: it was restarted, or "
                 "somebody else has updated it. Update the weights again"
