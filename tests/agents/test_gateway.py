@@ -643,6 +643,30 @@ def test_an_engine_that_takes_no_requests_is_waited_for():
         assert late.status_code == 503 and "asleep" in late.text
 
 
+def test_an_engine_that_learns_in_a_call_that_its_weights_are_gone_is_waited_for():
+    def script(prompt, seed):
+        if engine.lost:
+            engine.lost = False
+            engine.abandon_update()  # as HTTPEngine does when its server was restarted
+            raise RolloutError("the server was restarted")
+        return "yes"
+
+    engine = ScriptEngine(script)
+    engine.lost = True
+    with serving(engine, limits=GatewayLimits(wait_seconds=1.0)) as gateway:
+        _, token = gateway.open()
+
+        def update():
+            engine.begin_update()
+            engine.finish_update(2)
+
+        threading.Timer(0.4, update).start()
+        assert chat(gateway, token, [user("x")]).status_code == 200
+        engine.lost = True
+        late = chat(gateway, token, [user("y")])
+        assert late.status_code == 503 and "no complete weights" in late.text
+
+
 @pytest.mark.parametrize("asleep", [True, False], ids=["while it waits", "as it begins"])
 def test_a_session_that_is_closed_before_the_engine_has_its_request_generates_nothing(asleep):
     class Closing(ScriptEngine):

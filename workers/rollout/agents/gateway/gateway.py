@@ -486,6 +486,8 @@ class Gateway:
                 self.engine.abort([id_])
                 raise
             except RolloutError as error:
+                if not isinstance(error, GatewayError) and self.engine.weight_version is None:
+                    continue  # the engine has learnt in this turn that its weights are gone; _submit waits for others
                 session.count("failed")
                 if isinstance(error, GatewayError):
                     raise
