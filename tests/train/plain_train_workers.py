@@ -163,6 +163,19 @@ class Minimal(Plain):
         pass
 
 
+class Counting(Plain):
+    """Counts its versions by itself. Its next update fails, if that is set."""
+
+    fails = False
+
+    def update_weights(self):
+        fails, self.fails = self.fails, False
+        if fails:
+            raise OSError("not sent")
+        self.weight_version += 1
+        return self.weight_version
+
+
 class FailingUpdate(Plain):
     """Its next update fails, if that is set."""
 

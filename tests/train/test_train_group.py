@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 from devices import ON_DEVICE, need
-from plain_train_workers import DiskFull, FailingUpdate, Incomplete, Manager, Meeting, Minimal, Plain
+from plain_train_workers import Counting, DiskFull, FailingUpdate, Incomplete, Manager, Meeting, Minimal, Plain
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from single_controller import (
@@ -477,6 +477,18 @@ def test_number_of_a_failed_update_is_not_used_again(slots):
                 group.update_weights()
             assert (group.weight_version, manager.weight_version) == (1, 1)
         assert (group.update_weights(), group.update_weights(), manager.weight_version) == (4, 5, 5)
+
+
+def test_worker_that_counts_its_versions_agrees_with_the_group(slots):
+    with group_of(ranks=1, pg=slots, actor_cls=Counting) as group:
+        manager = Manager()
+        ray.get(group.async_init())
+        group.set_rollout_manager(manager)
+        group.update_weights()
+        group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "fails", True))
+        with pytest.raises(WorkerError, match="not sent"):
+            group.update_weights()
+        assert group.update_weights() == manager.weight_version == group.worker_group.said()[0]["version"] == 2
 
 
 def test_worker_with_slimes_interface(slots):

@@ -690,7 +690,7 @@ class RayTrainGroup:
     def update_weights(self, *, verify: Literal["fingerprint", "full", "none"] | None = None) -> int:
         """Send the weights to the rollout workers, as the next version. If the manager has a `RolloutStream` and a
         rollout worker dies in the update, the stream restarts it, and the update is repeated. The number of an update
-        that has failed is not used again.
+        that has failed is not used again, unless ``update_weights`` of the workers' class takes no version.
 
         Args:
             verify: what the rollout workers prove before they take the version, instead of ``update_weights_verify``:
@@ -736,7 +736,8 @@ class RayTrainGroup:
                 if self._rollout.outdated:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
-            self._tried = version
+            if self._takes_version:  # a worker that counts by itself gives the number to the next weights
+                self._tried = version
             self._leave()  # before: no other update may have this version
             self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
             try:
