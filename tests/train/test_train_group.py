@@ -477,6 +477,12 @@ def test_number_of_a_failed_update_is_not_used_again(slots):
                 group.update_weights()
             assert (group.weight_version, manager.weight_version) == (1, 1)
         assert (group.update_weights(), group.update_weights(), manager.weight_version) == (4, 5, 5)
+        group.set_rollout_manager(None)
+        group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "fails", True))
+        with pytest.raises(WorkerError, match="not sent"):
+            group.update_weights()
+        group.restart()
+        assert [said["version"] for said in group.worker_group.said()] == [group.weight_version] * 2 == [6, 6]
 
 
 def test_worker_that_counts_its_versions_agrees_with_the_group(slots):

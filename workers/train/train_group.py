@@ -227,6 +227,7 @@ class RayTrainGroup:
         self._asleep, self._progress = False, Progress()
         if self._with_ref is None:
             return None
+        self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
         try:
             begin: list[int] = self._group.init(self._args_to_continue(), self.role, self._with_ref)
             self._group.set_weight_version(self.weight_version)
