@@ -543,6 +543,23 @@ def test_released_workers_are_created_again_in_the_same_bundles(slots, tmp_path)
     group.close()
 
 
+def test_restart_whose_update_fails_can_be_continued(slots, tmp_path):
+    offline = tmp_path / "offline"
+    args = {"save": str(tmp_path), "user": {"offline": str(offline)}}
+    with group_of(args, 1, slots, actor_cls=FailingUpdate) as group:
+        manager = Manager()
+        ray.get(group.async_init())
+        group.set_rollout_manager(manager)
+        group.update_weights()
+        group.save_model(4)
+        offline.touch()
+        with pytest.raises(WorkerError, match="not sent"):
+            group.restart()
+        assert group.next_rollout_id == 5 and manager.weight_version == 2, "tokens of lost weights would be accepted"
+        offline.unlink()
+        assert group.update_weights() == manager.weight_version == 3
+
+
 def test_workers_restarted_behind_the_groups_back_are_not_used(slots, tmp_path):
     with group_of({"save": str(tmp_path)}, 1, slots) as group:
         ray.get(group.async_init())

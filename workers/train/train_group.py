@@ -89,7 +89,7 @@ class RayTrainGroup:
         role: the role.
         weight_version: version of the weights that the rollout workers have; 0 before the first update.
         last_checkpoint: folder of the checkpoint that this group began to write last; None before.
-        next_rollout_id: after `attach`, the id of the rollout to train on next.
+        next_rollout_id: after `attach` or `create`, the id of the rollout to train on next.
 
     Raises:
         TrainArgsError: the configuration is invalid, or the pool is too small.
@@ -191,7 +191,8 @@ class RayTrainGroup:
         another rollout, `async_train` raises a `CheckpointError` until it is restarted, too.
 
         If the rollout workers have weights, `update_weights` is called, because theirs may be of training that is lost.
-        If only that fails, the new workers stay, and it can be repeated.
+        If only that fails, the new workers stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue
+        with, and the manager refuses tokens of the lost weights.
 
         Returns:
             By rank, the rollout id to continue with; None if the group was not initialized.
@@ -243,10 +244,22 @@ class RayTrainGroup:
         except BaseException:
             self._group.close()  # the group is released again, as before the call
             raise
+        self.next_rollout_id = begin[0]
         self._leave()
         if self._rollout is not None and self.weight_version:
-            self.update_weights()  # the rollout workers may have weights that are lost
+            self._replace_lost_weights()
         return begin
+
+    def _replace_lost_weights(self) -> None:
+        """`update_weights`, because rollout workers may have weights of training that is lost. If that fails, tokens of
+        them are refused."""
+        try:
+            self.update_weights()
+        except BaseException:
+            if self._rollout is not None:
+                with suppress(Exception):
+                    self._rollout.expect(max(self.weight_version + 1, self._tried))
+            raise
 
     def _args_to_continue(self) -> Any:
         """Return the configuration with which new workers continue from the checkpoint that this group saved last."""
@@ -374,7 +387,7 @@ class RayTrainGroup:
             self._rollout.introduce(workers.set_rollout_manager)
             self._rollout.rewind(begin[0])
             if self.weight_version and self._progress.sent_after is None:
-                self.update_weights()
+                self._replace_lost_weights()
         return begin
 
     def close(self) -> None:
