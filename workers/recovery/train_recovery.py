@@ -165,28 +165,26 @@ def _undisturbed(group: TrainGroup) -> int | None:
     return last if group._progress.trained in (last, START) else None
 
 
-def different_rollouts(groups: Sequence[TrainGroup]) -> str | None:
-    """Compare at which rollouts an actor and its critic continue.
-
-    Returns:
-        What is wrong; None if they continue at the same one, or a group cannot say. In the first rollouts, the script
-        may train the critic alone, as ``num_critic_only_steps`` says.
-    """
+def warn_of_different_rollouts(groups: Sequence[TrainGroup]) -> None:
+    """Log a warning if an actor and its critic continue at different rollouts, except in the first ones, in which
+    ``num_critic_only_steps`` lets the critic train alone. It may be meant: the critic was trained in another run."""
     at: dict[str, int] = {}
     for group in groups:
-        try:
-            following = {step for step, _ in _ask(group, "position")}
-        except SingleControllerError:  # it must be restarted, and is compared then
-            return None
+        try:  # with the time limit of a wait: that of a call would break the group
+            found = group.worker_group.position.remote().result(timeout=60 * group.args.distributed_timeout_minutes)
+        except SingleControllerError:
+            return
+        following = {step for step, _ in found}
         if len(following) != 1 or None in following:
-            return None
+            return
         at[group.role] = following.pop()
     if len({*at.values()}) == 1 or max(at.values()) <= groups[0].args.num_critic_only_steps:
-        return None
-    return (
-        f"actor and critic continue at different rollouts ({', '.join(f'{role}: {step}' for role, step in at.items())})"
-        ". Call restart() of the other one too, which returns to its last checkpoint; or create both again with "
-        "ckpt_step, from checkpoints of the same rollout"
+        return
+    logger.warning(
+        "actor and critic continue at different rollouts (%s). If one of them was restarted, call restart() of the "
+        "other one too, which returns to its last checkpoint; or create both again with ckpt_step, from checkpoints of "
+        "the same rollout",
+        ", ".join(f"{role}: {step}" for role, step in at.items()),
     )
 
 

@@ -15,7 +15,6 @@ from workers.data.balance import Balance, balanced_rows
 from workers.hf_files import known_config
 from workers.recovery.train_recovery import TrainGroup
 from workers.train.args import TrainArgsError
-from workers.train.checkpoints import CheckpointError
 from workers.train.train_worker import Referred
 from workers.weight_sync import call_manager, receiver_groups
 
@@ -141,7 +140,6 @@ class SharedRollout(Generic[G]):
 
     Attributes:
         data: what to send to the ranks.
-        apart: why the groups cannot train together until one of them is restarted; None if they can.
     """
 
     def __init__(self, *groups: G) -> None:
@@ -153,7 +151,6 @@ class SharedRollout(Generic[G]):
         self._rollout_id: int | None = None
         self._given: Any = None
         self.data: Any = None
-        self.apart: str | None = None
         self._futures: dict[str, WorkerFuture] = {}
 
     def take(self, rollout_id: int, given: Any) -> None:
@@ -162,12 +159,7 @@ class SharedRollout(Generic[G]):
         Args:
             rollout_id: number of the rollout.
             given: what `RayTrainGroup.async_train` was given.
-
-        Raises:
-            CheckpointError: the groups are `apart`.
         """
-        if self.apart is not None:
-            raise CheckpointError(self.apart)
         if self._given is given and self._rollout_id == rollout_id:
             return
         how, args = None, self.groups[0].args

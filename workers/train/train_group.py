@@ -36,14 +36,14 @@ from workers.recovery.snapshot_choice import Recovery
 from workers.recovery.train_recovery import (
     Progress,
     common_position,
-    different_rollouts,
     find_left,
     leave,
     replace_ranks,
+    warn_of_different_rollouts,
 )
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
-from workers.train.checkpoints import CheckpointError, LastCheckpoint
+from workers.train.checkpoints import LastCheckpoint
 from workers.train.group_links import RolloutLink, SharedRollout, ordered
 from workers.train.train_placement import first_slots, share_of_slot, slot_devices, train_environment
 from workers.train.train_worker import TrainWorker, takes_version, worker_class
@@ -187,8 +187,8 @@ class RayTrainGroup:
         """Create the workers on the slots that they had before `release`.
 
         If the group was initialized before, the new workers are too: from the last checkpoint that this group saved, or
-        else as the first time. They keep the weight version, the rollout manager and the critic. If that continues at
-        another rollout, `async_train` raises a `CheckpointError` until it is restarted, too.
+        else as the first time. They keep the weight version, the rollout manager and the critic. A connected
+        group continues at its own rollout, until it is restarted too.
 
         If the rollout workers have weights, `update_weights` is called, because theirs may be of training that is lost.
         If only that fails, the new workers stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue
@@ -236,11 +236,7 @@ class RayTrainGroup:
                 self._rollout.introduce(self._group.set_rollout_manager)
                 self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
-                try:
-                    self._pair.groups[0].connect(self._pair.groups[1])
-                except CheckpointError as error:  # until the other one is restarted, too
-                    self._pair.apart = str(error)
-                    logger.warning("%s", error)
+                self._pair.groups[0].connect(self._pair.groups[1])
         except BaseException:
             self._group.close()  # the group is released again, as before the call
             raise
@@ -566,7 +562,6 @@ class RayTrainGroup:
             TrainArgsError: the configuration does not fit the data; nothing was sent.
             RolloutDataError: rows that are in this process are invalid, or lack an entry that the configuration needs;
                 nothing was sent. For rows behind references or futures, the result raises it.
-            CheckpointError: the connected actor or critic continues at another rollout; see `create`.
             RuntimeError: in an event loop, a future of `RolloutManager.generate_async` that is not done: await it.
         """
         workers = self.ready_workers("async_train")
@@ -821,11 +816,11 @@ class RayTrainGroup:
     # --- the critic -------------------------------------------------------------------------------------
 
     def connect(self, critic_group: RayTrainGroup) -> None:
-        """Connect rank i of this group to rank i of the critic. `async_train` then takes values from the critic.
+        """Connect rank i of this group to rank i of the critic. `async_train` then takes values from the critic. If
+        they continue at different rollouts, a warning is logged.
 
         Raises:
             ValueError: the groups differ in size, or are not an actor and a critic.
-            CheckpointError: they continue at different rollouts, and not both within ``num_critic_only_steps``.
         """
         if self.world_size != critic_group.world_size:
             raise ValueError(
@@ -837,8 +832,7 @@ class RayTrainGroup:
                 "connect(): expected a group with role='actor' and an argument with role='critic', got "
                 f"{self.role!r} and {critic_group.role!r}"
             )
-        if (why := different_rollouts((self, critic_group))) is not None:
-            raise CheckpointError(f"connect(): {why}")
+        warn_of_different_rollouts((self, critic_group))
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
         for group in (self, critic_group):
             group.disconnect()
