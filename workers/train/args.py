@@ -327,7 +327,7 @@ class TrainArgs:
     keep_old_actor: bool = _key(
         False,
         "keep the weights of the last two updates, and compute the old log-probabilities of each token with those that "
-        "generated it, or take the rollout's if they are gone since a resume or a recovery",
+        "generated it, or take the rollout's if they are gone since a resume, a recovery or a failed update",
     )
 
     # batches

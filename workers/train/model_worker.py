@@ -181,7 +181,7 @@ class ModelWorker(TrainWorker):
                 if position.kl_coef is not None and self.args.kl_target is not None:
                     self.args.kl_coef = position.kl_coef
             self.weight_version = position.weight_version
-        self._versions = {}
+        self._versions, self._failed = {}, set()
         self._lost_until = -1 if position is None else self.weight_version
         if self._keeps_versions and position is None:  # a checkpoint's weights are newer than its weight version
             self._keep_version(self.weight_version)
@@ -292,6 +292,7 @@ class ModelWorker(TrainWorker):
         if self._keeps_versions and current and version > self.weight_version:
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = self._lost_until = version
+        self._failed = set()
         self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
         self.clear_memory()
         return recovery.rollout_id + 1
@@ -322,9 +323,10 @@ class ModelWorker(TrainWorker):
         try:
             self.sync_report = self._sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
         except BaseException:
-            self._lost_until = version  # some rollout workers may have these weights
+            self._failed.add(version)  # some rollout workers may have these weights
             raise
         self.weight_version = version
+        self._failed.discard(version)
         if self._keeps_versions:
             self._keep_version(version)
         return version
@@ -335,13 +337,14 @@ class ModelWorker(TrainWorker):
     _kept_at = 0
     """`optimizer_step` of the weights that were kept last."""
     _lost_until = -1
-    """Highest weight version of which the weights may be gone: of the checkpoint or snapshot that was loaded, or of an
-    update that has failed."""
+    """Highest weight version of which the weights may be gone: of the checkpoint or snapshot that was loaded."""
+    _failed: set[int]
+    """Versions since then whose update has failed: of these alone, too."""
 
     def set_weight_version(self, version: int) -> None:
         """As in `TrainWorker`. Kept weights are dropped: their versions are no longer known."""
         super().set_weight_version(version)
-        self._lost_until = version
+        self._lost_until, self._failed = version, set()
         if "backup" in vars(self):
             self._versions.clear()
             for name in {"rollout_actor", "old_actor"} & set(self.backup.names):

@@ -430,16 +430,17 @@ class PolicyTrainWorker(ModelWorker):
 
     def _by_version(self, data: Data) -> None:
         """Compute old log-probabilities with the weight version that generated each token. Of versions that are gone
-        since the run was resumed, or ranks were replaced, they are the rollout's."""
+        since a resume, a recovery or a failed update, they are the rollout's."""
         kept = {version for of in self._versions.values() for version in of}
         versions = token_versions(data)
         if versions is None:
             versions = torch.full(data["input_ids"].shape, self.weight_version)
         wanted = set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist())))
         missing = sorted(wanted - kept)
-        if missing and ("rollout_log_probs" not in data or missing[-1] > self._lost_until):
+        too_old = [version for version in missing if version > self._lost_until and version not in self._failed]
+        if too_old or (missing and "rollout_log_probs" not in data):
             raise RolloutDataError(
-                f"rollout data has tokens of the weight versions {missing}, but keep_old_actor keeps "
+                f"rollout data has tokens of the weight versions {too_old or missing}, but keep_old_actor keeps "
                 f"{sorted(kept) or 'none, because there was no update since init()'}. Train on rollouts of the "
                 "last two versions"
             )

@@ -435,8 +435,19 @@ def test_weights_that_are_sent_again_keep_those_before(start, way, data):
     with pytest.raises(WorkerError, match=r"weight versions \[3\], but keep_old_actor keeps \[0, 1, 2\]"):
         group.worker_group.compute_old_log_prob(of_version(3))
     group.worker_group.execute_with_func_generator(fail_to_update, 3)
-    found, counts = group.worker_group.compute_old_log_prob(of_version(3)), data["loss_mask"] != 0
-    assert torch.equal(found[counts], data["rollout_log_probs"][counts].float())
+    counts = data["loss_mask"] != 0
+
+    def are_the_rollouts(version):
+        found = group.worker_group.compute_old_log_prob(of_version(version))
+        return torch.equal(found[counts], data["rollout_log_probs"][counts].float())
+
+    assert are_the_rollouts(3)
+    for version in (4, 5):
+        learn(group, version, of_version({4: 2, 5: 4}[version]))
+        group.worker_group.execute_with_func_generator(lambda worker, v: worker._keep_version(v), version)
+    assert are_the_rollouts(3)
+    with pytest.raises(WorkerError, match=r"weight versions \[2\], but keep_old_actor keeps \[4, 5\]"):
+        group.worker_group.compute_old_log_prob(of_version(2))
 
 
 def fail_to_update(worker, version):
