@@ -365,10 +365,12 @@ def test_the_adaptive_coefficient_takes_the_mean_over_rollouts(split):
     ranks = Ranks(data, split, None)
     for worker in ranks.workers:
         worker.args = read_args(given)  # each rank changes its own
+        worker.next_rollout_id = 3
     for found in ranks.run("_adapt_kl_coef"):
         assert found["reward_kl"] == pytest.approx(kl, abs=1e-5)
     for worker in ranks.workers:
         assert worker.args.kl_coef == pytest.approx(0.1 * (1 + error * len(SHAPES) / 100), rel=1e-5)
+        assert worker.next_rollout_id is None, "if the step fails, a repetition would adapt it twice"
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -319,6 +319,7 @@ class PolicyTrainWorker(ModelWorker):
         total = float((rows.everywhere(divergences, "sum") / lengths.clamp(min=1)).sum())
         coef, kl = args.kl_coef, total / max(completions, 1)
         if completions:
+            self.next_rollout_id = None  # as in `_steps`: a repetition would adapt it twice
             args.kl_coef = adaptive_kl_coef(
                 coef, kl, target=args.kl_target, horizon=args.kl_horizon, completions=completions
             )

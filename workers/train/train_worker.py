@@ -77,8 +77,8 @@ class TrainWorker(Worker, ABC):
         rollout_manager: what `set_rollout_manager` was given.
         weight_version: of the weights that the rollout workers have; 0 before the first update.
         next_rollout_id: id of the rollout to train on next. `init` and `train` of a subclass set it when they have
-            succeeded, so that `RayTrainGroup.attach` continues there. None if they do not, and in a `train` from its
-            first optimizer step to its last: if it fails in between, the state is not that after any rollout.
+            succeeded, so that `RayTrainGroup.attach` continues there. None if they do not, and from the moment that a
+            `train` changes the state until it has succeeded: if it fails in between, the state is of no rollout.
     """
 
     next_rollout_id: int | None = None
