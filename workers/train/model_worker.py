@@ -378,7 +378,8 @@ class ModelWorker(TrainWorker):
         return bool(self.args.keep_old_actor) and self.role == "actor"
 
     def _keep_version(self, version: int) -> None:
-        """Keep a copy of the weights of this version, and of those that were sent before."""
+        """Keep a copy of the weights of this version, and of those that were sent before. Whoever changes weights
+        otherwise than by optimizer steps must change `optimizer_step`, which tells new weights from the same ones."""
         if "rollout_actor" in self.backup.names:
             if self._kept_at == self.optimizer_step:  # the same weights again, for rollout workers that had lost them
                 self._versions["rollout_actor"].append(version)

@@ -481,8 +481,9 @@ class RayTrainGroup:
         snapshots, or if the workers are not all at the same step, because the driver was killed while it sent a call,
         they are restarted from the last checkpoint that the group saved; see `restart`.
 
-        Call `set_rollout_manager` and, with a critic, `connect` again. `close` ends the workers and removes their
-        placement groups, with everything else in those.
+        Call `set_rollout_manager` and, with a critic, `connect` again. If workers were replaced or restarted, call
+        `update_weights` too: the rollout workers may have weights of training that is lost, and a new manager accepts
+        any version. `close` ends the workers and removes their placement groups, with everything else in those.
 
         Args:
             name_prefix: as given to the group.
