@@ -1,5 +1,6 @@
 """Sessions with the manager, streams, updates and evaluation; they survive the death of a worker, and of the driver."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -221,13 +223,21 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
                 assert check_rows(data)[0] == last[batch]["turns"]
 
 
-class Slower(Diary):
-    seconds = 0.3
+class Gated(Diary):
+    """Whose second turn does not end before `opened` is set."""
+
+    opened = threading.Event()
+
+    async def step(self, action):
+        while self.said and not self.opened.is_set():
+            await asyncio.sleep(0.01)
+        return await super().step(action)
 
 
 def test_sessions_of_a_dead_worker_that_the_next_one_refuses_are_not_lost():
     """Its weights have changed meanwhile. What it gives back has tokens in the state of the sessions alone."""
-    with local(Slower) as group:
+    with local(Gated) as group, contextlib.ExitStack() as at_end:
+        at_end.callback(Gated.opened.set)
         group.load(0, 0)
         manager, buffer = managed(group), SampleBuffer(B, num_batches=1)
         manager.weight_version = 0

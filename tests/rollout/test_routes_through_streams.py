@@ -3,6 +3,7 @@ sampling, checkpoints of their buffers, and sessions of agents."""
 
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -147,6 +148,14 @@ def test_session_that_was_aborted_in_a_later_turn_continues(folder):
     how, seconds = SamplingParams(300), 30
     first = AgentEngine(HFEngine, folder, return_routed_experts=True, environment=Once)
     second = AgentEngine(HFEngine, folder, return_routed_experts=True, environment=Once)
+    record = first.engine.record
+
+    def slowly(*args, **options):
+        if Once.begun.is_set():
+            time.sleep(0.1)  # so that the abort comes before the turn's end
+        record(*args, **options)
+
+    first.engine.record = slowly
     try:
         future = first.submit([1, 2], how, "a", seed=5)
         wait_until(lambda: Once.begun.is_set() and any(len(one.token_ids) for one in running(first.engine)), seconds)

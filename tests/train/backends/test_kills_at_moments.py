@@ -200,17 +200,19 @@ def test_batch_that_neither_group_has_trained_on_is_taken_again(pair, llama_fold
         begin(group, {**PPO, "hf_checkpoint": llama_folder})
     manager = Streaming()
     actor.set_rollout_manager(manager)
-    assert manager.take() == [0]
-    step(pair, 0, data)
-    for group in pair:
-        wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
-    kill(critic, 0)
-    assert manager.take() == [1]
-    with pytest.raises(SingleControllerError):
-        critic.async_train(1, data).result()
-    assert actor.replace() == [1, 1]
-    assert manager.take() == [1]
-    actor.set_rollout_manager(None)
+    try:
+        assert manager.take() == [0]
+        step(pair, 0, data)
+        for group in pair:
+            wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+        kill(critic, 0)
+        assert manager.take() == [1]
+        with pytest.raises(SingleControllerError):
+            critic.async_train(1, data).result()
+        assert actor.replace() == [1, 1]
+        assert manager.take() == [1]
+    finally:
+        actor.set_rollout_manager(None)  # the pair serves other tests too
 
 
 def test_group_that_is_where_the_other_returns_to_keeps_its_model(pair, llama_folder, data):
