@@ -88,7 +88,7 @@ class Dying(Worker):
 
 
 class Meeting(Worker):
-    """Its calls with ``replay=True`` need all ranks."""
+    """While a file exists, ``meet`` fails on rank 3, and rank 1 waits in it for rank 0, which never sends."""
 
     def __init__(self):
         super().__init__()
@@ -359,7 +359,7 @@ def test_ranks_stuck_in_a_repeated_call_are_freed_by_the_next_change(pool, tmp_p
         assert group.total() == [6.0] * 3
 
 
-def test_second_try_waits_for_the_constructors_of_the_first(pool, tmp_path, monkeypatch):
+def test_second_try_waits_for_the_constructors_of_the_first(pool, tmp_path):
     """Without collectives: rank 2 dies again while the constructor of rank 1 runs, which then fails."""
     with (
         RayResourcePool([3], use_gpu=False) as small,
