@@ -47,8 +47,22 @@ constexpr auto VISIBLE = "CUDA_VISIBLE_DEVICES";
 #endif
 
 namespace {
-std::recursive_mutex lock;  // of everything here
-using Hold = std::lock_guard<std::recursive_mutex>;
+// Of everything here. Other threads wait for it while they have the GIL, so who holds it must never need the GIL.
+// Destroying a tensor does, if Python had it too: what has been done is kept until the lock is free.
+std::recursive_mutex lock;
+thread_local int holds = 0;
+thread_local std::list<std::function<void()>> finished;
+struct Hold {
+  explicit Hold(std::recursive_mutex&) {
+    lock.lock();
+    ++holds;
+  }
+  ~Hold() {
+    std::list<std::function<void()>> over;
+    if (!--holds) over.swap(finished);
+    lock.unlock();
+  }
+};
 
 size_t env(const char* name, size_t otherwise) {
   auto* v = getenv(name);
@@ -61,6 +75,10 @@ thread_local int inside = 0;            // a kernel: copies happen at once
 std::map<std::string, int64_t> counts;  // copies, host reads
 std::map<std::string, int64_t> moved;   // bytes by kind of copy
 std::vector<std::string> faults;
+void happened(const std::string& kind) {
+  Hold hold(lock);
+  counts[kind]++;
+}
 void copied(const std::string& kind, size_t nbytes) {
   Hold hold(lock);
   counts[kind]++;
@@ -111,6 +129,7 @@ struct Region {
 std::list<Region> regions;
 
 Region* region_of(const void* p) {
+  Hold hold(lock);
   for (auto& r : regions)
     if ((char*)p >= r.base && (char*)p < r.base + r.size) return &r;
   return nullptr;
@@ -145,11 +164,14 @@ Stream stream_of(DeviceIndex d) {
   if (d < 0) d = the_device;
   return Stream(Stream::UNSAFE, Device(KIND, d), current[d]);
 }
-Queue& queue_of(const Stream& s) { return queues[{s.device_index(), s.id()}]; }
+Queue& queue_of(const Stream& s) {
+  Hold hold(lock);
+  return queues[{s.device_index(), s.id()}];
+}
 void drain(Queue& q, uint64_t until) {
   Hold hold(lock);
   while (q.done < until && !q.todo.empty()) {
-    auto work = std::move(q.todo.front());
+    auto& work = finished.emplace_back(std::move(q.todo.front()));
     q.todo.pop_front();
     ++q.done;
     work();
@@ -459,6 +481,7 @@ struct SimAllocator final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex d) override {
+    Hold hold(lock);
     auto& p = pool_of(d);
     p.peak = p.allocated;
     p.peak_reserved = p.reserved;
@@ -641,19 +664,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const Stream& s) const override {
-    counts["sync:stream"]++;
+    happened("sync:stream");
     host_waits(s);
   }
   void synchronizeEvent(void* e) const override {
     if (!e) return;
-    counts["sync:event"]++;
+    happened("sync:event");
     auto v = *(Event*)e;
     Hold hold(lock);
     drain(*v.queue, v.until);
     join(host_before, v);
   }
   void synchronizeDevice(const DeviceIndex d) const override {
-    counts["sync:device"]++;
+    happened("sync:device");
     host_waits_for_device(d);
   }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override { allocator.recordStream(p, s); }
@@ -858,7 +881,7 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
 }
 at::Scalar local_scalar(const at::Tensor& self) {
   if (!inside) {
-    counts["host read: item()"]++;
+    happened("host read: item()");
     auto s = stream_of(self.device().index());
     use(self, start_at_once(s), false, "item()");
     host_waits(s);
@@ -1280,11 +1303,12 @@ struct SimNccl : c10d::Backend {
 };
 bool Done::wait(std::chrono::milliseconds timeout) {
   if (inner) inner->wait(timeout);
+  std::vector<at::Tensor> over;  // destroyed without the lock
   Hold hold(lock);
   auto here = stream_of(device.index());
   enqueue(here, [queue = end.queue, until = end.until] { drain(*queue, until); });
   join(queue_of(here).before, end);
-  inputs.clear();
+  over.swap(inputs);
   return true;
 }
 }  // namespace
@@ -1337,11 +1361,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "synchronize",
       [](int d) {
-        counts["sync:device"]++;
+        happened("sync:device");
         host_waits_for_device(d);
       },
       py::call_guard<py::gil_scoped_release>());
-  m.def("empty_cache", [] { empty_cache(the_device); });
+  m.def("empty_cache", [] { empty_cache(the_device); }, py::call_guard<py::gil_scoped_release>());
   m.def("memory", [](int d) {
     Hold hold(lock);
     auto& p = pool_of(d);
@@ -1364,7 +1388,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (reset) moved.clear();
     return m;
   });
-  m.def("faults", [] { return faults; });
+  m.def("faults", [] {
+    Hold hold(lock);
+    return faults;
+  });
   m.def("opened", [] {  // regions of other processes
     Hold hold(lock);
     return std::count_if(regions.begin(), regions.end(), [](const Region& r) {

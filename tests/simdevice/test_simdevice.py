@@ -25,6 +25,8 @@ TWO_RANKS = "tests/simdevice/on_device/test_two_ranks.py"
 ELSEWHERE = (HERE / "files.txt").read_text().split()[1:]
 """Those of ``make test-device`` that are not in `on_device`."""
 OF_GROUPS = [file for file in ELSEWHERE if file.startswith("tests/train/backends/")]
+LONGEST = 200
+"""Seconds of one test: the process then prints its stacks, and ends."""
 RARE = [f"tests/train/backends/test_{name}.py" for name in ("both_backends", "replace_ranks", "resize")]
 """Run with ``--full``, for HSDP and Megatron on four ranks."""
 
@@ -56,7 +58,9 @@ def run_there(*files):
         "SIMDEVICE": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE / "boot"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    # A thread that waits for the interpreter's lock and one of the device's is interrupted by no signal.
+    stacks = ("-o", f"faulthandler_timeout={LONGEST}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *stacks, *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

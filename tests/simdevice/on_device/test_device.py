@@ -4,6 +4,8 @@ import ctypes
 import gc
 import multiprocessing
 import signal
+import sys
+import threading
 
 import pytest
 import torch
@@ -261,6 +263,27 @@ def test_missing_wait_for_a_collective_is_seen(one_rank):
     for work in works:
         work.wait()
     assert (total.tolist(), gathered.tolist()) == ([1.0] * 3, [2.0] * 3)
+
+
+def test_end_of_a_tensor_waits_for_no_thread_that_waits_for_the_device(one_rank):
+    """Python lets go of the first: the collective has it to the end, which needs the interpreter's lock."""
+    ended = threading.Event()
+
+    def ask():
+        while not ended.is_set():
+            device.counts(False)
+
+    thread = threading.Thread(target=ask)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(3, device="cuda"), async_op=True).wait()
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_source_that_changes_under_a_collective_is_a_fault(one_rank):
