@@ -356,6 +356,15 @@ def test_processes_run_closures_in_parallel_and_are_kept(ray_cluster):
     wait_gone(pids)
 
 
+def test_process_that_has_died_while_it_was_idle_is_replaced(ray_cluster):
+    with RewardRunner(lambda prompt_ids, completion_ids: float(os.getpid()), workers=1) as runner:
+        first, _ = runner.compute(group(0, 2), {})
+        os.kill(int(first), signal.SIGKILL)
+        wait_gone([int(first)])
+        again = runner.compute(group(0, 2), {})
+    assert again[0] == again[1] != first
+
+
 def hangs_or_dies(prompt_ids, completion_ids, folder):
     """A sample of prompt 1 holds the interpreter's lock for hours; one of prompt 2 kills its process; 3 exits."""
     if completion_ids[0] == 1:

@@ -1,5 +1,6 @@
 """RolloutStream: what arrives, from which weights, when workers die, and when it ends. On toy engines."""
 
+import asyncio
 import contextlib
 import pickle
 import queue
@@ -20,9 +21,10 @@ from waits import wait_until
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer
 from workers.data.rollout_data import group_numbers
-from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.rollout_engine import EngineLoad, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.stream.exchange import Report
 from workers.rollout.stream.rollout_stream import RolloutStream
 from workers.train.group_links import RolloutLink
 from workers.weight_sync import WeightSyncError
@@ -330,6 +332,15 @@ def test_groups_without_variance_are_replaced(group):
     assert found == sorted(found) and all(number % 2 for number in found)
 
 
+class NoCopy(Exception):
+    def __init__(self, what, of):
+        super().__init__(f"{what} {of}")
+
+
+def fails(error):
+    raise error
+
+
 @pytest.mark.parametrize(
     ("source", "function", "kind", "message"),
     [
@@ -337,6 +348,8 @@ def test_groups_without_variance_are_replaced(group):
         (lambda rollout_id: [[], *prompts(rollout_id)[1:]], reward, PromptError, "prompt 0 is empty"),
         (lambda rollout_id: [[3]], reward, ValueError, r"prompts\(0\) returned 1 prompts; expected 4"),
         (lambda rollout_id: 1 / 0, reward, ZeroDivisionError, "division"),
+        (lambda rollout_id: fails(NoCopy("no", "prompts")), reward, RolloutError, "has ended: .*NoCopy: no prompts"),
+        (lambda rollout_id: fails(TimeoutError("no disk")), reward, RolloutError, "has ended: TimeoutError: no disk"),
         (prompts, lambda prompt, completion: None, RewardError, "returned None"),
         (prompts, lambda prompt, completion: 1 / 0, RewardError, "raised ZeroDivisionError"),
     ],
@@ -346,9 +359,32 @@ def test_errors_end_the_stream_and_reach_the_trainer(group, source, function, ki
     with streaming(manager, source) as stream:
         update(stream, manager, 1)
         for _ in range(2):
-            with pytest.raises(kind, match=message):
+            with pytest.raises(kind, match=message) as caught:
                 stream.take(30)
+            assert not isinstance(caught.value, TimeoutError)  # after which `take` may be called again
         update(stream, manager, 2)  # does not wait for a stream that has ended
+
+
+def test_error_says_where_the_prompts_have_failed(group):
+    manager = managed(group)
+    with streaming(manager, lambda rollout_id: fails(OSError("no disk"))) as stream:
+        update(stream, manager, 1)
+        with pytest.raises(OSError, match="no disk") as caught:
+            stream.take(30)
+    assert caught.traceback[-1].name == "fails"
+
+
+def test_error_ends_what_is_being_generated():
+    def only_one_batch(rollout_id):
+        return prompts(0) if not rollout_id else fails(OSError("no disk"))
+
+    with LocalWorkerGroup(2, made(0.01), threads=True) as group:
+        manager = managed(group, SamplingParams(400))
+        with streaming(manager, only_one_batch, max_staleness=1) as stream:
+            update(stream, manager, 1)
+            with pytest.raises(OSError, match="no disk"):
+                stream.take(30)
+            wait_until(lambda: [one.running for one in group.execute_all_sync("load_of_engine")] == [0, 0], 1)
 
 
 def test_required_column_that_is_missing_ends_the_stream(group):
@@ -445,6 +481,36 @@ def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
                 stream.take(30)
         manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
         assert len(stream.take(30)["group_ids"]) == B * SAMPLES
+
+
+def test_weights_that_are_sent_again_drop_nothing(group):
+    refreshed = threading.Event()
+
+    async def reward_of_the_last(prompt_ids, completion_ids, label):
+        while label == B - 1 and not refreshed.is_set():
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    manager = managed(group, function=reward_of_the_last)
+    with streaming(manager, with_labels) as stream:
+        update(stream, manager, 1)
+        wait_until(lambda: stream.buffer.metrics()["buffer/ready"] == B - 1, 30)
+        group.restart()
+        manager.refresh = lambda: (refreshed.set(), update(stream, manager, manager.weight_version + 1))
+        stream.take(30)
+        assert not stream.metrics()["buffer/dropped"]
+        update(stream, manager, 7)  # after a batch, the weights are new
+        assert manager.weight_version == stream.buffer.version == 7 and stream.buffer.staleness(1) == 1
+
+
+def test_reports_of_before_an_update_say_nothing_about_its_version(group):
+    manager = managed(group)
+    with streaming(manager, mode="interrupt") as stream:
+        update(stream, manager, 1)
+        stream.take(30)
+        stream.close()  # what its thread does now, this one does
+        stream._look([Report(0, None, EngineLoad(0, 0), [], [])], updating=True)
+        assert stream._stuck is None
 
 
 def test_worker_whose_server_has_kept_the_weights_goes_on_with_them(servers_group):

@@ -7,6 +7,7 @@ Everything here runs in the event loop of the `RewardRunner`, so nothing needs a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -57,12 +58,12 @@ class RewardProcesses:
 
         Raises:
             RewardError: the process cannot start, for example because the function's module is not available there; or
-                it has died.
+                it has died during the call.
             Exception: what the function has raised.
         """
         if self._session != session():
             self._session, self._idle = session(), []  # the actors of another connection to Ray have ended with it
-        process = self._idle.pop() if self._idle else await self._start()
+        process = await self._idle_process() or await self._start()
         has_returned = False
         try:
             yield process
@@ -79,6 +80,15 @@ class RewardProcesses:
                 self._idle.append(process)
             else:
                 ray.kill(process)  # it has died, or is busy with a value that nobody waits for
+
+    async def _idle_process(self) -> Any:
+        """An idle process that is alive, or None. The function has not run in one that has died since its last call."""
+        while self._idle:
+            process = self._idle.pop()
+            with contextlib.suppress(RayError):
+                await process.ready.remote()
+                return process
+        return None
 
     async def _start(self) -> Any:
         # It reserves no CPU: training and rollout may have reserved them all, and then it would never start.

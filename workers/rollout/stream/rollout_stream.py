@@ -112,6 +112,11 @@ class RolloutStream(Closing):
         self._closed = False
         self._stuck: dict[int, int | None] | None = None
         """Rank -> weight version, if no worker has that of the buffer."""
+        self._updated: int | None = None
+        """How many batches had been taken at the last update. As the next one, only of the thread that takes and
+        updates."""
+        self._resending = False
+        """Whether an update has the weights of the one before."""
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
         self._thread.start()
         manager.stream = self
@@ -236,7 +241,12 @@ class RolloutStream(Closing):
         if refresh is None or again:
             raise error
         logger.warning("%s. Calling refresh()", error)
-        refresh()  # and so `updating`, which waits for the router: no lock is held here
+        # The weights are new only if the trainer has trained a batch since it sent them.
+        self._resending = self._updated == self.buffer.batches
+        try:
+            refresh()  # and so `updating`, which waits for the router: no lock is held here
+        finally:
+            self._resending = False
 
     @contextmanager
     def updating(self, timeout: float | None = None) -> Iterator[None]:
@@ -259,7 +269,8 @@ class RolloutStream(Closing):
                 if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
                     raise self._late(timeout)
             yield
-            self.buffer.set_version(self._manager.weight_version or 0)
+            self.buffer.set_version(self._manager.weight_version or 0, same_weights=self._resending)
+            self._updated = self.buffer.batches
         finally:
             with self._changed:
                 self._pauses -= 1
@@ -327,10 +338,10 @@ class RolloutStream(Closing):
         try:
             while not self._closed:  # read without the lock: `close` wakes a step that waits
                 self._step()
-            self._router.leave()
         except BaseException as error:
             self.buffer.fail(error)  # `take` raises it in the trainer's thread
         finally:
+            self._router.leave()
             with self._changed:
                 self._ended = True  # an update must not wait for a router that has ended
                 self._changed.notify_all()
@@ -366,5 +377,5 @@ class RolloutStream(Closing):
                 self._reported = True
                 self._idle = self._update_mode == "interrupt" or not self._router.running
                 self._changed.notify_all()
-            elif not self._pauses and version is not None:
+            elif not updating and not self._pauses and version is not None:  # no update came after these reports
                 self._stuck = None if version in versions.values() else versions

@@ -22,7 +22,6 @@ from single_controller import (
     DispatchError,
     GroupBrokenError,
     ResultLostError,
-    SingleControllerError,
     WorkerDiedError,
 )
 from workers.data.collate import trained_versions, with_versions
@@ -383,9 +382,10 @@ class Router:
             raise RolloutError(
                 f"group {attempt.number} was given to {losses} workers that died; its prompt may be the reason"
             ) from error
-        group, tokens = self._so_far(request, journal) if journal else (None, 0)
-        begun = [one for one in (journal or {}).values() if one.session is not None]
-        if lost := [one for one in begun if one.session is not None and one.session.environment is None]:
+        # Without a journal, the worker had come no further than the partial completions that it was given.
+        group, tokens = self._so_far(request, journal or {})
+        sessions = [one.session for one in (() if group is None else group.completions) if one.session is not None]
+        if lost := [one for one in sessions if one.environment is None]:
             self.sessions_lost += len(lost)
             logger.warning(
                 "%d sessions of group %d begin again, because their environments have no state_dict",
@@ -456,7 +456,7 @@ class Router:
         if self.due:
             try:
                 self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
-            except SingleControllerError as error:
+            except Exception as error:  # the group was closed, or what ended the stream is here again
                 logger.debug("the stream could not take leave of its workers: %s", error)
 
 

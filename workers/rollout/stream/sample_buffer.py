@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from dispatch.checks import check_count
+from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.stream.flat_filter import FlatFilter
 
 
@@ -330,7 +331,18 @@ class SampleBuffer:
             return [n for n, group in self._groups.items() if group.state == "in flight" and self._too_old(group)]
 
     def fail(self, error: BaseException) -> None:
-        """End generation: `take` raises a copy of the first error, now and later, and no group begins."""
+        """End generation: `take` raises a copy of the first error, now and later, and no group begins. A `RolloutError`
+        stands for an error that cannot be copied, and for a `TimeoutError`, which would mean that `take` can be called
+        again; its cause is that error."""
+        try:
+            copy.copy(error)
+            can_be_raised = not isinstance(error, TimeoutError)
+        except Exception:
+            can_be_raised = False
+        if not can_be_raised:
+            named = RolloutError(f"generation has ended: {type(error).__name__}: {error}")
+            named.__cause__ = error
+            error = named
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -590,7 +602,8 @@ class SampleBuffer:
     def _choose(self) -> list[int] | None:
         """Numbers of the next batch: the lowest that are ready, within the window. None: wait."""
         if self._error is not None:
-            raise copy.copy(self._error) from self._error.__cause__  # a copy: an exception keeps its traceback
+            error = copy.copy(self._error)  # whose traceback grows, and refers to whoever has called `take`
+            raise error.with_traceback(self._error.__traceback__) from self._error.__cause__
         chosen: list[int] = []
         end = math.inf
         for number, group in self._groups.items():
