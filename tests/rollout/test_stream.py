@@ -374,13 +374,19 @@ def test_error_says_where_the_prompts_have_failed(group):
     assert caught.traceback[-1].name == "fails"
 
 
-def test_error_ends_what_is_being_generated():
-    def only_one_batch(rollout_id):
-        return prompts(0) if not rollout_id else fails(OSError("no disk"))
-
+def test_error_ends_what_is_being_generated(monkeypatch):
     with LocalWorkerGroup(2, made(0.01), threads=True) as group:
         manager = managed(group, SamplingParams(400))
-        with streaming(manager, only_one_batch, max_staleness=1) as stream:
+        with streaming(manager) as stream:
+            exchange = stream._router.exchange
+
+            def fails_while_they_run(**options):
+                reports = exchange(**options)
+                if all(one.running for one in group.execute_all_sync("load_of_engine")):
+                    fails(OSError("no disk"))
+                return reports
+
+            monkeypatch.setattr(stream._router, "exchange", fails_while_they_run)
             update(stream, manager, 1)
             with pytest.raises(OSError, match="no disk"):
                 stream.take(30)
