@@ -261,6 +261,16 @@ def test_disk_keeps_the_last_two_versions_readable_by_safetensors(train, rollout
     assert sorted(path.name for path in folder.iterdir()) == ["version-2", "version-9"]
 
 
+def test_disk_keeps_no_version_that_was_not_loaded(train, rollout, tmp_path):
+    train.connect(rollout, "disk", **options("disk", tmp_path), double_buffer=False)
+    train.update(1)
+    rollout.configure(fail_at="norm.weight")
+    for version in range(2, 5):
+        with pytest.raises(WorkerError, match="no room for it"):
+            train.update(version)
+    assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == ["version-1"]
+
+
 def test_rollout_worker_in_the_same_process_is_updated_directly(pool):
     roles = {
         "train": RayClassWithInitArgs(sync_workers.StageBeside),

@@ -342,6 +342,16 @@ def test_receiver_death_is_reported_within_seconds_and_the_next_update_works(tra
     assert train.versions() == [[18, 18]] * 2 and same(killable, 18)
 
 
+def test_survivor_of_a_death_is_told_of_the_failure(train, killable):
+    """Without a double buffer it would not generate until the next update, but take prompts."""
+    train.connect(killable, "store", double_buffer=False)
+    train.update(24)
+    killable.configure(die_at="norm.weight", rank=1)
+    fails(train, 25, "rank 1 died")
+    killable.restart(ranks=[1])
+    assert all(when_heard(killable, ranks=(0,)))
+
+
 @pytest.mark.full(full)
 def test_restarted_rollout_workers_receive_the_current_version(train, killable):
     """Whole, although the trainer sends differences."""

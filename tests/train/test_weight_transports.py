@@ -137,6 +137,47 @@ def test_all_ranks_name_the_late_rank(monkeypatch):
     assert all("by these train ranks: 2." in error for error in errors.values()), errors
 
 
+def test_ranks_agree_on_more_than_the_store_takes_at_once(monkeypatch):
+    """A plan for hundreds of ranks, for example. Nothing of it stays in the store."""
+    seconds, big = datetime.timedelta(seconds=20), b"0" * (9 << 20)
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    of_thread = threading.local()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: of_thread.store)
+    agreed, empty, all_have_ended = {}, server.num_keys(), threading.Barrier(3)
+
+    def agree(rank):
+        of_thread.store = torch.distributed.TCPStore("127.0.0.1", server.port, timeout=seconds)
+        update = Update(1, "store", rank, 3, Receivers(None), Budget(20.0), "key")
+        agreed[rank] = [update.agree(step, (rank, big), decide=list) for step in ("one", "two")]
+        all_have_ended.wait(30)
+        update.forget()
+
+    threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert agreed == {rank: [[(0, big), (1, big), (2, big)]] * 2 for rank in range(3)}
+    assert server.num_keys() == empty
+
+
+def test_error_of_a_single_train_rank_says_of_which_update(tmp_path):
+    (tmp_path / "file").touch()
+    with LocalWorkerGroup(1, RayClassWithInitArgs(sync_workers.Rollout)) as rollout:
+        sender = WeightSender("disk", rollout, folder=tmp_path / "file")
+        with pytest.raises(WeightSyncError, match=r"version 1 was not sent by transport 'disk': FileExistsError"):
+            sender.send(1, model(seed=1).items())
+
+
+def test_worker_that_joins_while_the_trainer_is_told_is_told_of_next_time():
+    group = SimpleNamespace(workers=["first"])
+    link = RolloutLink(SimpleNamespace(group=group), lambda: 1, 1.0)
+    link.introduce(lambda manager: manager.group.workers.append("second"))
+    assert link.outdated
+    link.introduce(lambda manager: None)
+    assert not link.outdated
+
+
 @ray.remote(num_cpus=0)
 class SlowManager:
     def weight_receivers(self):

@@ -49,8 +49,9 @@ class RolloutLink:
         if getattr(manager, "refresh", None) == self._refresh:
             manager.refresh = None
         try:
+            actors = self._actors()  # before, because a worker may join meanwhile: it is told of next time then
             tell(manager)
-            self._receivers = self._actors()
+            self._receivers = actors
         finally:
             if getattr(manager, "refresh", self) is None:
                 manager.refresh = self._refresh

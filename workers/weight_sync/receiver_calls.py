@@ -79,7 +79,7 @@ class Receivers:
 
     def abandon(self, key: str, why: str) -> None:
         """Tell all receivers that an update has failed, without waiting: some of them may be why."""
-        for group in self._groups:
+        for group in map(self._usable, self._groups):  # what has failed may have broken one
             with contextlib.suppress(SingleControllerError):  # it learns of it when the next update begins
                 group.methods.abandon_weights.options(timeout=ABANDON_SECONDS).remote(key, why)
         if self.neighbour is not None:

@@ -234,6 +234,7 @@ class WeightReceiver(Worker):
                 key, f"rollout rank {self.rank} did not get all of version {update.version}: {some(missing)}"
             )
         with self.weights_lock:
+            self.changes += 1  # which ends copies of these weights
             if update.buffered:
                 self._hold(update)
                 self._load(update, self._arrivals.take(every=not self.engine.partial_updates), self.engine.load_weights)

@@ -84,6 +84,7 @@ class DiskTransport(Transport):
         if final.exists():  # this version was sent before; a rename does not replace a folder that has files
             final.rename(self._folder / f"{_UNFINISHED}old-{update.key}")
         Path(update.shared).rename(final)  # atomic: a reader finds no folder or a complete one
+        update.shared = str(final)  # for `failed`
         classes = {
             update.infos[member].id: number for number, one in enumerate(update.classes) for member in one.members
         }

@@ -34,6 +34,9 @@ rank 0 says of it."""
 
 _FIRST_POLL_SECONDS = 0.0002
 
+_PART_BYTES = 4 << 20
+"""torch's store closes the connection of a client that sends it a value of more than 8 MiB."""
+
 
 @dataclass
 class Update:
@@ -73,6 +76,8 @@ class Update:
     verify: str | None = None
     begun: bool = False
     _agreed: int = 0
+    # Name in the store -> number of further parts, of what this rank has written there that nobody has deleted
+    _written: dict[str, int] = field(default_factory=dict)
     _looked: float = 0.0
 
     def agree(
@@ -101,38 +106,58 @@ class Update:
             WeightSyncError: on all ranks: the error of the first rank that failed, or that of ``decide``, or ranks were
                 late.
         """
-        if self.ranks == 1:
-            if error is not None:
-                raise error
-            return None if decide is None else decide([value])
-        store = self._store
         if error is not None:
             raise self.give_up(error)
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:
-            store.set(f"{name}/{self.rank}", pickle.dumps(value))
+            self._write(f"{name}/{self.rank}", value)
             if not self._arrived([name], self.budget.remaining + 2 * _GRACE_SECONDS):
                 raise self._late("0", step)
-            return pickle.loads(store.get(name))
+            self._written.clear()  # rank 0 has read and deleted it
+            return self._read([name])[0]
         keys = [f"{name}/{rank}" for rank in range(1, self.ranks)]
         try:
-            if not self._arrived(keys, self.budget.remaining + _GRACE_SECONDS):
-                late = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+            if keys and not self._arrived(keys, self.budget.remaining + _GRACE_SECONDS):
+                late = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
                 raise self._late(", ".join(map(str, late)), step)
-            values = [value, *(pickle.loads(one) for one in store.multi_get(keys))]
-            for key in keys:
-                store.delete_key(key)
-            if self._agreed > 1:  # everyone is here, so everyone has read the verdict before
-                store.delete_key(f"{self._name}/{self._agreed - 1}")
+            values = [value, *(self._read(keys, delete=True) if keys else ())]
+            self._delete_written()  # everyone is here, so everyone has read the verdict before
             verdict = None if decide is None else decide(values)
         except Exception as failed:
             # That of a receiver's call is a WorkerError too, as which the driver would get it.
             named = isinstance(failed, WeightSyncError) and not isinstance(failed, (TimeUpError, WorkerError))
             error = cast(WeightSyncError, failed) if named else self.error(failed)
             raise self.give_up(error) from error.__cause__
-        store.set(name, pickle.dumps(verdict))
+        if self.ranks > 1:
+            self._write(name, verdict)
         return verdict
+
+    def _write(self, name: str, value: Any) -> None:
+        """Write a value into the store, for `_read`."""
+        data = pickle.dumps(value, protocol=5)
+        first, *others = (data[begin : begin + _PART_BYTES] for begin in range(0, len(data), _PART_BYTES))
+        self._written[name] = len(others)
+        for number, part in enumerate(others):
+            self._store.set(_part(name, number), part)
+        self._store.set(name, len(others).to_bytes(4, "big") + first)  # last: who finds it finds all
+
+    def _read(self, names: list[str], *, delete: bool = False) -> list[Any]:
+        """Read values that have arrived."""
+        values, store = [], self._store
+        for name, data in zip(names, store.multi_get(names), strict=True):
+            parts = [_part(name, number) for number in range(int.from_bytes(data[:4], "big"))]
+            values.append(pickle.loads(b"".join([data[4:], *map(store.get, parts)])))
+            if delete:
+                for one in (name, *parts):
+                    store.delete_key(one)
+        return values
+
+    def _delete_written(self) -> None:
+        while self._written:
+            name, others = self._written.popitem()
+            for one in (name, *(_part(name, number) for number in range(others))):
+                self._store.delete_key(one)
 
     def error(self, failed: BaseException) -> WeightSyncError:
         """Wrap what failed in a `WeightSyncError` that says of which update."""
@@ -185,10 +210,10 @@ class Update:
             self.check()
 
     def forget(self) -> None:
-        """Delete what is left of the update in the store. All ranks have ended it."""
+        """Delete what this rank has left of the update in the store. All ranks have ended it."""
+        self._delete_written()
         if self.ranks > 1 and self.rank == 0:
-            for name in (f"{self._name}/{self._agreed}", self._failed):
-                self._store.delete_key(name)
+            self._store.delete_key(self._failed)
 
     @property
     def _store(self) -> Any:  # torch's stubs say that values are str
@@ -228,6 +253,11 @@ class Update:
                 return False
             time.sleep(min(max(_FIRST_POLL_SECONDS, (now - begun) / 10), longest))
         return True
+
+
+def _part(name: str, number: int) -> str:
+    """The name of a further part of a value in the store."""
+    return f"{name}/part {number}"
 
 
 class Transport:
