@@ -177,6 +177,21 @@ def test_update_ends_a_copy(how, side, caplog):
     assert "Traceback" not in caplog.text
 
 
+def test_end_of_an_update_ends_a_copy_that_began_in_it():
+    with two(toys()) as group:
+        request = only_first(group)
+        first, second = workers_of(group)
+        first.begin_weights("key", 4, "sender", True)
+        first.receive_payload("key", payload_of(Bigram(4).state_dict()))
+        gate = Gate(second.engine, "load_raw")
+        exchange(group, 3, ([request], ()))
+        assert gate.called.acquire(timeout=20)  # one of two buckets has arrived
+        first.finish_weights("key")
+        gate.may_return.release(9)
+        wait_until(lambda: not exchange(group, 3)[0].sending_weights)
+        assert group.version_of_weights() == [4, None]
+
+
 def test_copy_that_was_cut_off_is_begun_again(caplog):
     with two(toys()) as group:
         request = only_first(group)
