@@ -316,6 +316,36 @@ def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
     one.thread.join(10)
 
 
+def test_connections_of_a_peak_are_closed(monkeypatch):
+    one = Mortal()
+
+    async def play():
+        worker = gateway_router._Worker(*one.endpoint)
+        await asyncio.gather(*(worker.send("GET", "/health", {}, b"") for _ in range(9)))
+        most = len(worker.idle)
+        monkeypatch.setattr(gateway_router, "REUSE_SECONDS", 1.0)
+        for _ in range(4):  # one of them is always in use
+            await asyncio.sleep(0.4)
+            await worker.look()
+        left = len(worker.idle)
+        worker.leave()
+        return most, left
+
+    most, left = asyncio.run(play())
+    assert most > 1 and left == 1
+    one.loop.call_soon_threadsafe(one.ended.set)
+    one.thread.join(10)
+
+
+def test_a_head_request_costs_no_worker():
+    with gateways() as (_, router):
+        _, token = router.open("mine", seed=1)
+        for method in ("HEAD", "POST"):
+            url, headers = f"{router.address}/v1/models", {"x-api-key": token}
+            assert CLIENT.request(method, url, headers=headers, timeout=5).status_code == 405
+        assert all(worker.up for worker in router._workers)
+
+
 def test_a_call_waits_while_no_worker_is_there():
     with routing() as router, worker() as (_, one):
         _, token = router.open()

@@ -91,6 +91,27 @@ def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
     assert "tool" in done[0].info["error"] and programs._gateway is None
 
 
+def test_a_program_whose_cleanup_takes_long_keeps_its_tokens():
+    async def agent(row, base_url, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(4)
+
+    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=1.0)), [{"row": 0}])
+    assert (done.info["end_reason"], done.info["turns"], len(done.rows)) == ("seconds", 1, 1)
+
+
+def test_reward_of_a_program_that_has_sampled_nothing_counts():
+    async def agent(row, base_url, api_key):
+        return -1.0
+
+    (done,) = play(engine_of(agent), [{"row": 0}])
+    assert (done.info["reward"], done.info["turns"], done.token_ids) == (-1.0, 0, [])
+
+
 def test_a_program_needs_a_renderer_and_an_async_function():
     with pytest.raises(TypeError, match="renderer"):
         AgentEngine(ScriptEngine(), environment=AgentProgram(asks_twice))

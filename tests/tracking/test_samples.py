@@ -92,6 +92,18 @@ def test_other_columns_are_kept_in_their_shapes():
     assert about["columns"]["halves"] == "bfloat16" and "finish" in about["rows"][0]
 
 
+def test_values_that_json_cannot_have_are_text():
+    endless = []
+    endless.append(endless)
+    info = {"board": {(0, 1): "x"}, (0, 1): 1, "endless": endless}
+    completion = Completion([2], [-0.5], "stop", info=info)
+    batch = collate([[1]], [completion])
+    notes = RowNotes()
+    notes.put(batch, [completion], [{}])
+    (row,) = step_samples(with_record_rows(batch, None, 0), {}, notes.of(batch))[1]["rows"]
+    assert row["info"] == {"board": "{(0, 1): 'x'}", "(0, 1)": 1, "endless": "[[...]]"}
+
+
 def test_large_values_of_a_prompt_are_cut():
     columns = {"label": "x" * 200_000, "image": np.zeros((256, 256, 3), np.uint8), "pixels": [0.5] * 50_000, "id": 7}
     info = {"turns": 3, "log": b"y" * 100_000}

@@ -325,11 +325,11 @@ class RunFolder(Closing):
         elif step in self._metrics.offsets:
             self._drop(step)
             self.event("rewind", f"training goes back to step {step}", step)
-        failed: OSError | None = None
+        failed: Exception | None = None
         if samples is not None:  # first: a step whose metrics are there is complete
             try:
                 self._write_samples(step, *samples)
-            except OSError as error:  # the metrics may fit where the samples do not
+            except Exception as error:  # the metrics may fit where the samples do not
                 failed = error
                 with suppress(OSError):
                     self._remove(step)

@@ -231,16 +231,23 @@ def _note_digests(
 
 
 def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a row's prompt or session has, without what is too large to look at, such as images."""
+    """Return what a row's prompt or session has, without what is too large to look at, such as images, and as text what
+    JSON cannot have."""
     made = {}
     for name, value in values.items():
-        plain = value is None or isinstance(value, (bool, int, float))
-        sized = isinstance(value, (str, bytes)) or plain
-        size = 0 if plain else getattr(value, "nbytes", None) or len(value if sized else json.dumps(value, default=str))
-        made[name] = value
+        size = getattr(value, "nbytes", 0)
+        if isinstance(value, (str, bytes)):
+            size = len(value)
+        elif not size and not (value is None or isinstance(value, (bool, int, float))):
+            try:
+                size = len(json.dumps(value, default=str))
+            except (TypeError, ValueError, RecursionError):  # a key that is a tuple, for example
+                value = str(value)
+                size = len(value)
+        made[str(name)] = value
         if size > MOST_BYTES:
             begin = value[:MOST_BYTES] if isinstance(value, str) else type(value).__name__
-            made[name] = f"{begin}... ({size} bytes)"
+            made[str(name)] = f"{begin}... ({size} bytes)"
     return made
 
 

@@ -117,6 +117,7 @@ class ProgramEnvironment(Environment):
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
+        self._opened: tuple[Gateway, str] | None = None  # where its session is open, and the session's token
         self.tree, self.counters = Trajectory(), dict[str, int]()
 
     async def play(
@@ -129,16 +130,23 @@ class ProgramEnvironment(Environment):
         """
         gateway = await asyncio.to_thread(self._programs.gateway)  # the start blocks, and so may the lock
         base_url, token = gateway.open(name, seed=seed, sampling_params=how, limits=limits, expires=False)
+        self._opened = gateway, token
         try:
             told = self._programs.program.agent(row, base_url, token)
             if not inspect.isawaitable(told):
                 raise RolloutError("AgentProgram: the agent must be an `async def`")
             told = await told
         finally:  # also when it raised or was cancelled: what it has sampled stays, and running calls end
-            closed = gateway.close_session(token)
-            self.tree, self.counters, self.end_reason = closed.tree, closed.counters, closed.end_reason
+            self.end()
         info = dict(told) if isinstance(told, Mapping) else {"reward": told}
         return {**info, "reward": as_reward("AgentProgram: the agent has returned a result", info.get("reward"))}
+
+    def end(self) -> None:
+        """Close the session, also of a program that does not end. It keeps what it has sampled; running calls end."""
+        if self._opened is not None:
+            (gateway, token), self._opened = self._opened, None
+            closed = gateway.close_session(token)
+            self.tree, self.counters, self.end_reason = closed.tree, closed.counters, closed.end_reason
 
     async def step(self, action: Action) -> Step:
         """Not called: the program plays the whole session."""

@@ -186,6 +186,7 @@ class Session:
         self._number, self._turns, self._invalid = state.number, state.turns, state.invalid
         self._rewards, self._info = dict(state.rewards), dict(state.info)
         self._counts = {"rerenders": 0, "restarts": 0, **state.counts}
+        self._reward_of_nothing = 0.0  # of a program that has sampled nothing
         self._used, self._acting, self._partial = state.seconds, state.acting, state.partial
         self._state_of_environment = state.environment
         self._trajectory = Trajectory(state.nodes)
@@ -259,7 +260,7 @@ class Session:
             self._report(self.name, self._info["error"], error)
         info = {
             **self._info,
-            "reward": float(sum(self._rewards.values())),
+            "reward": float(sum(self._rewards.values())) + self._reward_of_nothing,
             "turn_rewards": list(self._rewards.values()),
             "turns": self._turns,
             "end_reason": reason,
@@ -322,12 +323,15 @@ class Session:
                 raise
             told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
+            environment.end()  # a program that was cancelled may still be running
             self._trajectory = environment.tree
             self._counts |= environment.counters
             sampled = [number for number, node in enumerate(self._trajectory.nodes) if node.sampled]
             self._turns = len(sampled)
         self._info |= told
-        if sampled:
+        if not sampled:
+            self._reward_of_nothing = float(told["reward"])
+        else:
             self._node = sampled[-1]
             self._rewards[self._node] = float(told["reward"])
         if environment.end_reason is not None:

@@ -27,7 +27,16 @@ from typing import Any, NoReturn
 
 from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.dialect import SAMPLING, Answer, Ask, Dialect, GatewayError, stream_of
-from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use, json_reply
+from workers.rollout.agents.gateway.http_front import (
+    KEY_HEADER,
+    MODELS,
+    Call,
+    GatewayLimits,
+    HTTPFront,
+    Reply,
+    Use,
+    json_reply,
+)
 from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, check_renderer, extend, record
 from workers.rollout.agents.trajectory import Node, Trajectory
 from workers.rollout.engines.request_engine import RequestEngine
@@ -44,9 +53,6 @@ PRIVATE_BYTES = 2**30
 """How large the body of such a request may be: it may have a whole session."""
 
 RETRY_SECONDS = 0.2
-
-MODELS = "/models"
-"""The only path of sessions without a dialect."""
 
 MODEL = "policy"
 """The model's name for requests without one."""

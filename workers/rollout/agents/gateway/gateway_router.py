@@ -23,8 +23,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from workers.rollout.agents.gateway.dialect import GatewayError
-from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, MODELS, NODES_HEADER, no_path, read_node
-from workers.rollout.agents.gateway.http_front import KEY_HEADER, Call, GatewayLimits, HTTPFront, Reply, Use
+from workers.rollout.agents.gateway.gateway import JOURNAL_HEADER, NODES_HEADER, no_path, read_node
+from workers.rollout.agents.gateway.http_front import KEY_HEADER, MODELS, Call, GatewayLimits, HTTPFront, Reply, Use
 from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.rollout_errors import RolloutError
@@ -93,9 +93,7 @@ class _Worker:
         head += [f"{name}: {value}" for name, value in headers.items()]
         request = "\r\n".join([*head, "", ""]).encode("latin-1") + body
         try:
-            oldest = time.monotonic() - REUSE_SECONDS
-            while self.idle and (self.idle[-1][0].at_eof() or self.idle[-1][2] < oldest):
-                self.idle.pop()[1].close()
+            self._close_old()
             if self.idle:
                 reader, writer, _ = self.idle.pop()
             else:
@@ -120,6 +118,15 @@ class _Worker:
                 self.idle.append((reader, writer, time.monotonic()))
             else:
                 writer.transport.abort()
+
+    def _close_old(self) -> None:
+        """Close the connections that the gateway has closed, or may be closing."""
+        oldest, known, self.idle = time.monotonic() - REUSE_SECONDS, self.idle, []
+        for one in known:
+            if one[0].at_eof() or one[2] < oldest:
+                one[1].close()
+            else:
+                self.idle.append(one)
 
     async def look(self) -> None:
         """Make it forget the sessions that have moved away.

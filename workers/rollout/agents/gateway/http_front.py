@@ -40,6 +40,9 @@ DIALECTS: dict[str, Dialect] = {
 }
 """The dialect of each path, which may have /v1 before it: some clients add that to the address, and others do not."""
 
+MODELS = "/models"
+"""The only path of sessions without a dialect."""
+
 KEY_HEADER = "x-gateway-key"
 """Of requests from a `GatewayRouter`."""
 
@@ -311,8 +314,9 @@ class HTTPFront:
         token = bearer[7:].strip() if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")
         call = Call(scope["method"], path, headers, token, dialect, b"")
         most = self.player.admit(call)
-        if dialect is not None and call.method != "POST":
-            raise GatewayError("method", f"{call.method} is not supported here; use POST")
+        expected = "POST" if dialect is not None else "GET" if path == MODELS else call.method
+        if call.method != expected:  # a worker's reply to HEAD, for which its router would wait, has no body
+            raise GatewayError("method", f"{call.method} is not supported here; use {expected}")
         return call._replace(body=await self._body(headers, receive, most))
 
     async def _body(self, headers: dict[str, str], receive: Receive, most: int) -> bytes:
