@@ -363,15 +363,14 @@ class Router:
                 group, tokens = self._so_far(request, journal)
                 if tokens:
                     self._losses.pop(attempt.number, None)  # it has come further than before
-                self._buffer.journal(attempt.number, group, tokens=tokens)
+                self._buffer.journal(attempt.number, group if tokens else None, tokens=tokens)
 
     @staticmethod
-    def _so_far(request: GroupRequest, journal: Mapping[int, Completion]) -> tuple[GroupData | None, int]:
-        """A group as its journal has it, and the number of its tokens; None if there are none."""
+    def _so_far(request: GroupRequest, journal: Mapping[int, Completion]) -> tuple[GroupData, int]:
+        """A group as its journal has it, and the number of its tokens."""
         given = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
         completions = [journal.get(sample, one) for sample, one in enumerate(given)]
-        tokens = _tokens_of(completions)
-        return (GroupData(list(request.prompt), completions, greedy=request.greedy) if tokens else None), tokens
+        return GroupData(list(request.prompt), completions, greedy=request.greedy), _tokens_of(completions)
 
     def _give_back_lost(
         self, request: GroupRequest, journal: Mapping[int, Completion] | None, error: Exception | None = None
@@ -384,7 +383,7 @@ class Router:
             ) from error
         # Without a journal, the worker had come no further than the partial completions that it was given.
         group, tokens = self._so_far(request, journal or {})
-        sessions = [one.session for one in (() if group is None else group.completions) if one.session is not None]
+        sessions = [one.session for one in group.completions if one.session is not None]
         if lost := [one for one in sessions if one.environment is None]:
             self.sessions_lost += len(lost)
             logger.warning(
@@ -392,7 +391,7 @@ class Router:
                 len(lost),
                 attempt.number,
             )
-        self._buffer.give_back(attempt.number, None if group is None else store(group), tokens=tokens)
+        self._buffer.give_back(attempt.number, store(group) if tokens else None, tokens=tokens)
 
     def _handle(self, worker: _Worker, report: Report) -> None:
         worker.report = report
