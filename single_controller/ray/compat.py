@@ -40,10 +40,9 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
     return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
 
 
-def node_service(node_id: str) -> tuple[str, int] | None:
-    """Address and port of the Ray process of a node; None if Ray does not know the node."""
-    found = [node for node in ray.nodes() if node["NodeID"] == node_id]
-    return (found[0]["NodeManagerAddress"], found[0]["NodeManagerPort"]) if found else None
+def node_services() -> dict[str, tuple[str, int]]:
+    """Id -> address and port of the Ray process, of each node that Ray knows."""
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
 
 
 def death_seconds() -> float:

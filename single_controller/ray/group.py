@@ -51,6 +51,7 @@ from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes
 from single_controller.ray.start import (
     StartPlan,
+    check_python,
     checked_environment,
     checked_master,
     enlist,
@@ -192,7 +193,8 @@ class RayWorkerGroup(WorkerGroup):
             },
             use_gpu=use_gpu,
             name=self.name,
-            namespace=namespace,
+            # The ranks of a detached group stay in one, also if the driver that replaces some has another one.
+            namespace=ray.get_runtime_context().namespace if detached and namespace is None else namespace,
             standby=standby,
             collectives=self._collectives,
             start_timeout=None if start_timeout is None else check_seconds("start_timeout", start_timeout),
@@ -497,7 +499,9 @@ class RayWorkerGroup(WorkerGroup):
             transport = self._ray
             slots = vacant_slots(plan, transport)
             added = number_to_add(self._state, transport, count, len(slots), end)
+            check_python(plan, slots[:added])
             recruits = recruit(plan, transport, slots[:added], encoded)
+            transport.recruits += recruits
         if not recruits:
             return ()
         try:
@@ -515,10 +519,10 @@ class RayWorkerGroup(WorkerGroup):
                 f"{self.name}: a process for a new rank could not be started: {one_line(error)}"
             ) from error
         finally:
-            with self._state.sending:  # another thread may be making one of them a rank
+            with self._state.sending:
                 for one in recruits:
-                    if one in self._ray.standbys and self._ray.connected:  # it was not added
-                        self._ray.standbys.remove(one)
+                    if one in self._ray.recruits and self._ray.connected:  # it was not added
+                        self._ray.recruits.remove(one)
                         one.end()
 
     def replace_or_shrink(self) -> None:
@@ -543,7 +547,7 @@ class RayWorkerGroup(WorkerGroup):
         plan = self._start_plan
         if plan is None or not plan.detached:
             return None
-        standbys = tuple((one.actor, one.name, one.slot) for one in self._ray.standbys)
+        standbys = tuple((one.actor, one.name, one.slot) for one in (*self._ray.standbys, *self._ray.recruits))
         return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
@@ -648,7 +652,7 @@ class RayWorkerGroup(WorkerGroup):
                     return
                 transport.standbys.remove(standby)
                 plan = this._owned_plan()
-                recruit(plan, transport, [standby.slot], plan.process.encode())
+                transport.standbys += recruit(plan, transport, [standby.slot], plan.process.encode())
             logger.warning("%s: a standby died before it was ready, and is started again", this.name)
             if tries > 1:
                 this._keep_standbys(tries - 1)
@@ -691,9 +695,9 @@ class RayWorkerGroup(WorkerGroup):
         self._join(before, plan.process.encode(), timeout)
 
     def _add(self, recruits: Sequence[Standby], encoded: Any, end: float) -> tuple[int, ...]:
-        """Make standbys ranks. The caller holds ``sending``."""
+        """Make recruits ranks. The caller holds ``sending``."""
         plan, before = self._owned_plan(), self._ray
-        present = [one for one in recruits if one in before.standbys]  # others have replaced a rank meanwhile
+        present = [one for one in recruits if one in before.recruits]  # a restart meanwhile has ended them
         new = tuple(range(before.world_size, before.world_size + len(present)))
 
         def add() -> None:

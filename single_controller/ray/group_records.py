@@ -221,6 +221,7 @@ class Takeover:
         transport = RayTransport(self.ranks, self.plan.pool)
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
+        transport.note_started(range(transport.world_size))
         transport.standbys = [standby_of(self.plan, *one, encoded) for one in living]
         state.transport = transport
         if self.record is not None:

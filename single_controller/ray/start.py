@@ -120,9 +120,9 @@ def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: 
         for number, rank in zip(missing, made, strict=True):
             ranks[number] = rank
     filled = _transport(plan, ranks, generation, before, before.fresh | frozenset(chosen))
-    filled.standbys = standbys
     # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
-    recruit(plan, filled, lost, encoded)
+    filled.standbys = standbys
+    filled.standbys += recruit(plan, filled, lost, encoded)
     return filled
 
 
@@ -136,33 +136,32 @@ def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation:
 
 
 def enlist(plan: StartPlan, before: RayTransport, recruits: Sequence[Standby], generation: int) -> RayTransport:
-    """Make standbys that are ready the last ranks. Returns what `fill` does."""
+    """Make recruits that are ready the last ranks. Returns what `fill` does."""
     ranks = [*before.ranks, *map(_recruited, recruits)]
     fresh = before.fresh | frozenset(range(before.world_size, len(ranks)))
     larger = _transport(plan, ranks, generation, before, fresh)
-    larger.standbys = [one for one in before.standbys if one not in recruits]
+    larger.standbys = list(before.standbys)
+    larger.recruits = [one for one in before.recruits if one not in recruits]
     return larger
 
 
 def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], encoded: Any) -> list[Standby]:
-    """Start standbys in slots, without waiting for them. Closing or restarting the group ends them too."""
+    """Start processes in slots, without waiting for them: the transport's standbys or recruits to be. Closing or
+    restarting the group then ends them too."""
     if not slots:
         return []
     make = _actor_maker(plan, again=True)
-    taken = {rank.name for rank in transport.ranks} | {one.name for one in transport.standbys}
+    taken = {one.name for one in transport.everyone}
     names = [name for name in _names(plan, range(len(taken) + len(slots))) if name not in taken]
-    made = [
+    return [
         standby_of(plan, make(slot, name), name, slot, encoded)
         for slot, name in zip(slots, names[-len(slots) :], strict=True)
     ]
-    transport.standbys += made
-    return made
 
 
 def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
     """Return the slots on living nodes in which the group has no process."""
-    taken = [rank.slot for rank in transport.ranks] + [one.slot for one in transport.standbys]
-    used = {(slot.placement_group, slot.bundle) for slot in taken if slot is not None}
+    used = {(one.slot.placement_group, one.slot.bundle) for one in transport.everyone if one.slot is not None}
     alive = {node.node_id for node in nodes()}
     vacant = []
     for slot in plan.pool.slots():
@@ -267,10 +266,7 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
     creating: str | None = None
     try:
         make = _actor_maker(plan, again=again)
-        if plan.process.python is not None:
-            env_vars = _runtime_env(plan).get("env_vars", {})
-            plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
-            python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
+        check_python(plan, slots)
         for slot, creating in zip(slots, names, strict=True):
             try:
                 actors.append(make(slot, creating))
@@ -302,6 +298,14 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
         if session() is not None:
             remove_pools_of(actors)
         raise
+
+
+def check_python(plan: StartPlan, slots: Sequence[Slot]) -> None:
+    """Raise a `StartError` if the workers' own Python, should they have one, does not run where these slots are."""
+    if plan.process.python is not None:
+        env_vars = _runtime_env(plan).get("env_vars", {})
+        plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
+        python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
 
 
 def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], ActorHandle]:
@@ -385,6 +389,7 @@ def _transport(
         told.append(replace(rank, message=(info, environment)))
     transport = RayTransport(told, plan.pool, {} if before is None else before.links)
     transport.fresh = fresh
+    transport.recruits = [] if before is None else list(before.recruits)
     return transport
 
 

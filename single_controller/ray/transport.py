@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import pickle
+import selectors
 import socket
 import threading
 import time
@@ -15,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -34,7 +36,7 @@ from single_controller.call.transport import (
     Sent,
     Transport,
 )
-from single_controller.ray.compat import death_of, death_seconds, node_service, ray_worker
+from single_controller.ray.compat import death_of, death_seconds, node_services, ray_worker
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.placement.slots import Slot
@@ -54,6 +56,12 @@ DEATH_POLL_SECONDS = 0.5
 
 DEATH_SECONDS = 15.0
 """The most that it takes to know of a death, whatever Ray's health checks: a silent host shows on the links."""
+
+SILENT_SECONDS = 2.0
+"""How long a host counts as silent that did not answer when a group asked, for the other groups on it."""
+
+_silent: dict[tuple[str, int], float] = {}
+"""Address of a node's Ray process -> when it did not answer, by the monotonic clock."""
 
 ABORT_SECONDS = 1.0
 """Pause between two commands to abort collectives."""
@@ -136,8 +144,14 @@ class RayTransport(Transport):
         self._asking = threading.Lock()
         self._suspects: dict[int, _Suspect] = {}
         self.standbys: list[Standby] = []  # processes without a rank in the same pool
+        self.recruits: list[Standby] = []  # further ones, of which `RayWorkerGroup.grow` makes ranks
         # Ranks with new processes, on which the calls to be repeated have not been repeated yet
         self.fresh: frozenset[int] = frozenset()
+
+    @property
+    def everyone(self) -> list[Rank | Standby]:
+        """All processes of the group."""
+        return [*self.ranks, *self.standbys, *self.recruits]
 
     def started(self, ranks: Iterable[int]) -> list[int]:
         """Those of some ranks whose processes have workers."""
@@ -278,24 +292,35 @@ class RayTransport(Transport):
 
     def deaths(self) -> dict[int, str]:
         """Needs no dashboard, and asks Ray's control store only about ranks that have died."""
+        found, gone = dict[int, str](), dict[int, str]()
         for number, rank in enumerate(self.ranks):
-            if number not in self._deaths and (reason := death_of(rank.actor) or self._gone(number)) is not None:
-                self._deaths[number] = reason  # for good: Ray restarts none of these actors
-                self._links[number].close(reason)  # Ray may say so a moment before the process ends
+            if number in self._deaths:
+                continue
+            if (reason := death_of(rank.actor)) is not None:
+                found[number] = reason
+            elif (kind := self._links[number].gone()) is not None:
+                gone[number] = kind
+        for number, reason in {**found, **self._dead_of(gone)}.items():
+            self._deaths[number] = reason  # for good: Ray restarts none of these actors
+            self._links[number].close(reason)  # Ray may say so a moment before the process ends
         return dict(self._deaths)
 
-    def _gone(self, rank: int) -> str | None:
-        """Why a rank is dead although Ray has not reported it yet: Ray itself takes a minute to miss a host."""
-        kind = self._links[rank].gone()
-        if kind is None:
-            return None
-        node = node_service(self.ranks[rank].location.node_id)
-        responds = node is not None and _responds(node)
-        if kind == "refused" and responds:
-            return "its process no longer listens on its port"
-        if responds or (node is None and kind != "refused"):
-            return None  # its host lives, and only this process cannot reach it
-        return "its host is gone: neither its process nor its Ray node responds"
+    def _dead_of(self, gone: Mapping[int, str]) -> dict[int, str]:
+        """Why ranks are dead, of those whose links say that they are gone, although Ray has not reported it yet: Ray
+        itself takes a minute to miss a host."""
+        if not gone:
+            return {}
+        services = node_services()
+        nodes = {number: services.get(self.ranks[number].location.node_id) for number in gone}
+        responding = _responding({node for node in nodes.values() if node is not None})
+        dead = {}
+        for number, node in nodes.items():
+            if gone[number] == "refused" and node in responding:
+                dead[number] = "its process no longer listens on its port"
+            elif node not in responding and (node is not None or gone[number] == "refused"):
+                dead[number] = "its host is gone: neither its process nor its Ray node responds"
+            # Otherwise its host lives, and only this process cannot reach it.
+        return dead
 
     def stacks(self, ranks: Sequence[int], seconds: float = MAX_STACK_SECONDS) -> dict[int, str]:
         answers = self.ask("stacks", ranks, seconds)
@@ -365,8 +390,7 @@ class RayTransport(Transport):
         for link in self._links:
             link.close()
         if self.connected:
-            processes: list[Rank | Standby] = [*self.ranks, *self.standbys]
-            for process in processes:
+            for process in self.everyone:
                 try:
                     ray.kill(process.actor, no_restart=True)
                 except Exception:  # the cluster that it ran in is gone
@@ -435,12 +459,26 @@ def _messages(spec: MethodSpec, plan: CallPlan) -> tuple[list[tuple[int, bytes, 
     return messages, nbytes
 
 
-def _responds(address: tuple[str, int]) -> bool:
-    try:
-        with socket.create_connection(address, CONNECT_SECONDS / 2):
-            return True
-    except OSError:
-        return False
+def _responding(addresses: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Those of some addresses that accept a connection. All are tried at once: hosts that are lost are silent, and the
+    deaths of many ranks, and of several groups, must be told in time."""
+    now = time.monotonic()
+    silent = {address for address, when in list(_silent.items()) if now - when < SILENT_SECONDS}
+    found, end = set(), now + CONNECT_SECONDS / 2
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for address in addresses - silent:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            attempt = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            attempt.setblocking(False)
+            if attempt.connect_ex(address) in (0, errno.EINPROGRESS):
+                selector.register(attempt, selectors.EVENT_WRITE, address)
+        while selector.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                selector.unregister(key.fileobj)
+                if not cast(socket.socket, key.fileobj).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    found.add(key.data)
+        _silent.update((key.data, time.monotonic()) for key in selector.get_map().values())
+    return found
 
 
 def _not_sent(label: str, error: RayError) -> DispatchError:

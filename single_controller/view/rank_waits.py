@@ -20,7 +20,8 @@ _FRAME = re.compile(
 _CALL = re.compile(r"\b(?:dist|distributed)\.(\w+)\(|\b(?:work|handle|req)\w*\.(wait)\(\)")
 """A source line that waits for other ranks in C++, which has no frame of its own."""
 
-_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|(^|/)(torch|ray|single_controller|dispatch)/")
+# Of ray only as py-spy shortens it: a job's own files may be below /tmp/ray or /home/ray.
+_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|(^|/)(torch|single_controller|dispatch)/|^ray/")
 _THREAD = re.compile(r"^ *(Current thread|Thread) ")
 _RANGE = r"\d{1,7}(?:-\d{1,7}(?::[1-9]\d{0,6})?)?"
 _GROUP = re.compile(rf"^ *in process group (?P<name>'.*'|\".*\")(?:, ranks (?P<ranks>{_RANGE}(?:, {_RANGE})*))?$")

@@ -92,10 +92,13 @@ class Member(Worker):
 class Lone(Worker):
     """Uses no collectives."""
 
-    def __init__(self, fail=None):
+    def __init__(self, fail=None, hold=None):
         super().__init__()
         if fail is not None and Path(fail).exists():
             raise RuntimeError("told to fail")
+        while hold is not None and (Path(hold) / "hold").exists():
+            (Path(hold) / f"held-{os.getpid()}").touch()
+            time.sleep(0.02)
         self.value = 0
 
     @register(Dispatch.ONE_TO_ALL)

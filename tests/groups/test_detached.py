@@ -6,7 +6,7 @@ import signal
 import pytest
 import ray
 from group_workers import Counter, Drives, Fragile
-from waits import wait_gone, wait_until
+from waits import wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -108,6 +108,52 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(start_driver
     wait_gone(pids)
     wait_until(lambda: ray.available_resources().get("crate") == 8)
     assert not any(record.name == group.name for record in group_records.read().groups.values())
+
+
+def test_survivors_of_another_driver_s_call_are_freed(start_driver):
+    """They wait in a collective that no death ends: one for a living rank that does not take part."""
+    driver = start_driver("""
+        from replace_workers import Member
+        from single_controller.ray import group_records
+        pool = RayResourcePool([4], use_gpu=False, detached=True)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Member), name_prefix="waiting_", detached=True)
+        group.total()
+        group.total.remote(asleep=[2], absent=[3])
+        while not any(record.name == group.name for record in group_records.read().groups.values()):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        print("ready", flush=True)
+        time.sleep(60)
+    """)
+    assert next(line for line in driver.stdout if line.startswith("ready"))
+    driver.kill()
+    driver.wait()
+    with attach("waiting_", own=True) as group:
+        with within(30):
+            assert group.shrink(ranks=[2]) == (2,)
+        assert group.total() == [54.0] * 3
+
+
+def test_ranks_stay_in_the_namespace_of_the_group(start_driver):
+    """Also those that a driver has started with another one, of which a driver has a random one by default."""
+    driver = start_driver("""
+        from single_controller.ray import group_records
+        address = ray.get_runtime_context().gcs_address
+        ray.shutdown()
+        ray.init(address, log_to_driver=False)
+        pool = RayResourcePool([2], use_gpu=False, detached=True)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="apart_", detached=True)
+        while not any(record.name == group.name for record in group_records.read().groups.values()):
+            time.sleep(0.02)
+        print("ready", flush=True)
+        time.sleep(60)
+    """)
+    assert next(line for line in driver.stdout if line.startswith("ready"))
+    driver.kill()
+    driver.wait()
+    with attach("apart_", own=True) as group:
+        assert group.replace(ranks=[1]) == (1,)
+        assert attach("apart_").add(0) == [5, 6]
 
 
 def test_detached_group_keeps_its_names_on_restart(ray_cluster):

@@ -1,13 +1,15 @@
 """Groups go on with fewer ranks, and take ranks back."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from replace_workers import Lone, Member, Replica
-from waits import within
+from waits import wait_until, within
 
 from single_controller import (
     GroupBrokenError,
@@ -152,6 +154,26 @@ def test_group_without_collectives_grows_while_calls_run(wide, members):
             thread.join(10)
         assert results[0] == [2, 2] and results[-1] == [2, 2, 0]
         assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_process_that_will_be_a_rank_replaces_no_other(wide, members, tmp_path):
+    """A rank dies while the constructor of another one runs, which takes long."""
+    made = RayClassWithInitArgs(Lone, hold=str(tmp_path))
+    with RayWorkerGroup(wide[:3], made, collectives=False) as group:
+        assert group.shrink(ranks=[2]) == (2,)
+        (tmp_path / "hold").touch()
+        with ThreadPoolExecutor() as threads:
+            growing = threads.submit(group.grow)
+            wait_until(lambda: list(tmp_path.glob("held-*")))
+            kill(group, 1)
+            wait_until(lambda: not group.alive()[1])
+            restarting = threads.submit(group.restart, ranks=[1])
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2, 5)
+            (tmp_path / "hold").unlink()
+            restarting.result(30)
+            assert growing.result(30) == (2,)
+        assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)] and not group.standbys()
 
 
 def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(wide, members, tmp_path):

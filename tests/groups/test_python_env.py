@@ -266,6 +266,16 @@ def test_repaired_environment_is_checked_again_and_a_good_one_once(pool, tmp_pat
         python_env.check(str(python), {}, nodes, "test")
 
 
+def test_python_is_checked_where_a_group_grows(pool, tmp_path):
+    python = make_environment(tmp_path)
+    with RayWorkerGroup(pool[:2], RayClassWithInitArgs(InAnEnvironment, python=python), collectives=False) as group:
+        assert group.shrink(ranks=[1]) == (1,)
+        python.unlink()
+        with pytest.raises(StartError, match="exit code 127"):
+            group.grow(timeout=15)
+        assert group.broken is None
+
+
 # --- options --------------------------------------------------------------------------------------------------
 
 

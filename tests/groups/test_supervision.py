@@ -1,7 +1,9 @@
 """Which ranks are alive, who is notified of a death, and what restart() restores."""
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -18,7 +20,9 @@ from single_controller import (
     WorkerError,
 )
 from single_controller.call.state import GroupState, Monitor
+from single_controller.ray import transport
 from single_controller.ray.transport import RayTransport
+from single_controller.wire.link import Link
 
 
 def test_alive_by_rank(make_group):
@@ -51,6 +55,24 @@ def test_look_at_living_ranks_asks_the_control_store_nothing(make_group, monkeyp
     assert all("exit" in reason for reason in many.deaths().values())
     asked.clear()
     assert len(many.deaths()) == 256 and not asked, "what is dead stays dead"
+
+
+def test_many_ranks_of_lost_hosts_are_told_at_once(make_group, monkeypatch):
+    group = make_group(Fragile)
+    ranks = group._transport.ranks
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)).getsockname()
+        for _ in range(4):  # further connections get no answer, as from a host without power
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(silent)
+        monkeypatch.setattr(transport, "death_of", lambda actor: None)
+        monkeypatch.setattr(Link, "gone", lambda self: "silent")
+        monkeypatch.setattr(transport, "node_services", lambda: {ranks[0].location.node_id: silent})
+        many, other = RayTransport([*ranks] * 2), RayTransport(ranks)
+        with within(2):
+            assert sorted(many.deaths()) == list(range(8)) and sorted(other.deaths()) == list(range(4))
+    assert all("its host is gone" in reason for reason in many.deaths().values())
 
 
 def test_watcher_reports_a_death_while_no_call_runs(make_group):

@@ -65,6 +65,13 @@ def test_one_rank_is_late_for_a_collective():
     }
 
 
+@pytest.mark.parametrize("folder", ["/tmp/ray/session_1/working_dir_files/_ray_pkg_1", "/home/ray"])
+def test_file_of_a_submitted_job_is_the_users(folder):
+    stacks = {0: within("all_reduce").replace("/home/me", folder), 1: at(30, "load").replace("/home/me", folder)}
+    found = waits([rank(n, "train") for n in range(2)], stacks)
+    assert found[0].where == "trainer.py:48, in train"
+
+
 @pytest.mark.parametrize("why", ["dead", "no answer", "ended", "another method"])
 def test_the_missing_rank(why):
     other = {
