@@ -208,7 +208,6 @@ class RunFolder(Closing):
     Attributes:
         path: the folder.
         run: what ``run.json`` has.
-        existed: whether the folder had a run.
         resumed: whether that run goes on.
         last_step: the last step that the folder had of it; None if another run begins.
 
@@ -255,9 +254,9 @@ class RunFolder(Closing):
             ) from None
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s cannot be locked (%s); let no other run write it", self.path, error)
-        self.existed = (self.path / RUN).exists()
-        before = read_run(self.path) if self.existed else {}
-        self.resumed = self.existed and resume
+        existed = (self.path / RUN).exists()
+        before = read_run(self.path) if existed else {}
+        self.resumed = existed and resume
         now = time.time()
         self.run: dict[str, Any] = {
             "format": FORMAT,
@@ -287,7 +286,7 @@ class RunFolder(Closing):
         self.last_step = max(self._metrics.offsets, default=None) if self.resumed else None
         # step -> bytes of its samples
         self._samples = {step: self._size(step) for step in sample_steps(self.path)}
-        self._first = self.existed  # whether the next step is the first since there was another run
+        self._first = existed  # whether the next step is the first since there was another run
         self.update()
         if not self.resumed:
             for file in (self._events, self._timeline, self._vocabulary):

@@ -47,7 +47,7 @@ class Action:
         """
         if self.message is None:
             raise RolloutError("Action.text: there is no message; pass a renderer to the AgentEngine, or use token_ids")
-        return str((self.message or {}).get("content") or "")
+        return str(self.message.get("content") or "")
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,6 @@ class Channel:
         # `_run` has its own timeout. The watchdog of torch's nccl, which ends the process, must not fire before it.
         timeout = invitation.seconds if invitation.backend == "gloo" else 2 * invitation.budget
         self._group: Any = new_backend(invitation.backend, prefixed, rank, size, _delta(timeout), where)
-        self._store = store
         self._where = where
 
     def exchange(
