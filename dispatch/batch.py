@@ -337,6 +337,9 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
         if type(value) is not type(first) and (found in _ONE_CLASS or batch_type(value) is not found):
             raise BatchError(f"{describe(first)} and {describe(value)} cannot be joined")
     values = list(values)
+    if found in (_TENSOR, _NDARRAY) and len({value.dtype for value in values}) > 1:
+        # A rank without rows makes its empty result of any dtype, which must not change that of the others' rows.
+        values = [value for value in values if value.shape[:1] != (0,)] or values
     try:
         if found is _FIELDS:
             return _join_fields(values, made)
@@ -345,7 +348,7 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
         if found is _JAGGED:
             return jagged.join(values, made, _concatenate or _join_tensors)
         if found is _TENSOR and _concatenate is not None:
-            nbytes = sum(value.numel() for value in values) * first.element_size()
+            nbytes = sum(value.numel() for value in values) * values[0].element_size()
             return (_concatenate if nbytes >= _concatenate_least else sys.modules["torch"].cat)(values)
         return found.join(values)
     except found.errors as error:
@@ -476,7 +479,8 @@ def rebuild(like: Any, fields: dict[Any, Any]) -> Any:
     if type(like) is dict:
         return fields
     other = copy.copy(like)
-    other.update(fields)
+    for name, value in fields.items():  # `Counter.update` would add
+        other[name] = value
     return other
 
 

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
 
@@ -193,8 +194,7 @@ class RayWorkerGroup(WorkerGroup):
             },
             use_gpu=use_gpu,
             name=self.name,
-            # The ranks of a detached group stay in one, also if the driver that replaces some has another one.
-            namespace=ray.get_runtime_context().namespace if detached and namespace is None else namespace,
+            namespace=namespace,
             standby=standby,
             collectives=self._collectives,
             start_timeout=None if start_timeout is None else check_seconds("start_timeout", start_timeout),
@@ -494,12 +494,13 @@ class RayWorkerGroup(WorkerGroup):
         self._check()
         plan = self._owned_plan()
         encoded = plan.process.encode()
+        # Before calls have to wait: on a new host it may take a minute.
+        check_python(plan, vacant_slots(plan, self._ray)[: count if isinstance(count, int) else None])
         with self._state.sending:  # no other thread may choose the same slots
             self._check()
             transport = self._ray
             slots = vacant_slots(plan, transport)
             added = number_to_add(self._state, transport, count, len(slots), end)
-            check_python(plan, slots[:added])
             recruits = recruit(plan, transport, slots[:added], encoded)
             transport.recruits += recruits
         if not recruits:
@@ -553,6 +554,9 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)
         plan.pool.admit(self, plan.bin_pack, plan.process.additional_resource, counted=counted)
+        if plan.detached and plan.namespace is None:
+            # Its ranks stay in one namespace, also if the driver that replaces some has another one.
+            plan = self._start_plan = replace(plan, namespace=ray.get_runtime_context().namespace)
         wait = partial(self._wait_for_constructors, timeout=plan.start_timeout)
         self._state.transport, self._rendezvous = start(plan, wait, again, self.generation + again)
         if again:

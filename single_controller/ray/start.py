@@ -266,6 +266,8 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
     creating: str | None = None
     try:
         make = _actor_maker(plan, again=again)
+        if plan.process.python is not None:
+            plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
         check_python(plan, slots)
         for slot, creating in zip(slots, names, strict=True):
             try:
@@ -304,7 +306,6 @@ def check_python(plan: StartPlan, slots: Sequence[Slot]) -> None:
     """Raise a `StartError` if the workers' own Python, should they have one, does not run where these slots are."""
     if plan.process.python is not None:
         env_vars = _runtime_env(plan).get("env_vars", {})
-        plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
         python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
 
 

@@ -58,10 +58,11 @@ DEATH_SECONDS = 15.0
 """The most that it takes to know of a death, whatever Ray's health checks: a silent host shows on the links."""
 
 SILENT_SECONDS = 2.0
-"""How long a host counts as silent that did not answer when a group asked, for the other groups on it."""
+"""How long all groups take a host for silent after it did not answer one of them."""
 
 _silent: dict[tuple[str, int], float] = {}
-"""Address of a node's Ray process -> when it did not answer, by the monotonic clock."""
+"""Address of a node's Ray process -> when it did not answer, by the monotonic clock. It has no lock, because each use
+is one operation of the dict."""
 
 ABORT_SECONDS = 1.0
 """Pause between two commands to abort collectives."""
@@ -472,8 +473,10 @@ def _responding(addresses: set[tuple[str, int]]) -> set[tuple[str, int]]:
             attempt.setblocking(False)
             if attempt.connect_ex(address) in (0, errno.EINPROGRESS):
                 selector.register(attempt, selectors.EVENT_WRITE, address)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        left = CONNECT_SECONDS / 2
+        while selector.get_map() and left > 0:
+            left = end - time.monotonic()  # at least one look, however long this thread was not running
+            for key, _ in selector.select(max(0.0, left)):
                 selector.unregister(key.fileobj)
                 if not cast(socket.socket, key.fileobj).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     found.add(key.data)

@@ -100,7 +100,7 @@ def test_a_program_whose_cleanup_takes_long_keeps_its_tokens():
             finally:
                 await asyncio.sleep(4)
 
-    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=1.0)), [{"row": 0}])
+    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=3.0)), [{"row": 0}])
     assert (done.info["end_reason"], done.info["turns"], len(done.rows)) == ("seconds", 1, 1)
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 from argparse import Namespace
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from decimal import Decimal
 from pathlib import Path
 
@@ -508,3 +508,21 @@ class TestDictsWithStateOfTheirOwn:
             (make, {"a": [2], "b": [4]}),
         ]
         assert dict(join(shards)) == {"a": [1, 2], "b": [3, 4]}
+
+
+def test_empty_part_has_no_say_in_the_dtype():
+    """A rank without rows returns what `torch.tensor([])` is: float32, in which large integers are others."""
+    large = 2**40 + 1
+    for first, empty in (
+        (torch.tensor([large]), torch.tensor([])),
+        (np.array([large]), np.array([], np.float32)),
+    ):
+        for parts in ([first, empty], [empty, first]):
+            joined = join(parts)
+            assert joined.dtype == first.dtype and joined.tolist() == [large]
+
+
+def test_counter_stays_what_it_is():
+    counter = Counter(a=3, b=1)
+    assert cut(counter, 0, 0) == counter and type(cut(counter, 0, 0)) is Counter
+    assert [part["n"] for part in shard({"x": np.arange(2), "n": counter}, share_rows(2, 2))] == [counter] * 2

@@ -390,7 +390,7 @@ def test_error_ends_what_is_being_generated(monkeypatch):
             update(stream, manager, 1)
             with pytest.raises(OSError, match="no disk"):
                 stream.take(30)
-            wait_until(lambda: [one.running for one in group.execute_all_sync("load_of_engine")] == [0, 0], 1)
+            wait_until(lambda: [one.running for one in group.execute_all_sync("load_of_engine")] == [0, 0], 2)
 
 
 def test_required_column_that_is_missing_ends_the_stream(group):

@@ -400,8 +400,8 @@ void settle(Pool& p, bool wait) {
   }
 }
 void empty_cache(DeviceIndex d) {
+  host_waits_for_device(d);  // with a lock of its own, so that what has been done has given its memory back
   Hold hold(lock);
-  host_waits_for_device(d);
   auto& p = pool_of(d);
   settle(p, true);
   for (auto& [key, list] : p.cached)
@@ -413,21 +413,17 @@ void empty_cache(DeviceIndex d) {
   p.cached.clear();
   reserve(p, 0);
 }
-void* take(size_t n, DeviceIndex d) {
-  if (!n) return nullptr;
+void* take_now(size_t size, DeviceIndex d) {  // null if there is no room
   Hold hold(lock);
   auto& p = pool_of(d);
-  size_t size = rounded(n);
   auto s = stream_of(d);
   size_t at = SIZE_MAX;
   settle(p, false);
-  for (int attempt = 0; attempt < 2 && at == SIZE_MAX; ++attempt) {
-    auto& list = p.cached[{s.id(), size}];
-    if (!list.empty()) {
-      at = list.back();
-      list.pop_back();
-      break;
-    }
+  auto& list = p.cached[{s.id(), size}];
+  if (!list.empty()) {
+    at = list.back();
+    list.pop_back();
+  } else
     for (auto& [begin, room] : p.gaps)
       if (room >= size) {
         if (!reserve(p, size)) break;
@@ -437,14 +433,7 @@ void* take(size_t n, DeviceIndex d) {
         if (rest) p.gaps[at + size] = rest;
         break;
       }
-    if (at == SIZE_MAX && !attempt) empty_cache(d);
-  }
-  if (at == SIZE_MAX) {
-    auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory. Tried to allocate " + mib(n) + ". GPU " + std::to_string(d) +
-                                          " has a total capacity of " + mib(TOTAL) + " of which " + mib(free_memory(p)) +
-                                          " is free. This process has " + mib(p.reserved) + " memory in use. (simulated)");
-  }
+  if (at == SIZE_MAX) return nullptr;
   p.used.emplace(at, Block{size, s, {}});
   p.allocated += size;
   p.peak = std::max(p.peak, p.allocated);
@@ -456,6 +445,18 @@ void* take(size_t n, DeviceIndex d) {
   auto& q = queue_of(s);
   add_use(p.uses[at], {at, at + size, &q, q.added, true, "an allocation"});
   return p.region->base + at;
+}
+void* take(size_t n, DeviceIndex d) {
+  if (!n) return nullptr;
+  if (auto* memory = take_now(rounded(n), d)) return memory;
+  empty_cache(d);
+  if (auto* memory = take_now(rounded(n), d)) return memory;
+  Hold hold(lock);
+  auto& p = pool_of(d);
+  auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
+  C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory. Tried to allocate " + mib(n) + ". GPU " + std::to_string(d) +
+                                        " has a total capacity of " + mib(TOTAL) + " of which " + mib(free_memory(p)) +
+                                        " is free. This process has " + mib(p.reserved) + " memory in use. (simulated)");
 }
 struct SimAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override {

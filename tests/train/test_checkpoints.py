@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
+from workers.train.checkpoints import CheckpointError, RolloutCheckpoints, complete_checkpoints
 
 
 class Model:
@@ -115,6 +115,25 @@ def test_failed_save_deletes_nothing_and_its_rest_is_deleted_later(alone, tmp_pa
     assert complete(tmp_path) == [1, 2] and (tmp_path / "rollout_0000003" / "shard").exists()
     assert run(tmp_path, (4,), keep=1) == [[4]]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rollout_0000004"]
+
+
+def test_disk_that_is_full_at_the_last_line_leaves_no_complete_checkpoint(alone, tmp_path, monkeypatch):
+    run(tmp_path, (4,))
+    written = Path.write_text
+
+    def fails(path, text):
+        written(path, "" if path.name.startswith("position.json") else text)
+        if path.name.startswith("position.json"):
+            raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fails)
+        with pytest.raises(CheckpointError, match="disk full"):
+            RolloutCheckpoints(None, str(tmp_path), 0).save(
+                Model(), 5, optimizer_step=5, weight_version=0, background=False
+            )
+    assert list(complete_checkpoints(tmp_path)) == [4]
+    assert run(tmp_path, (6,), keep=2) == [[4, 6]]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -66,7 +66,9 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("weights", [[2, 1], [1, 1, 1], [0.7, 0.3], [5, 3, 2], [0.123, 0.877], [1e-9, 1]])
+@pytest.mark.parametrize(
+    "weights", [[2, 1], [1, 1, 1], [0.7, 0.3], [5, 3, 2], [0.123, 0.877], [1e-9, 1], [0.0006, 0.0014]]
+)
 def test_each_block_has_the_shares(weights, shuffle):
     sizes = [7, 20, 11][: len(weights)]
     order = RowOrder(sizes, weights=weights, shuffle=shuffle, seed=4)

@@ -271,8 +271,9 @@ class Known(Receivers):
 
     def __init__(self, groups):
         super().__init__(None)
-        self._groups = [
-            SimpleNamespace(methods=FakeMethods(number), world_size=len(one)) for number, one in enumerate(groups)
+        self._given = self._groups = [
+            SimpleNamespace(methods=FakeMethods(number), world_size=len(one), broken=None)
+            for number, one in enumerate(groups)
         ]
 
     def look_up(self, budget):

@@ -143,8 +143,10 @@ def _shares(weights: Sequence[float], sources: int) -> list[int]:
     simple = [Fraction(one).limit_denominator(BLOCK) for one in weights]  # 0.7 is not 7 / 10, but almost
     if all(simple):
         block = math.lcm(*((one / sum(simple)).denominator for one in simple))
-        if block <= BLOCK:
-            return [int(block * one / sum(simple)) for one in simple]
+        shares = [one / sum(simple) for one in simple]
+        near = all(abs(a - b / math.fsum(weights)) < 0.5 / BLOCK for a, b in zip(shares, weights, strict=True))
+        if block <= BLOCK and near:  # weights that are small themselves are not near to such fractions
+            return [int(block * share) for share in shares]
     return [max(1, round(BLOCK * one / math.fsum(weights))) for one in weights]
 
 

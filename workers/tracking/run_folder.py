@@ -328,7 +328,7 @@ class RunFolder(Closing):
         if samples is not None:  # first: a step whose metrics are there is complete
             try:
                 self._write_samples(step, *samples)
-            except Exception as error:  # the metrics may fit where the samples do not
+            except Exception as error:  # the metrics may be written where the samples cannot
                 failed = error
                 with suppress(OSError):
                     self._remove(step)

@@ -242,7 +242,10 @@ def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 size = len(json.dumps(value, default=str))
             except (TypeError, ValueError, RecursionError):  # a key that is a tuple, for example
-                value = str(value)
+                try:
+                    value = str(value)
+                except RecursionError:
+                    value = type(value).__name__
                 size = len(value)
         made[str(name)] = value
         if size > MOST_BYTES:

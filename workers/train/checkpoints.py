@@ -294,10 +294,10 @@ class RolloutCheckpoints:
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = self._noted()
         note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
-        (at.folder / POSITION).write_text(json.dumps(note) + "\n")
-        fresh = self._save / f"{LATEST}.new"
-        fresh.write_text(json.dumps(note) + "\n")
-        os.replace(fresh, self._save / LATEST)  # atomic: a reader sees the old file or the new one
+        for file in (at.folder / POSITION, self._save / LATEST):
+            fresh = file.with_name(f"{file.name}.new")
+            fresh.write_text(json.dumps(note) + "\n")
+            os.replace(fresh, file)  # atomic: a reader sees no file, the old one or the new one
         with _logged_errors(at.folder, "is complete, but its mark was not removed"):
             _unfinished(at.folder).unlink(missing_ok=True)
         of_this_step = {folder_of(at.rollout_id), folder_of(at.rollout_id, again=True)}

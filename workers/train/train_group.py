@@ -25,6 +25,7 @@ from single_controller import (
     RayResourcePool,
     RayWorkerGroup,
     SingleControllerError,
+    WorkerDiedError,
     WorkerFuture,
 )
 from single_controller.call.future import ReferencedFuture, in_event_loop
@@ -34,6 +35,7 @@ from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows
 from workers.hf_files import known_config
 from workers.recovery.snapshot_choice import Recovery
 from workers.recovery.train_recovery import (
+    TRIES,
     Progress,
     common_position,
     find_left,
@@ -89,7 +91,7 @@ class RayTrainGroup:
         role: the role.
         weight_version: version of the weights that the rollout workers have; 0 before the first update.
         last_checkpoint: folder of the checkpoint that this group began to write last; None before.
-        next_rollout_id: after `attach` or `create`, the id of the rollout to train on next.
+        next_rollout_id: after `attach`, `create`, `replace` or `grow`, the id of the rollout to train on next.
 
     Raises:
         TrainArgsError: the configuration is invalid, or the pool is too small.
@@ -175,6 +177,7 @@ class RayTrainGroup:
         self.next_rollout_id: int | None = None
         self.last_checkpoint: str | None = None
         self._tried = 0  # weight version of an update that has not succeeded; tokens of it may be there
+        self._weights_lost = False  # whether rollout workers may have weights of training that is lost
 
     def _leave(self) -> None:
         """Leave what `attach` needs for the driver that takes the group over."""
@@ -297,7 +300,8 @@ class RayTrainGroup:
         rollout, and so do those of a connected actor or critic, whose dead ranks are replaced too. Without a complete
         set of snapshots, all continue from the checkpoint, as after `restart`.
 
-        If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. A
+        If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. If only
+        that fails, the ranks stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue with. A
         `RolloutStream` of the manager returns the batches from that rollout on once more.
 
         Returns:
@@ -349,14 +353,35 @@ class RayTrainGroup:
         groups = [self]
         if self._pair is not None and self._with_ref is not None:
             groups += [one for one in self._pair.groups if one is not self and one._alive and one._with_ref is not None]
+        begin: list[int] | None = None
+        for left in reversed(range(TRIES)):
+            begin = self._continue_groups(groups, change) or begin
+            change = None
+            try:  # last, when all groups are at one rollout: it may fail with the rollout workers
+                for group in groups:
+                    if group._weights_lost:
+                        group._replace_lost_weights()
+                break
+            except WorkerDiedError as error:
+                if not left:
+                    raise
+                logger.warning("a rank of %s died while it sent the weights: %s", self.worker_group.name, error)
+        return begin
+
+    def _continue_groups(
+        self, groups: Sequence[RayTrainGroup], change: Callable[[], object] | None
+    ) -> list[int] | None:
+        """Have the groups continue at the same rollout, and connect them again."""
         begin = replace_ranks(groups, change)
         self._made = self.worker_group.workers
         self._leave()
-        if begin is not None:
-            for group in groups:  # also of one that was there already: it may have died before it got the next batch
-                if group._rollout is not None:
-                    group._rollout.rewind(begin[0])
-        if begin is not None and self._pair is not None:
+        if begin is None:
+            return None
+        for group in groups:  # also of one that was there already: it may have died before it got the next batch
+            group.next_rollout_id = begin[0]
+            if group._rollout is not None:
+                group._rollout.rewind(begin[0])
+        if self._pair is not None:
             self._pair.forget()
             if len(groups) == 2:
                 self._pair.groups[0].connect(self._pair.groups[1])
@@ -382,8 +407,7 @@ class RayTrainGroup:
         if self._rollout is not None:
             self._rollout.introduce(workers.set_rollout_manager)
             self._rollout.rewind(begin[0])
-            if self.weight_version and self._progress.sent_after is None:
-                self._replace_lost_weights()
+            self._weights_lost = bool(self.weight_version) and self._progress.sent_after is None
         return begin
 
     def close(self) -> None:
@@ -760,7 +784,7 @@ class RayTrainGroup:
                         self._rollout.expect(self.weight_version or None)
                 raise
             self.weight_version, self._progress.sent_after = version, self._progress.trained
-            self._tried = 0
+            self._tried, self._weights_lost = 0, False
 
     def onload(self) -> int:
         """Move the workers' state back to device memory. Returns the bytes, summed over all ranks."""

@@ -38,7 +38,8 @@ class Receivers:
         self._rollout = rollout
         self._budget = Budget(UPDATE_SECONDS)
         self.neighbour = neighbour
-        self._groups: list[WorkerGroup] = []
+        self._given: list[WorkerGroup] = []  # the groups, as they were looked up
+        self._groups: list[WorkerGroup] = []  # what is called for each of them: see `_usable`
         self._copies: dict[int, tuple[WorkerGroup, WorkerGroup]] = {}
 
     def look_up(self, budget: Budget) -> None:
@@ -54,7 +55,9 @@ class Receivers:
         self._budget = budget
         if self.neighbour is not None:
             return
-        self._groups = [self._usable(group) for group in receiver_groups(self._rollout, budget.left())]
+        self._given = receiver_groups(self._rollout, budget.left())
+        self._copies = {id(group): self._copies[id(group)] for group in self._given if id(group) in self._copies}
+        self._groups = [self._usable(group) for group in self._given]
         if not self._groups:
             raise WeightSyncError("there is no rollout worker to send weights to")
 
@@ -79,8 +82,9 @@ class Receivers:
 
     def abandon(self, key: str, why: str) -> None:
         """Tell all receivers that an update has failed, without waiting: some of them may be why."""
-        for group in map(self._usable, self._groups):  # what has failed may have broken one
+        for given in self._given:
             with contextlib.suppress(SingleControllerError):  # it learns of it when the next update begins
+                group = self._usable(given)  # what has failed may have broken the one that was called
                 group.methods.abandon_weights.options(timeout=ABANDON_SECONDS).remote(key, why)
         if self.neighbour is not None:
             self.neighbour.abandon_weights(key, why)

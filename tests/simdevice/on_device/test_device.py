@@ -266,7 +266,8 @@ def test_missing_wait_for_a_collective_is_seen(one_rank):
 
 
 def test_end_of_a_tensor_waits_for_no_thread_that_waits_for_the_device(one_rank):
-    """Python lets go of the first: the collective has it to the end, which needs the interpreter's lock."""
+    """Python drops the tensor first. The collective keeps it until it ends, and to destroy it then needs the
+    interpreter's lock."""
     ended = threading.Event()
 
     def ask():

@@ -17,7 +17,7 @@ from test_replace_ranks import kill, same, states
 from train_helpers import begin, learn, rollout
 from waits import wait_until
 
-from single_controller import SingleControllerError
+from single_controller import SingleControllerError, WorkerError
 from workers.rollout.stream.sample_buffer import SampleBuffer
 from workers.train.checkpoints import CheckpointError
 from workers.train.train_group import RayTrainGroup
@@ -213,6 +213,37 @@ def test_batch_that_neither_group_has_trained_on_is_taken_again(pair, llama_fold
         assert manager.take() == [1]
     finally:
         actor.set_rollout_manager(None)  # the pair serves other tests too
+
+
+def test_update_that_fails_leaves_actor_and_critic_at_one_rollout(pair, llama_folder, data, monkeypatch):
+    actor = pair[0]
+    for group in pair:
+        begin(group, {**PPO, "hf_checkpoint": llama_folder, "peer_snapshot_interval": 2})
+    tried = []
+
+    def send():
+        tried.append(1)
+        if len(tried) == 1:
+            raise WorkerError("a rollout worker is dead, too")
+        actor._weights_lost = False
+
+    monkeypatch.setattr(actor, "update_weights", send)
+    actor.set_rollout_manager(Streaming())
+    try:
+        step(pair, 0, data)
+        actor.weight_version, actor._progress.sent_after = 1, 0
+        for group in pair:
+            wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+        kill(actor, 0)
+        with pytest.raises(WorkerError, match="dead, too"):
+            actor.replace()
+        at = [group.worker_group.execute_with_func_generator(lambda worker: worker.next_rollout_id) for group in pair]
+        assert at == [[0, 0]] * 2 and actor.next_rollout_id == 0
+        assert actor.replace() is None and len(tried) == 2, "what has failed is repeated"
+        step(pair, 0, data)
+    finally:
+        actor.set_rollout_manager(None)
+        actor.weight_version = 0
 
 
 def test_group_that_is_where_the_other_returns_to_keeps_its_model(pair, llama_folder, data):

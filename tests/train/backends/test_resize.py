@@ -67,6 +67,9 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(
     check(3)
     assert group.grow() == [4] * ranks
     check(4)
+    sent(group)
+    kill(group, 0)
+    assert group.replace() == [5] * fewer
 
 
 @rare

@@ -21,6 +21,7 @@ _DIGITS = 300
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}])[+-])?(?:[$€£]\s?)?(?:"
+    rf"(?:(?<![\w.])(?P<mixed>\d+)\s*)?"
     rf"\\[dt]?frac\s*\{{\s*(?P<minus>-?)\s*(?P<above>{_UNSIGNED})\s*\}}\s*\{{\s*(?P<below>{_UNSIGNED})\s*\}}|"
     rf"(?<![\w./])(?:(?P<whole>\d+)[ \t]+)?(?P<top>\d+)\s?/\s?(?P<bottom>\d+)(?!\s?/|\d|\.\d)|"
     rf"(?<![\w.])(?P<plain>{_UNSIGNED})(?!\d))(?:\s?(?P<percent>%))?"
@@ -138,7 +139,7 @@ def _number(text: str) -> tuple[Fraction, ...] | None:
         return None
     parts = found[-1].groupdict()
     above, below = parts["above"] or parts["top"] or parts["plain"], parts["below"] or parts["bottom"] or "1"
-    whole, top, bottom = (_exact(one) for one in (parts["whole"] or "0", above, below))
+    whole, top, bottom = (_exact(one) for one in (parts["whole"] or parts["mixed"] or "0", above, below))
     if whole is None or top is None or not bottom:
         return None
     value = top / bottom

@@ -7,7 +7,6 @@ Everything here runs in the event loop of the `RewardRunner`, so nothing needs a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,9 @@ from ray.exceptions import RayError, RayTaskError
 from single_controller.ray.runtime import session
 from workers.rollout.rewards.reward_calls import RewardCall
 from workers.rollout.rollout_errors import RewardError
+
+ANSWER_SECONDS = 10.0
+"""How long an idle process may take to answer."""
 
 
 class _RewardProcess:
@@ -82,12 +84,14 @@ class RewardProcesses:
                 ray.kill(process)  # it has died, or is busy with a value that nobody waits for
 
     async def _idle_process(self) -> Any:
-        """An idle process that is alive, or None. The function has not run in one that has died since its last call."""
+        """An idle process that is alive, or None. One that died while idle had no call: another can take its place."""
         while self._idle:
             process = self._idle.pop()
-            with contextlib.suppress(RayError):
-                await process.ready.remote()
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(process.ready.remote().future()), ANSWER_SECONDS)
                 return process
+            except (RayError, TimeoutError):
+                ray.kill(process)
         return None
 
     async def _start(self) -> Any:

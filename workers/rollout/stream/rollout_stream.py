@@ -6,8 +6,8 @@ Threads: "rollout-stream" runs the router: it gives groups to the workers, one a
 computed in the threads of the manager's reward runner, which then put the group into the buffer. A worker that died is
 replaced in a thread of `workers.recovery.rollout_recovery`.
 Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_reported``, ``_ended``,
-``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. Everything else belongs to the router's
-thread.
+``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. ``_updated`` and ``_resending`` belong to
+the thread that calls `take` and `updating`, and everything else to the router's.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class RolloutStream(Closing):
         self._stuck: dict[int, int | None] | None = None
         """Rank -> weight version, if no worker has that of the buffer."""
         self._updated: int | None = None
-        """How many batches had been taken at the last update. As the next one, only of the thread that takes and
-        updates."""
+        """How many batches had been taken at the last update."""
         self._resending = False
         """Whether an update has the weights of the one before."""
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)

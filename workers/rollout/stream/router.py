@@ -454,7 +454,8 @@ class Router:
         """Abort what is running; the workers keep nothing of this stream."""
         if self.due:
             try:
-                self._manager.group.exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
+                exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
+                exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
             except Exception as error:  # the group was closed, or what ended the stream is here again
                 logger.debug("the stream could not take leave of its workers: %s", error)
 
