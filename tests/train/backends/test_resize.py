@@ -70,6 +70,7 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(
     sent(group)
     kill(group, 0)
     assert group.replace() == [5] * fewer
+    assert group.grow() == [5] * ranks  # the group serves other tests too
 
 
 @rare
