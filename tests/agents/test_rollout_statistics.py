@@ -309,6 +309,35 @@ def test_steps_have_whole_rollouts_and_means_over_them(split, aggregation, steps
                 "constant": 1 / 12 / len(part),
             }[aggregation]
             assert weights == pytest.approx([one * counts for counts in mask], rel=1e-5)
+        if aggregation == "constant":  # whose weights do not sum to 1
+            of_metrics = [float(worker.steps[step]["metric_weights"].sum()) for worker in ranks.workers]
+            assert sum(of_metrics) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("split", "steps", "expected"),
+    [
+        ([2, 2, 2, 2], 4, [2] * 4),
+        ([2, 2, 1, 1], 2, [3, 3]),
+        ([4] * 16, 8, [8] * 8),
+        ([3, 2, 2], 4, [2, 2, 2, 1]),
+        ([1, 1], 4, [1, 1]),
+        ([5, 5], 1, [10]),
+    ],
+    ids=str,
+)
+def test_steps_have_equally_many_rows_of_any_number_of_ranks(split, steps, expected):
+    data = {"input_ids": torch.ones(sum(split), 3, dtype=torch.int64)}
+    data |= {"loss_mask": torch.ones_like(data["input_ids"]), "number": torch.arange(sum(split))}
+    ranks = Ranks(data, split, read_args({"num_steps_per_rollout": steps}))
+    ranks.run("_steps", None)
+    taken = [[worker.steps[step]["number"].tolist() for worker in ranks.workers] for step in range(len(expected))]
+    assert all(len(worker.steps) == len(expected) for worker in ranks.workers)
+    assert [sum(map(len, of_step)) for of_step in taken] == expected
+    for rank, size in enumerate(split):
+        assert [row for of_step in taken for row in of_step[rank]] == list(
+            range(sum(split[:rank]), sum(split[:rank]) + size)
+        )
 
 
 def test_steps_do_not_depend_on_the_number_of_ranks_and_shuffle_rollouts():

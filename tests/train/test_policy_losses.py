@@ -93,6 +93,27 @@ def test_loss_and_gradient_match_a_loop(name, aggregation, max_tokens):
     assert "cov_fraction" in sums or not name.endswith("_cov")
 
 
+def test_metrics_are_means_whatever_the_loss_is_divided_by():
+    data = made()
+    weights, count = token_weights(data["loss_mask"], "constant", 1000)
+    counted = data["loss_mask"].float()
+    batch = {**data, "loss_weights": weights / count.float(), "metric_weights": counted / counted.sum()}
+    batch |= {"advantages": torch.ones(ROWS, TOKENS), "rollout_log_probs": data["log_probs"] - 0.5}
+    batch["old_log_probs"] = data["log_probs"]
+    args = read_args(LOSSES["ppo_clip"])
+    loss = policy_loss(partial(function_of(args, "policy_loss_type"), args=args), entropy_coef=0.1)
+    sums = {}
+    for part in cut_by_tokens(batch, 20, multiple_of=4):
+        outputs = TokenOutputs(
+            log_probs=part.others["log_probs"], entropy=torch.full_like(part.others["advantages"], 2)
+        )
+        for key, value in loss(outputs, part)[1].items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+    assert sums["policy_loss"] == pytest.approx(-float(counted.sum()) / 1000 / float(count))
+    expected = {"ratio": 1, "entropy": 2, "rollout_log_prob_diff": 0.5}
+    assert {name: sums[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
 def selected(data, advantages, args, ranks=1):
     """The entry of the tokens that the loss chooses over the whole step, on that many dp ranks."""
     loss = function_of({"policy_loss_type": args.policy_loss_type}, "policy_loss_type")

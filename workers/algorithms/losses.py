@@ -145,7 +145,8 @@ def policy_loss(
     - ``old_log_probs``: without them the ratio is 1, which is right for one step per batch;
     - ``correction_weights``: if given, factors of each token's policy loss, see `workers.algorithms.corrections`;
     - ``ref_log_probs``: required if kl_coef is not 0; if given, the KL divergence is reported;
-    - ``rollout_log_probs``: if given, their difference from the policy's log-probabilities is reported.
+    - ``rollout_log_probs``: if given, their difference from the policy's log-probabilities is reported;
+    - ``metric_weights``: the weights of all metrics but ``policy_loss``, if they are not ``loss_weights``.
 
     Values at tokens of weight 0 are ignored, NaN included.
 
@@ -163,8 +164,8 @@ def policy_loss(
     Returns:
         A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, ``ppo_kl`` (the mean of log p_old -
         log p), and ``kl``, ``entropy``, ``rollout_log_prob_diff`` and ``opsm_fraction`` (the share of masked tokens) if
-        they are known. Each is a weighted sum over tokens, so the sum over a step is a mean. It raises a ValueError if
-        a required entry is missing, or ``of_tokens`` returns another shape.
+        they are known. Each is a weighted sum over tokens: a mean over a step if the weights sum to 1. It raises a
+        ValueError if a required entry is missing, or ``of_tokens`` returns another shape.
 
     Raises:
         ValueError: a number is negative, or the estimator is unknown.
@@ -180,7 +181,7 @@ def policy_loss(
         kl_estimator = cast(KLEstimator, f"{kl_estimator}+")
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        weights, entry = _entries("policy_loss", micro_batch)
+        weights, of_metrics, entry = _entries("policy_loss", micro_batch)
         log_probs = _where(weights, _output("policy_loss", "log_probs", outputs.log_probs))
         old = entry("old_log_probs") if "old_log_probs" in micro_batch.others else log_probs.detach()
         tokens = PolicyTokens(log_probs, old, entry("advantages"), weights != 0, micro_batch.others, outputs.candidates)
@@ -197,21 +198,22 @@ def policy_loss(
             surrogate, metrics = torch.where(out, 0.0, surrogate), {**metrics, "opsm_fraction": out}
         factors = weights * entry("correction_weights") if "correction_weights" in micro_batch.others else weights
         total = (factors * surrogate).sum()
-        sums = {"policy_loss": total, **{name: (weights * value).sum() for name, value in metrics.items()}}
-        sums["ppo_kl"] = (weights * bounded(old - log_probs.detach())).sum()
+        sums = {"policy_loss": total, **{name: (of_metrics * value).sum() for name, value in metrics.items()}}
+        sums["ppo_kl"] = (of_metrics * bounded(old - log_probs.detach())).sum()
         if kl_coef or "ref_log_probs" in micro_batch.others:
             of_tokens_kl = kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)
-            sums["kl"] = (weights * of_tokens_kl).sum()
+            sums["kl"] = (of_metrics * of_tokens_kl).sum()
             if kl_coef:
                 drawn = weights * bounded(log_probs.detach() - old).exp() if unbiased_kl else weights
                 total = total + kl_coef * (drawn * of_tokens_kl).sum()
         if "rollout_log_probs" in micro_batch.others:
             off = (log_probs.detach() - entry("rollout_log_probs")).abs()
-            sums["rollout_log_prob_diff"] = (weights * off).sum()
+            sums["rollout_log_prob_diff"] = (of_metrics * off).sum()
         if entropy_coef or outputs.entropy is not None:
-            sums["entropy"] = (weights * _where(weights, _output("policy_loss", "entropy", outputs.entropy))).sum()
+            entropy = _where(weights, _output("policy_loss", "entropy", outputs.entropy))
+            sums["entropy"] = (of_metrics * entropy).sum()
             if entropy_coef:
-                total = total - entropy_coef * sums["entropy"]
+                total = total - entropy_coef * (weights * entropy).sum()
         return total, {name: value.detach() for name, value in sums.items()}
 
     return loss
@@ -221,7 +223,8 @@ def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
     """The critic's loss.
 
     It reads these entries of ``MicroBatch.others``, all (b, s): ``loss_weights``, ``returns``, and, unless ``eps_clip``
-    is None, ``values`` from before this batch's steps. Values at tokens of weight 0 are ignored.
+    is None, ``values`` from before this batch's steps; ``metric_weights`` as `policy_loss`. Values at tokens of weight
+    0 are ignored.
 
     Args:
         eps_clip: see `clipped_value_loss`.
@@ -236,7 +239,7 @@ def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
         raise ValueError(f"value_loss: eps_clip={eps_clip!r}; expected at least 0, or None")
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        weights, entry = _entries("value_loss", micro_batch)
+        weights, of_metrics, entry = _entries("value_loss", micro_batch)
         values = _where(weights, _output("value_loss", "values", outputs.values))
         old = values if eps_clip is None else entry("values")
         returns = entry("returns")
@@ -244,9 +247,9 @@ def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
         total = (weights * error).sum()
         sums = {
             "value_loss": total,
-            "value_clip_fraction": (weights * clipped).sum(),
-            "value": (weights * values).sum(),
-            "return": (weights * returns).sum(),
+            "value_clip_fraction": (of_metrics * clipped).sum(),
+            "value": (of_metrics * values).sum(),
+            "return": (of_metrics * returns).sum(),
         }
         return total, {name: value.detach() for name, value in sums.items()}
 
@@ -258,8 +261,8 @@ def _where(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where(weights != 0, value.float(), 0.0)
 
 
-def _entries(name: str, micro_batch: MicroBatch) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
-    """Return the weights, and a function that returns another (b, s) entry."""
+def _entries(name: str, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Callable[[str], torch.Tensor]]:
+    """Return the weights of the loss and of the metrics, and a function that returns another (b, s) entry."""
     shape = micro_batch.input_ids.shape
 
     def checked(key: str) -> torch.Tensor:
@@ -275,7 +278,8 @@ def _entries(name: str, micro_batch: MicroBatch) -> tuple[torch.Tensor, Callable
         return value
 
     weights = checked("loss_weights").float()
-    return weights, lambda key: _where(weights, checked(key))
+    of_metrics = checked("metric_weights").float() if "metric_weights" in micro_batch.others else weights
+    return weights, of_metrics, lambda key: _where(weights, checked(key))
 
 
 def _output(name: str, key: str, value: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dispatch.batch import share_rows
 from workers.data.packing import common_prefixes, divide
-from workers.data.rollout_data import rollout_numbers, rows_of, step_numbers
+from workers.data.rollout_data import rollout_numbers, rows_of, sizes_of_steps, step_numbers
 
 _EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little
 _CLOSE = 1e-3  # as a share of the cost: what is balanced better than this is not worth more time
@@ -200,7 +200,10 @@ def _rooms(rows: int, parts: int, steps: int | Sequence[int]) -> list[list[int]]
         return [share.rows for share in share_rows(count, by, "ragged")]
 
     if isinstance(steps, int):
-        return [list(of_step) for of_step in zip(*(shared(own, steps) for own in shared(rows, parts)), strict=True)]
+        sizes = shared(rows, parts)
+        begins = [0, *accumulate(sizes[:-1])]
+        of_ranks = [sizes_of_steps(begin, size, steps) for begin, size in zip(begins, sizes, strict=True)]
+        return [list(of_step) for of_step in zip(*of_ranks, strict=True)]
     ends = [shared(count, parts) for count in accumulate(steps, initial=0)]
     return [[end - begin for begin, end in zip(*pair, strict=True)] for pair in pairwise(ends)]
 

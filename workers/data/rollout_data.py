@@ -143,6 +143,19 @@ def rollout_numbers(rollout_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return numbers, rows.new_full((len(ids),), len(rows)).scatter_reduce(0, numbers, rows, "amin")
 
 
+def sizes_of_steps(before: int, size: int, steps: int) -> list[int]:
+    """Return how many rows of a rank are in each optimizer step. Over all ranks, steps have equally many rows, or one
+    more, the first ones first.
+
+    Args:
+        before: rows of the ranks before.
+        size: rows of the rank.
+        steps: number of steps.
+    """
+    every, rest = divmod(size, steps)
+    return [every + ((step - before) % steps < rest) for step in range(steps)]
+
+
 def step_numbers(numbers: torch.Tensor, rollouts: int, steps: int, order: torch.Tensor | None = None) -> torch.Tensor:
     """Return the number of the optimizer step that each row belongs to: steps get equally many rollouts, or one more,
     the first ones first.

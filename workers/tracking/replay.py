@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from single_controller import ClassWithInitArgs, LocalWorkerGroup, SingleControl
 from single_controller.local.debugger import set_trace
 from single_controller.view.run_files import METRICS, read_lines, read_run, sample_files, sample_steps
 from workers.data.balance import Balance, balanced_rows
-from workers.data.rollout_data import RECORD_ROWS, rows_of
+from workers.data.rollout_data import RECORD_ROWS, rows_of, sizes_of_steps
 from workers.hf_files import known_config
 from workers.train.args import read_args
 from workers.train.checkpoints import complete_checkpoints
@@ -252,13 +253,11 @@ def _in_order(rows: Any, args: Any, dp_size: int) -> Any:
     if dp_size == 1 or steps == 1 or "rollout_ids" in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
         return rows
     of_ranks = [range(*share.ranges[0]) for share in share_rows(len(rows["input_ids"]), dp_size, "ragged")]
-    order = [
-        of_rank[row]
-        for step in range(steps)
-        for of_rank in of_ranks
-        for row in range(*share_rows(len(of_rank), steps, "ragged")[step].ranges[0])
-    ]
-    return rows_of(rows, order)
+    steps_of_ranks = []
+    for of_rank in of_ranks:
+        ends = accumulate(sizes_of_steps(of_rank.start, len(of_rank), steps), initial=0)
+        steps_of_ranks.append([of_rank[begin:end] for begin, end in pairwise(ends)])
+    return rows_of(rows, [row for of_step in zip(*steps_of_ranks, strict=True) for part in of_step for row in part])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dispatch.batch import share_rows
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty, token_rewards
 from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight, rejects
@@ -42,6 +42,7 @@ from workers.data.rollout_data import (
     check_rollout_data,
     of_rollouts,
     rows_of,
+    sizes_of_steps,
     step_numbers,
     token_versions,
 )
@@ -220,6 +221,10 @@ class PolicyTrainWorker(ModelWorker):
                 if not total:
                     continue  # no token of any rank counts
                 part["loss_weights"] = weights / total
+                if args.loss_aggregation == "constant" and args.policy_loss_type != "dpo":
+                    # The weights of such a loss do not sum to 1, so they make no mean of a metric.
+                    counted = part["loss_mask"].float()
+                    part["metric_weights"] = counted / sum(self._over_dp(float(counted.sum())))
                 part |= self._selected(part)
                 lr = self._lr()
                 temperature = args.temperature if self.role == "actor" else 1.0
@@ -246,7 +251,9 @@ class PolicyTrainWorker(ModelWorker):
             numbers = step_numbers(of_all.numbers, rollouts, steps, self._order(rollouts, epoch))
             return [(numbers == step).nonzero()[:, 0].tolist() for step in range(steps)]
         order = self._order(size, self._dp_rank, epoch)
-        parts = [slice(*share.ranges[0]) for share in share_rows(size, steps, "ragged")]
+        before = sum(self._over_dp(size)[: self._dp_rank])
+        ends = accumulate(sizes_of_steps(before, size, steps), initial=0)
+        parts = [slice(*ends_of_step) for ends_of_step in pairwise(ends)]
         return [*parts] if order is None else [order[part].tolist() for part in parts]
 
     def _order(self, count: int, *numbers: int) -> torch.Tensor | None:
