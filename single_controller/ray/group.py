@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
@@ -494,13 +495,15 @@ class RayWorkerGroup(WorkerGroup):
         self._check()
         plan = self._owned_plan()
         encoded = plan.process.encode()
-        # Before calls have to wait: on a new host it may take a minute.
-        check_python(plan, vacant_slots(plan, self._ray)[: count if isinstance(count, int) else None])
+        if plan.process.python is not None:
+            with suppress(StartError):  # only now, while calls need not wait: on a new host it may take a minute
+                check_python(plan, vacant_slots(plan, self._ray))
         with self._state.sending:  # no other thread may choose the same slots
             self._check()
             transport = self._ray
             slots = vacant_slots(plan, transport)
             added = number_to_add(self._state, transport, count, len(slots), end)
+            check_python(plan, slots[:added])
             recruits = recruit(plan, transport, slots[:added], encoded)
             transport.recruits += recruits
         if not recruits:

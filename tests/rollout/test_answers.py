@@ -83,6 +83,7 @@ def test_exact_match_without_case():
         (r"1\frac{3}{4}", Fraction(7, 4)),
         (r"-2 \dfrac{1}{2}", Fraction(-5, 2)),
         (r"x_1\frac{3}{4}", Fraction(3, 4)),
+        ("11\n\\frac{5}{6}", Fraction(5, 6)),
         (r"-\frac{3}{4}", Fraction(-3, 4)),
         (r"\frac{-3}{4}", Fraction(-3, 4)),
         (r"-\frac{-3}{4}", Fraction(3, 4)),

@@ -223,8 +223,8 @@ def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
     """The critic's loss.
 
     It reads these entries of ``MicroBatch.others``, all (b, s): ``loss_weights``, ``returns``, and, unless ``eps_clip``
-    is None, ``values`` from before this batch's steps; ``metric_weights`` as `policy_loss`. Values at tokens of weight
-    0 are ignored.
+    is None, ``values`` from before this batch's steps; ``metric_weights`` as in `policy_loss`. Values at tokens of
+    weight 0 are ignored.
 
     Args:
         eps_clip: see `clipped_value_loss`.

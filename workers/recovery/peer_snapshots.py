@@ -332,8 +332,8 @@ class PeerSnapshots:
         with self._lock:
             for blocks in self._held.values():
                 # The reference model's have the same number at each size, and would count as those of this one.
-                for old in [known for known in blocks if known > number or (resized and known == REFERENCE)]:
-                    del blocks[old]
+                for useless in [known for known in blocks if known > number or (resized and known == REFERENCE)]:
+                    del blocks[useless]
         for other in [known for known in self._own if known not in (number, REFERENCE)]:
             del self._own[other], self._headers[other]
         self._rank, self._ranks, self._shard = rank, len(shards), shard

@@ -301,7 +301,7 @@ class RayTrainGroup:
         set of snapshots, all continue from the checkpoint, as after `restart`.
 
         If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. If only
-        that fails, the ranks stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue with. A
+        that fails, the ranks stay: call it again, and continue with ``next_rollout_id``. A
         `RolloutStream` of the manager returns the batches from that rollout on once more.
 
         Returns:
@@ -309,6 +309,7 @@ class RayTrainGroup:
 
         Raises:
             CheckpointError: the checkpoints of actor and critic are of different rollouts.
+            WorkerError, WeightSyncError: see `update_weights`.
             SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
         """
         return self._continue_after()
@@ -359,13 +360,13 @@ class RayTrainGroup:
             change = None
             try:  # last, when all groups are at one rollout: it may fail with the rollout workers
                 for group in groups:
-                    if group._weights_lost:
+                    if group._weights_lost and group._rollout is not None:
                         group._replace_lost_weights()
                 break
             except WorkerDiedError as error:
                 if not left:
                     raise
-                logger.warning("a rank of %s died while it sent the weights: %s", self.worker_group.name, error)
+                logger.warning("another rank died while the weights were sent: %s", error)
         return begin
 
     def _continue_groups(
@@ -820,7 +821,7 @@ class RayTrainGroup:
         if manager is not None and self.role == "actor" and self.args.routing_replay == "R3":
             link.check_experts()
         link.introduce(workers.set_rollout_manager)
-        self._rollout = None if manager is None else link
+        self._rollout, self._weights_lost = None if manager is None else link, False
 
     def _refresh(self) -> int:
         """`update_weights`, also if the train workers are offloaded while others generate."""

@@ -21,7 +21,7 @@ _DIGITS = 300
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}])[+-])?(?:[$€£]\s?)?(?:"
-    rf"(?:(?<![\w.])(?P<mixed>\d+)\s*)?"
+    rf"(?:(?<![\w.])(?P<mixed>\d+)[ \t]*)?"
     rf"\\[dt]?frac\s*\{{\s*(?P<minus>-?)\s*(?P<above>{_UNSIGNED})\s*\}}\s*\{{\s*(?P<below>{_UNSIGNED})\s*\}}|"
     rf"(?<![\w./])(?:(?P<whole>\d+)[ \t]+)?(?P<top>\d+)\s?/\s?(?P<bottom>\d+)(?!\s?/|\d|\.\d)|"
     rf"(?<![\w.])(?P<plain>{_UNSIGNED})(?!\d))(?:\s?(?P<percent>%))?"

@@ -94,7 +94,7 @@ class DiskTransport(Transport):
         for old in sorted(others, key=lambda path: path.stat().st_mtime)[: len(others) - KEPT + 1]:
             shutil.rmtree(old, ignore_errors=True)
         self._remove_unfinished()
-        update.shared = None  # it has been loaded, and stays
+        update.shared = None  # it stays, also if a receiver then refuses it: others may have taken it
 
     def failed(self, update: Update) -> None:
         if update.rank == 0 and update.shared is not None:
