@@ -212,9 +212,13 @@ def test_trees_are_never_worse(groups, parts, system, steps, rng):
 
 def steps_of(order, parts, steps):
     """By step: the rows of each part in it, as `PolicyTrainWorker` divides them."""
-    of_parts = []
+    of_parts, before = [], 0
     for part in parts_of(order, parts):
-        of_parts.append([part[slice(*share.ranges[0])] for share in share_rows(len(part), steps, "ragged")])
+        numbers = range(before, before + len(part))  # dealt out to the steps in turn, on from those of the parts before
+        sizes = [sum(number % steps == step for number in numbers) for step in range(steps)]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        of_parts.append([part[begin:end] for begin, end in itertools.pairwise(ends)])
+        before += len(part)
     return list(zip(*of_parts, strict=True))
 
 
