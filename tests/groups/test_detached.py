@@ -2,6 +2,7 @@
 
 import os
 import signal
+import textwrap
 
 import pytest
 import ray
@@ -76,23 +77,34 @@ def test_attach_by_name_from_another_namespace_and_take_over(run_driver):
     assert states <= {"REMOVED"}
 
 
+LEFT = """
+from single_controller.ray import group_records
+while not any(record.name == group.name for record in group_records.read().groups.values()):
+    time.sleep(0.02)
+print("ready", *(rank.process.pid for rank in group.status().ranks), flush=True)
+time.sleep(60)
+"""
+
+
+def left_by_a_killed_driver(start_driver, code):
+    """Run a script that makes a detached group of the name `group`, and kill it. Returns the pids of the ranks."""
+    driver = start_driver(textwrap.dedent(code) + LEFT)
+    pids = next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]  # Ray prints there too
+    driver.kill()
+    driver.wait()
+    return pids
+
+
 @pytest.mark.timeout(90)
 def test_killed_driver_s_group_is_replaced_and_restarted_by_another(start_driver):
     """The driver is killed, and a rank with it. Another driver takes over: it owns the group as the first one did."""
-    driver = start_driver("""
-        from single_controller.ray import group_records
+    code = """
         pool = RayResourcePool([4], use_gpu=False, detached=True, resources={"crate": 1})
         made = RayClassWithInitArgs(Counter, 5)
         group = RayWorkerGroup(pool[1:], made, name_prefix="inherited_", detached=True, standby=1)
         group.add(1)
-        while not any(record.name == group.name for record in group_records.read().groups.values()):
-            time.sleep(0.02)
-        print("ready", *(rank.process.pid for rank in group.status().ranks), flush=True)
-        time.sleep(60)
-    """)
-    pids = next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]  # Ray prints there too
-    driver.kill()
-    driver.wait()
+    """
+    pids = left_by_a_killed_driver(start_driver, code)
     os.kill(int(pids[1]), signal.SIGKILL)
     wait_gone(pids[1:2])
     group = attach("inherited_", own=True)
@@ -112,22 +124,15 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(start_driver
 
 def test_survivors_of_another_driver_s_call_are_freed(start_driver):
     """They wait in a collective that no death ends: one for a living rank that does not take part."""
-    driver = start_driver("""
+    code = """
         from replace_workers import Member
-        from single_controller.ray import group_records
         pool = RayResourcePool([4], use_gpu=False, detached=True)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Member), name_prefix="waiting_", detached=True)
         group.total()
         group.total.remote(asleep=[2], absent=[3])
-        while not any(record.name == group.name for record in group_records.read().groups.values()):
-            time.sleep(0.02)
         time.sleep(0.5)
-        print("ready", flush=True)
-        time.sleep(60)
-    """)
-    assert next(line for line in driver.stdout if line.startswith("ready"))
-    driver.kill()
-    driver.wait()
+    """
+    left_by_a_killed_driver(start_driver, code)
     with attach("waiting_", own=True) as group:
         with within(30):
             assert group.shrink(ranks=[2]) == (2,)
@@ -136,21 +141,14 @@ def test_survivors_of_another_driver_s_call_are_freed(start_driver):
 
 def test_ranks_stay_in_the_namespace_of_the_group(start_driver):
     """Also those that a driver has started with another one, of which a driver has a random one by default."""
-    driver = start_driver("""
-        from single_controller.ray import group_records
+    code = """
         address = ray.get_runtime_context().gcs_address
         ray.shutdown()
         ray.init(address, log_to_driver=False)
         pool = RayResourcePool([2], use_gpu=False, detached=True)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="apart_", detached=True)
-        while not any(record.name == group.name for record in group_records.read().groups.values()):
-            time.sleep(0.02)
-        print("ready", flush=True)
-        time.sleep(60)
-    """)
-    assert next(line for line in driver.stdout if line.startswith("ready"))
-    driver.kill()
-    driver.wait()
+    """
+    left_by_a_killed_driver(start_driver, code)
     with attach("apart_", own=True) as group:
         assert group.replace(ranks=[1]) == (1,)
         assert attach("apart_").add(0) == [5, 6]
