@@ -157,11 +157,10 @@ def balanced_order(
         lengths: number of tokens of each row.
         parts: number of shards.
         cost: of a row.
-        steps: number of parts into which `sizes_of_steps` divides each shard, and each of which must be
-            balanced. The first parts of all shards have the first rows, and so on, so that what is in a step does not
-            depend on the number of shards if both divide the number of rows. Or the number of rows of each part, of all
-            shards together, the first rows being in the first part: each shard then has equally many of them, or one
-            more.
+        steps: number of parts into which `sizes_of_steps` divides each shard, and each of which must be balanced. The
+            first parts of all shards have the first rows, and so on, so that what is in a step does not depend on the
+            number of shards if both divide the number of rows. Or the number of rows of each part, of all shards
+            together, the first rows being in the first part: each shard then has equally many of them, or one more.
         prefixes: what `common_prefixes` returns for the rows; None if the ranks do not share prefixes.
 
     Returns:

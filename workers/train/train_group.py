@@ -301,8 +301,8 @@ class RayTrainGroup:
         set of snapshots, all continue from the checkpoint, as after `restart`.
 
         If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. If only
-        that fails, the ranks stay: call it again, and continue with ``next_rollout_id``. A
-        `RolloutStream` of the manager returns the batches from that rollout on once more.
+        that fails, the ranks stay: call it again, and continue with ``next_rollout_id``. A `RolloutStream` of the
+        manager returns the batches from that rollout on once more.
 
         Returns:
             By rank, the rollout id to continue with; None if no rank was replaced, or the group was not initialized.
