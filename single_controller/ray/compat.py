@@ -9,11 +9,42 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import ray
 from ray.actor import ActorClass
+
+from single_controller.call.future import in_own_thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+STORE_SECONDS = 30.0
+"""How long the control store may take to answer. Ray's own functions wait without a limit, and one was seen to wait for
+ever while the control store answered others."""
+
+
+def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function of Ray that asks the control store.
+
+    Thread: the function runs in a thread "future-wait", where it remains if there is no answer.
+
+    Raises:
+        TimeoutError: there was no answer within `STORE_SECONDS`.
+    """
+    try:
+        answer = in_own_thread(partial(question, *args, **kwargs))
+    except RuntimeError:  # no thread can be started: the process has too many, or is ending
+        return question(*args, **kwargs)
+    try:
+        return answer.result(STORE_SECONDS)
+    except TimeoutError:
+        if answer.done():
+            raise
+        what = getattr(question, "__name__", "a question")
+        raise TimeoutError(f"Ray's control store has not answered {what}() within {STORE_SECONDS:g} s") from None
 
 
 def death_of(actor: Any, *, ask: bool = False) -> str | None:
@@ -32,7 +63,7 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
 
     if not ask and actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in all_actors)
         return None
-    info = actors(actor_id=actor._actor_id.hex())
+    info = ask_store(actors, actor_id=actor._actor_id.hex())
     if not info:
         return "Ray no longer knows it"
     if info["State"] != "DEAD":
@@ -42,7 +73,7 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
 
 def node_services() -> dict[str, tuple[str, int]]:
     """Id -> address and port of the Ray process, of each node that Ray knows."""
-    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ask_store(ray.nodes)}
 
 
 def death_seconds() -> float:
@@ -78,7 +109,7 @@ def all_actors() -> dict[str, ActorInfo]:
 
     data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (generated at run time, invisible to type checkers)
     found = {}
-    for binary in state._connect_and_get_accessor().get_actor_table(None, None):
+    for binary in ask_store(lambda: state._connect_and_get_accessor().get_actor_table(None, None)):
         table = data.FromString(binary)
         death = table.death_cause.actor_died_error_context
         found[table.actor_id.hex()] = ActorInfo(
@@ -98,7 +129,7 @@ def living_jobs() -> frozenset[str]:
     """Ids, in hex, of the jobs whose driver is running. Asks the control store; needs no dashboard."""
     from ray._private.state import jobs
 
-    return frozenset(job["JobID"] for job in jobs() if not job["IsDead"])
+    return frozenset(job["JobID"] for job in ask_store(jobs) if not job["IsDead"])
 
 
 _RECORDS = b"single_controller"
@@ -147,7 +178,10 @@ def worker_pools(creators: Collection[str]) -> list[str]:
     from ray.core.generated import gcs_pb2
 
     data: Any = getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009  (as in all_actors)
-    tables = [data.FromString(table) for table in state._connect_and_get_accessor().get_placement_group_table()]
+    tables = [
+        data.FromString(table)
+        for table in ask_store(lambda: state._connect_and_get_accessor().get_placement_group_table())
+    ]
     job = ray.get_runtime_context().get_job_id()
     return [
         table.placement_group_id.hex()
@@ -171,7 +205,7 @@ def free_resources() -> dict[str, dict[str, float]]:
     """Ray's node id -> resource -> amount that is not reserved. Asks the control store; needs no dashboard."""
     from ray._private.state import available_resources_per_node
 
-    free: dict[str, dict[str, float]] = available_resources_per_node()
+    free: dict[str, dict[str, float]] = ask_store(available_resources_per_node)
     return free
 
 

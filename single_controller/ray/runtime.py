@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from single_controller.call.errors import ForkedProcessError
-from single_controller.ray.compat import free_resources
+from single_controller.ray.compat import ask_store, free_resources
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def nodes() -> list[Node]:
             dict(node["Resources"]),
             dict(free.get(node["NodeID"], {})),
         )
-        for node in ray.nodes()
+        for node in ask_store(ray.nodes)
         if node["Alive"]
     ]
     return sorted(alive, key=lambda node: (address_key(node.address), node.node_id))

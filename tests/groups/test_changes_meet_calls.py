@@ -368,6 +368,7 @@ def test_second_try_waits_for_the_constructors_of_the_first(pool, tmp_path):
         (tmp_path / "slow").touch()
         for rank in (1, 2):
             os.kill(group.status().ranks[rank].process.pid, signal.SIGKILL)
+        wait_until(lambda: not any(group.alive()[1:]), 30)  # rank 1, replaced alone, would wait for rank 2
         try:
             group.replace()
         except StartError:  # on a slow machine the constructor fails before the death is known, and that is told

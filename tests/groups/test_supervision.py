@@ -20,7 +20,7 @@ from single_controller import (
     WorkerError,
 )
 from single_controller.call.state import GroupState, Monitor
-from single_controller.ray import transport
+from single_controller.ray import compat, transport
 from single_controller.ray.transport import RayTransport
 from single_controller.wire.link import Link
 
@@ -55,6 +55,34 @@ def test_look_at_living_ranks_asks_the_control_store_nothing(make_group, monkeyp
     assert all("exit" in reason for reason in many.deaths().values())
     asked.clear()
     assert len(many.deaths()) == 256 and not asked, "what is dead stays dead"
+
+
+def test_question_that_the_control_store_never_answers_keeps_nobody(make_group, monkeypatch, caplog):
+    from ray._private.state import state
+
+    answered, connect = threading.Event(), state._connect_and_get_accessor
+
+    class Accessor:
+        def __getattr__(self, name):
+            return lambda *args: answered.wait(60) and getattr(connect(), name)(*args)
+
+    group = make_group(Fragile)
+    pids = group.pid()
+    monkeypatch.setattr(compat, "STORE_SECONDS", 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_connect_and_get_accessor", Accessor)
+        call = group.sleep.remote(60.0)
+        os.kill(pids[2], signal.SIGKILL)  # why is asked in vain, again and again
+        wait_until(lambda: "its calls could not be looked at" in caplog.text, 10)
+        assert not call.done()
+    with pytest.raises(WorkerDiedError, match="rank 2 died"):
+        call.result(timeout=10)
+    monkeypatch.setattr(state, "_connect_and_get_accessor", Accessor)
+    with within(5):
+        group.close()
+    wait_gone(pids, 5)
+    assert "has not answered" in caplog.text and "placement groups of ended workers" in caplog.text
+    answered.set()
 
 
 def test_many_ranks_of_lost_hosts_are_told_at_once(make_group, monkeypatch):

@@ -36,7 +36,7 @@ from ray.util.placement_group import (
 
 from dispatch.checks import is_count
 from single_controller.call.errors import GroupClosedError, PlacementError
-from single_controller.ray.compat import worker_pools
+from single_controller.ray.compat import ask_store, worker_pools
 from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast
 from single_controller.ray.placement.options import PoolOptions
 from single_controller.ray.placement.plan import plan_pool
@@ -170,7 +170,7 @@ class Reservation:
     def _pending(self, groups: Iterable[PlacementGroup]) -> dict[PlacementGroup, dict[str, Any]]:
         """Those that Ray has not placed, each with what Ray says of it."""
         self.check_open()
-        tables = {group: placement_group_table(group) for group in groups}
+        tables = {group: ask_store(placement_group_table, group) for group in groups}
         if any(table.get("state", "REMOVED") == "REMOVED" for table in tables.values()):
             raise GroupClosedError(f"{self.label} is gone: its placement group was removed")
         return {group: table for group, table in tables.items() if table["state"] != "CREATED"}
@@ -223,9 +223,9 @@ class Reservation:
 
 def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
     """Return the node of each reserved slot, without devices; a `PlacementError` if one is on no living node."""
-    known = {node["NodeID"]: node for node in ray.nodes()}
+    known = {node["NodeID"]: node for node in ask_store(ray.nodes)}
     groups = {slot.placement_group for slot in slots if slot.placement_group is not None}
-    homes = {group: placement_group_table(group).get("bundles_to_node_id", {}) for group in groups}
+    homes = {group: ask_store(placement_group_table, group).get("bundles_to_node_id", {}) for group in groups}
     locations = []
     for slot in slots:
         node = known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None
@@ -263,7 +263,10 @@ def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
         try:
             # Ray reserves in two steps, and what it removes between the two stays reserved for ever (Ray 2.60). A
             # placement group in between gets time to arrive; one that waits for room delays this only briefly.
-            while placement_group_table(group).get("state") in ("PENDING", "PREPARED") and time.monotonic() < end:
+            while (
+                ask_store(placement_group_table, group).get("state") in ("PENDING", "PREPARED")
+                and time.monotonic() < end
+            ):
                 time.sleep(_POLL_SECONDS[0])
             remove_placement_group(group)
         except Exception:  # Ray has been shut down, and the placement group with it
@@ -305,7 +308,7 @@ def external_reservation(
     if not isinstance(given, PlacementGroup):
         raise TypeError(f"{_HOW}, got {given!r}")
     ensure_ray()
-    table = placement_group_table(given)
+    table = ask_store(placement_group_table, given)
     if table.get("state", "REMOVED") == "REMOVED":
         raise GroupClosedError("from_placement_group(): the placement group is removed")
     numbers = _checked_indices(bundle_indices, given.bundle_count)
