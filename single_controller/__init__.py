@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the table of what this package exports, which `lazy_exports
     from dispatch import register_dispatch_mode as register_dispatch_mode
     from dispatch import update_dispatch_mode as update_dispatch_mode
     from single_controller.call.errors import CallTimeoutError as CallTimeoutError
+    from single_controller.call.errors import ControlStoreError as ControlStoreError
     from single_controller.call.errors import ForkedProcessError as ForkedProcessError
     from single_controller.call.errors import GroupBrokenError as GroupBrokenError
     from single_controller.call.errors import GroupClosedError as GroupClosedError

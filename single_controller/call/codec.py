@@ -102,6 +102,7 @@ class CallMessage(NamedTuple):
     rows: int | None = None  # rows of this rank's shard, padding included
     real: int | None = None  # rows of this rank's shard without padding
     device: str | None = None  # device to move the arguments' tensors to; None leaves them where they are
+    ranks: int | None = None  # how many ranks the driver takes the group to have
 
 
 SEPARATE = 0
@@ -446,7 +447,7 @@ def encode_call(
         if message is None:
             rows = plan.shards[number].rows, plan.shards[number].real
             private = how.inputs == "copy"
-            message = CallMessage(spec.name, spec.role, collects, join, private, *rows, how.device)
+            message = CallMessage(spec.name, spec.role, collects, join, private, *rows, how.device, len(plan.shard_of))
             messages[number, collects] = message
         encoded.append((rank, message, whole, shards[number]))
     return encoded

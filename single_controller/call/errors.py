@@ -54,6 +54,10 @@ class PlacementError(SingleControllerError):
     """A pool or group can never be placed, or was not within its timeout. The message has a table per node."""
 
 
+class ControlStoreError(SingleControllerError):
+    """Ray's control store has not answered a question."""
+
+
 class _RankError(SingleControllerError):
     """An error of one rank.
 

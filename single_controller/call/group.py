@@ -514,7 +514,9 @@ class WorkerGroup(VerlGroup, Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         if not (blocking or as_call) and in_event_loop():
             return self._invoke_in_loop(spec, args, kwargs, options)
-        if self._state.unsent:
+        # Not ``as_call``: the thread "send-later" does not wait for itself, and an event loop, which has found that no
+        # call waits, holds ``sending``: a call that another loop has left to the thread meanwhile waits for that.
+        if self._state.unsent and not as_call:
             self._wait_for_unsent()
         must_not_wait = as_call and in_event_loop()
         while True:

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from single_controller.call.codec import Encoded
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.ray.compat import all_actors
-from single_controller.ray.placement.reservation import remove_pools_of
+from single_controller.ray.placement.reservation import remove_placement_groups, remove_pools_of
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
 from single_controller.ray.transport import Rank
@@ -142,12 +140,3 @@ def end_detached(name: str, namespace: str | None = None) -> int:
     remove_pools_of(ended)
     remove_placement_groups(sorted({one.placement_group for one in found if one.placement_group}))
     return len(living)
-
-
-def remove_placement_groups(ids: Sequence[str]) -> None:
-    """Remove placement groups by their ids in hex. Everything in them ends."""
-    for number in ids:
-        try:
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
-        except Exception:  # Ray was shut down, or has removed it
-            logger.debug("placement group %s could not be removed", number, exc_info=True)

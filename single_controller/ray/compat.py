@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import ray
 from ray.actor import ActorClass
 
+from single_controller.call.errors import ControlStoreError
 from single_controller.call.future import in_own_thread
 
 P = ParamSpec("P")
@@ -32,7 +33,7 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     Thread: the function runs in a thread "future-wait", where it remains if there is no answer.
 
     Raises:
-        TimeoutError: there was no answer within `STORE_SECONDS`.
+        ControlStoreError: there was no answer within `STORE_SECONDS`.
     """
     try:
         answer = in_own_thread(partial(question, *args, **kwargs))
@@ -43,8 +44,7 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     except TimeoutError:
         if answer.done():
             raise
-        what = getattr(question, "__name__", "a question")
-        raise TimeoutError(f"Ray's control store has not answered {what}() within {STORE_SECONDS:g} s") from None
+        raise ControlStoreError(f"Ray's control store has not answered within {STORE_SECONDS:g} s") from None
 
 
 def death_of(actor: Any, *, ask: bool = False) -> str | None:
@@ -61,14 +61,29 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
     from ray._private.state import actors
     from ray.core.generated import gcs_pb2
 
-    if not ask and actor._get_local_state() == getattr(gcs_pb2, "ActorTableData").ALIVE:  # noqa: B009  (as in all_actors)
+    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (as in all_actors)
+    if not ask and actor._get_local_state() == data.ALIVE:
         return None
-    info = ask_store(actors, actor_id=actor._actor_id.hex())
+    try:
+        info = ask_store(actors, actor_id=actor._actor_id.hex())
+    except ControlStoreError:
+        if actor._get_local_state() == data.DEAD:
+            return "its process has ended"
+        raise
     if not info:
         return "Ray no longer knows it"
     if info["State"] != "DEAD":
         return None
     return exit_detail(info["DeathCause"].actor_died_error_context.error_message) or "its process has ended"
+
+
+def state_is_unknown(actor: Any) -> bool:
+    """Whether the control store does not tell this process what becomes of an actor, which it does after a first call
+    of its methods: `death_of` then has to ask."""
+    from ray.core.generated import gcs_pb2
+
+    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (as in all_actors)
+    return actor._get_local_state() not in (data.ALIVE, data.DEAD)
 
 
 def node_services() -> dict[str, tuple[str, int]]:

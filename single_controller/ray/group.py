@@ -42,12 +42,12 @@ from single_controller.call.state import GroupState
 from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import Colocated
-from single_controller.ray.attach import find_workers, remove_placement_groups
+from single_controller.ray.attach import find_workers
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.group_records import Registration, Takeover, find_takeover
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_ranks
 from single_controller.ray.placement.pool import RayResourcePool
-from single_controller.ray.placement.reservation import wait_started
+from single_controller.ray.placement.reservation import remove_placement_groups, wait_started
 from single_controller.ray.replicas import number_to_add, ranks_to_keep
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes

@@ -26,7 +26,7 @@ from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode_call
-from single_controller.call.errors import StartError, ranks_text
+from single_controller.call.errors import ControlStoreError, StartError, ranks_text
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
     PartlySentError,
@@ -36,7 +36,7 @@ from single_controller.call.transport import (
     Sent,
     Transport,
 )
-from single_controller.ray.compat import death_of, death_seconds, node_services, ray_worker
+from single_controller.ray.compat import death_of, death_seconds, node_services, ray_worker, state_is_unknown
 from single_controller.ray.placement.plan import StandbyPlan
 from single_controller.ray.placement.reservation import remove_pools_of
 from single_controller.ray.placement.slots import Slot
@@ -148,6 +148,10 @@ class RayTransport(Transport):
         self.recruits: list[Standby] = []  # further ones, of which `RayWorkerGroup.grow` makes ranks
         # Ranks with new processes, on which the calls to be repeated have not been repeated yet
         self.fresh: frozenset[int] = frozenset()
+        for rank in self.ranks:
+            if state_is_unknown(rank.actor):  # in a copy of a group: looks would ask the control store about each rank
+                # Its future counts as somebody who waits for the result: Ray does not log it if the rank has died.
+                rank.actor._sc_locate.options(concurrency_group=TAKE).remote().future()
 
     @property
     def everyone(self) -> list[Rank | Standby]:
@@ -297,11 +301,20 @@ class RayTransport(Transport):
         for number, rank in enumerate(self.ranks):
             if number in self._deaths:
                 continue
-            if (reason := death_of(rank.actor)) is not None:
+            reason = None
+            try:
+                reason = death_of(rank.actor)
+            except ControlStoreError:  # a later look asks again; what else is due, such as timeouts, must not wait
+                logger.debug("nothing is known of rank %d", number, exc_info=True)
+            if reason is not None:
                 found[number] = reason
             elif (kind := self._links[number].gone()) is not None:
                 gone[number] = kind
-        for number, reason in {**found, **self._dead_of(gone)}.items():
+        try:
+            found |= self._dead_of(gone)
+        except ControlStoreError:
+            logger.debug("hosts that cannot be reached: the control store has not answered", exc_info=True)
+        for number, reason in found.items():
             self._deaths[number] = reason  # for good: Ray restarts none of these actors
             self._links[number].close(reason)  # Ray may say so a moment before the process ends
         return dict(self._deaths)

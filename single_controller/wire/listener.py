@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, Connection, hub, tls_context
@@ -181,6 +182,20 @@ def listen(host: str) -> socket.socket:
     """Listen on a port that the system chooses, at an address of this host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, 0), family=family, backlog=4096)
+        sock = socket.create_server((host, 0), family=family, backlog=4096)
     except OSError:  # the address is not one of this process's network namespace
-        return socket.create_server(("", 0), backlog=4096)
+        sock = socket.create_server(("", 0), backlog=4096)
+    _listening.add(sock)
+    return sock
+
+
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # In a fork that kept one, the system would accept connections, and hide the parent's death.
+    for sock in list(_listening):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

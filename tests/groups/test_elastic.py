@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
@@ -122,6 +123,16 @@ def test_living_rank_can_be_dropped_and_calls_that_run_end_before_the_group_grow
     with pytest.raises(GroupBrokenError, match="each of its data-parallel replicas"):
         four.shrink(ranks=[0, 1, 2, 3])
     check_ranks(four, 4)  # a refusal leaves it as it was
+
+
+def test_copies_of_before_a_change_of_size_are_refused(four):
+    four.shrink(ranks=[0])
+    copy = pickle.loads(pickle.dumps(four))
+    assert copy.total() == four.total()
+    four.grow(1)
+    with within(10), pytest.raises(GroupBrokenError, match="takes the group to have 3 ranks, but it has 4 by now"):
+        copy.total()
+    check_ranks(four, 4)
 
 
 def test_standby_is_used_before_the_group_shrinks(wide, members):

@@ -19,6 +19,7 @@ import torch
 from group_workers import Counter, Fragile, Gate, Grid, Log, Model
 from rollout_helpers import EchoEngine
 from torch.distributed.device_mesh import init_device_mesh
+from waits import wait_until
 
 from single_controller import (
     Broadcast,
@@ -238,6 +239,27 @@ def debug(tmp_path, commands, inside="pass", before="pass", **environment):
         # Ray, which other tests start in this process, points breakpoint() at its own debugger with this variable.
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONBREAKPOINT": "", **environment},
     )
+
+
+def test_two_event_loops_do_not_wait_for_each_other(monkeypatch):
+    with LocalWorkerGroup(2, ClassWithInitArgs(Counter), threads=True) as group:
+        must_wait, values = group._must_wait, []
+
+        def meet(*args):
+            """The second loop leaves its call to a thread while the first one is about to send."""
+            found = must_wait(*args)
+            if threading.current_thread() is loops[0]:
+                loops[1].start()
+                wait_until(lambda: group._state.unsent, 5)
+            return found
+
+        async def call():
+            values.append(await group.add.remote(1))
+
+        loops = [threading.Thread(target=lambda: asyncio.run(call()), daemon=True) for _ in range(2)]
+        monkeypatch.setattr(group, "_must_wait", meet)
+        loops[0].start()
+        wait_until(lambda: len(values) == 2, 10)
 
 
 def test_breakpoint_stops_inside_the_method_below_the_drivers_line(tmp_path):

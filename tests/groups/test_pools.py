@@ -13,6 +13,7 @@ import ray
 from group_workers import Counter, Fragile
 from placed_workers import Placed
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from waits import wait_until, within
 
 from single_controller import (
     GroupClosedError,
@@ -24,6 +25,7 @@ from single_controller import (
     merge_resource_pool,
     split_resource_pool,
 )
+from single_controller.ray import compat
 from single_controller.ray.placement import reservation as placement_module
 
 
@@ -566,3 +568,25 @@ def test_ctrl_c_between_two_placement_groups_leaves_none(ray_cluster, monkeypatc
     with pool:
         pool.place()
         wait_free(CRATES - 3)
+
+
+def test_pool_is_freed_although_the_control_store_does_not_answer(ray_cluster, monkeypatch, caplog):
+    from ray._private.state import state
+
+    answered, connect = threading.Event(), state._connect_and_get_accessor
+
+    class Accessor:
+        def __getattr__(self, name):
+            return lambda *args: answered.wait(60) and getattr(connect(), name)(*args)
+
+    pool = RayResourcePool([1, 1], use_gpu=False)
+    pool.wait()
+    groups = [slot.placement_group for slot in pool.slots()]
+    monkeypatch.setattr(compat, "STORE_SECONDS", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_connect_and_get_accessor", Accessor)
+        with within(30):
+            pool.close()
+    answered.set()
+    assert "without knowing its state" in caplog.text
+    wait_until(lambda: all(placement_group_table(one)["state"] == "REMOVED" for one in groups), 10)

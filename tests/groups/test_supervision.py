@@ -9,10 +9,13 @@ import time
 import weakref
 
 import pytest
+import ray
 from group_workers import Counter, Fragile, Model
 from waits import wait_gone, wait_until, within
 
 from single_controller import (
+    CallTimeoutError,
+    ControlStoreError,
     GroupBrokenError,
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -69,20 +72,41 @@ def test_question_that_the_control_store_never_answers_keeps_nobody(make_group, 
     group = make_group(Fragile)
     pids = group.pid()
     monkeypatch.setattr(compat, "STORE_SECONDS", 1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(state, "_connect_and_get_accessor", Accessor)
-        call = group.sleep.remote(60.0)
-        os.kill(pids[2], signal.SIGKILL)  # why is asked in vain, again and again
-        wait_until(lambda: "its calls could not be looked at" in caplog.text, 10)
-        assert not call.done()
-    with pytest.raises(WorkerDiedError, match="rank 2 died"):
-        call.result(timeout=10)
     monkeypatch.setattr(state, "_connect_and_get_accessor", Accessor)
+    call = group.sleep.remote(60.0)
+    os.kill(pids[2], signal.SIGKILL)  # why is asked in vain
+    with within(10), pytest.raises(WorkerDiedError, match=r"rank 2 died.*its process has ended"):
+        call.result()
     with within(5):
         group.close()
     wait_gone(pids, 5)
     assert "has not answered" in caplog.text and "placement groups of ended workers" in caplog.text
     answered.set()
+
+
+def test_timeout_ends_a_call_while_the_control_store_does_not_answer(make_group, monkeypatch):
+    group = make_group(Fragile)
+
+    def fail(actor):
+        raise ControlStoreError("no answer")
+
+    monkeypatch.setattr(transport, "death_of", fail)
+    with within(5), pytest.raises(CallTimeoutError):
+        group.sleep.options(timeout=0.5)(30.0)
+    monkeypatch.undo()
+
+
+def test_looks_of_a_copy_ask_the_control_store_nothing(make_group):
+    @ray.remote(num_cpus=0)
+    def look(copy):
+        from ray._private.state import state
+
+        asked, connect = [], state._connect_and_get_accessor
+        state._connect_and_get_accessor = lambda: asked.append(1) or connect()
+        wait_until(lambda: copy.alive() and not (asked.clear() or (copy.alive() and asked)), 10)
+        return copy.alive(), copy.ping(), len(asked)
+
+    assert ray.get(look.remote(make_group(Fragile))) == ([True] * 4, [0, 1, 2, 3], 0)
 
 
 def test_many_ranks_of_lost_hosts_are_told_at_once(make_group, monkeypatch):

@@ -17,6 +17,7 @@ from waits import wait_until
 
 from single_controller.call.errors import WorkerDiedError
 from single_controller.call.joining import RankResult
+from single_controller.ray.rank.call_thread import CallThread
 from single_controller.ray.results import RankReply, RayResults
 from single_controller.wire import connection, link, listener, stream
 from single_controller.wire.handshake import HandshakeError, Kind, hello, new_nonce, received_text, welcome, welcomed
@@ -53,6 +54,20 @@ class Rank:
 @pytest.fixture
 def rank():
     return Rank()
+
+
+def test_concurrent_call_waits_for_a_thread_that_cannot_be_started(monkeypatch):
+    calls, held, ran = CallThread(lambda error: None), threading.Event(), threading.Event()
+    calls.submit_concurrent(lambda: held.wait(20))
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        calls.submit_concurrent(ran.set)
+    held.set()
+    assert ran.wait(5)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from single_controller import RayResourcePool
 from single_controller.call.state import Closing
+from single_controller.ray.compat import ask_store
 from single_controller.ray.rank.devices import NOSET
 from single_controller.ray.runtime import ensure_ray
 from workers.device import ACCELERATORS, CUMEM, device_runtime
@@ -144,7 +145,7 @@ def slot_devices(use_gpu: bool | None = None) -> dict[str, Any]:
     import ray
 
     ensure_ray()
-    there = ray.cluster_resources()
+    there = ask_store(ray.cluster_resources)
     kinds = dict.fromkeys(each.resource for each in ACCELERATORS.values())
     kind = next((name for name in kinds if there.get(name, 0) > 0), None)
     wanted = kind is not None if use_gpu is None else use_gpu

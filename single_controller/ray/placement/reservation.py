@@ -35,7 +35,7 @@ from ray.util.placement_group import (
 )
 
 from dispatch.checks import is_count
-from single_controller.call.errors import GroupClosedError, PlacementError
+from single_controller.call.errors import ControlStoreError, GroupClosedError, PlacementError
 from single_controller.ray.compat import ask_store, worker_pools
 from single_controller.ray.placement.feasibility import Request, expected_nodes, forecast
 from single_controller.ray.placement.options import PoolOptions
@@ -251,7 +251,7 @@ def _find(names: Iterable[str]) -> list[PlacementGroup]:
     found = []
     for name in names:
         try:
-            found.append(get_placement_group(name))
+            found.append(ask_store(get_placement_group, name))
         except ValueError:
             logger.debug("placement group %s had not been created", name)
     return found
@@ -259,26 +259,33 @@ def _find(names: Iterable[str]) -> list[PlacementGroup]:
 
 def _remove(groups: Sequence[PlacementGroup], made_in: str | None) -> None:
     end = time.monotonic() + _SETTLE_SECONDS
-    for group in groups if session() == made_in else ():
+    for group in groups if made_in is not None and session() == made_in else ():
         try:
             # Ray reserves in two steps, and what it removes between the two stays reserved for ever (Ray 2.60). A
             # placement group in between gets time to arrive; one that waits for room delays this only briefly.
-            while (
-                ask_store(placement_group_table, group).get("state") in ("PENDING", "PREPARED")
-                and time.monotonic() < end
-            ):
-                time.sleep(_POLL_SECONDS[0])
+            try:
+                while time.monotonic() < end and ask_store(placement_group_table, group).get("state") in (
+                    "PENDING",
+                    "PREPARED",
+                ):
+                    time.sleep(_POLL_SECONDS[0])
+            except ControlStoreError as error:  # by now it is after ``end``: the others are not asked about
+                logger.warning("removing placement group %s without knowing its state: %s", group.id.hex(), error)
             remove_placement_group(group)
         except Exception:  # Ray has been shut down, and the placement group with it
             logger.debug("placement group %s could not be removed", group.id, exc_info=True)
+
+
+def remove_placement_groups(ids: Iterable[str]) -> None:
+    """Remove placement groups by their ids in hex. Everything in them ends."""
+    _remove([PlacementGroup(PlacementGroupID(bytes.fromhex(number))) for number in ids], session())
 
 
 def remove_pools_of(actors: Iterable[ActorHandle]) -> None:
     """Remove the placement groups of pools that workers have made and that nobody can close any more: those of
     ``actors``, which were just ended, and of workers of this job that died earlier."""
     try:
-        ids = worker_pools({actor._actor_id.hex() for actor in actors})
-        _remove([PlacementGroup(PlacementGroupID(bytes.fromhex(number))) for number in ids], session())
+        remove_placement_groups(worker_pools({actor._actor_id.hex() for actor in actors}))
     except Exception:  # what called this must go on: the control store does not respond, for example
         logger.warning("the placement groups of ended workers could not be removed", exc_info=True)
 
@@ -311,7 +318,7 @@ def external_reservation(
     table = ask_store(placement_group_table, given)
     if table.get("state", "REMOVED") == "REMOVED":
         raise GroupClosedError("from_placement_group(): the placement group is removed")
-    numbers = _checked_indices(bundle_indices, given.bundle_count)
+    numbers = _checked_indices(bundle_indices, ask_store(lambda: given.bundle_count))
     devices = _checked_ids(gpu_ids, len(numbers))
     pool_options = _options([given.bundle_specs[number] for number in numbers], use_gpu, **options)
     label = f"the placement group {table.get('name') or given.id.hex()}"

@@ -7,6 +7,7 @@ with ``concurrent=True`` run in a pool of threads instead.
 from __future__ import annotations
 
 import concurrent.futures as cf
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class CallThread:
     """Runs functions.
 
     Threads: a daemon thread named "worker-calls", which ends with the process, or when a function raises SystemExit;
-    and up to `MAX_CONCURRENT_CALLS` named "concurrent-calls", started when they are needed.
+    and up to `MAX_CONCURRENT_CALLS` named "concurrent-calls": one, and more when they are needed.
 
     Args:
         end: ends the process with a SystemExit that a call has raised.
@@ -39,6 +40,7 @@ class CallThread:
         self._pool = cf.ThreadPoolExecutor(MAX_CONCURRENT_CALLS, "concurrent-calls")
         self._ended: SystemExit | None = None
         threading.Thread(target=self._serve, name="worker-calls", daemon=True).start()
+        self._pool.submit(lambda: None)  # starts a thread, which runs what is submitted when no other can be started
 
     def submit(self, function: Callable[[], None]) -> None:
         """Run a function after those that have been submitted."""
@@ -46,7 +48,8 @@ class CallThread:
 
     def submit_concurrent(self, function: Callable[[], None]) -> None:
         """Run a function beside all others."""
-        self._pool.submit(self._run_concurrent, function)
+        with contextlib.suppress(RuntimeError):  # no further thread can be started; the function is queued by then
+            self._pool.submit(self._run_concurrent, function)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function on the call thread, and wait for it. Called by a thread of Ray.
