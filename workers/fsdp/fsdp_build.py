@@ -117,6 +117,13 @@ def build(
                         f"{folder!r} lacks {len(missing)} of the model's weights, such as {missing[0]!r}: its files "
                         "are incomplete or do not match its config"
                     )
+                # Loading makes all parameters trainable, such as the expert bias of some models, which is not on the
+                # other ranks.
+                with torch.device("meta"):
+                    plain = kind.from_config(hf_config, **options)
+                frozen = {name for name, parameter in plain.named_parameters() if not parameter.requires_grad}
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(name not in frozen)
             if lora is not None:
                 lora.inject(model)
         if exact:

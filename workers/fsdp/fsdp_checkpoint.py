@@ -4,6 +4,7 @@ not in them."""
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from workers.distributed import new_cpu_group
+from workers.background import in_thread
+from workers.distributed import all_or_none, new_cpu_group
 from workers.train.checkpoints import own_settings
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)  # not strict: frozen parameters are missing
@@ -26,6 +28,8 @@ _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)  # not stri
 
 class FSDPCheckpoints:
     """Saves and loads with torch.distributed.checkpoint.
+
+    Thread: each background save writes in a thread "checkpoint", which `wait` joins.
 
     Args:
         model: a model sharded by FSDP.
@@ -38,15 +42,24 @@ class FSDPCheckpoints:
         self._group: dist.ProcessGroup | None = None
 
     def save(self, folder: Path, *, background: bool) -> None:
-        """Write model and optimizer state. All ranks call it. With ``background``, return once the state is copied."""
+        """Write model and optimizer state. All ranks call it. With ``background``, return once the state is copied.
+
+        Raises:
+            RuntimeError: on all ranks: one has no memory for its state, or for a copy.
+            CheckpointException: on all ranks: one could not write. In the background, `wait` raises it.
+        """
         self.wait()
         fresh = not self._optimizer.state
-        model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        try:
+            with all_or_none(RuntimeError, f"{str(folder)!r} could not be written"):
+                model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        finally:
+            # Without optimizer state, `get_state_dict` takes a step with zero gradients to create some. That step would
+            # count, so drop the state.
+            if fresh:
+                self._optimizer.state.clear()
         state = {"model": model, "optimizer": optimizer}
-        # Without optimizer state, `get_state_dict` takes a step with zero gradients to create some. That step would
-        # count, so drop the state.
         if fresh:
-            self._optimizer.state.clear()
             del state["optimizer"]
         if not background:
             dcp.save(state, checkpoint_id=folder)
@@ -54,10 +67,12 @@ class FSDPCheckpoints:
         if self._group is None:
             # The save runs collectives while training runs its own, so it needs a separate process group.
             self._group = new_cpu_group()
-        # The state is already in host memory, so the writing thread needs no copies from the device.
-        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-        self._writing = getattr(writing, "upload_completion", writing)
+        writer = dcp.FileSystemWriter(folder)
+        # Not `dcp.async_save`: a rank without memory for its copy would leave the others waiting in their threads.
+        with all_or_none(RuntimeError, f"{str(folder)!r} could not be written"):
+            copied = writer.stage(state)
+        write = partial(dcp.save, copied, storage_writer=writer, process_group=self._group)
+        self._writing = in_thread("checkpoint", write, daemon=False)
 
     def wait(self) -> None:
         """Wait until a background save is on disk."""
@@ -73,11 +88,16 @@ class FSDPCheckpoints:
         """
         if not (folder / ".metadata").exists():
             raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no .metadata")
-        if optimizer and not _has_optimizer(folder):
+        written = _with_optimizer_state(folder) if optimizer else set()
+        if optimizer and not written:
             optimizer = False
             self._optimizer.state.clear()
         if optimizer:
             model_state, optimizer_state = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+            # `get_state_dict` has made state of all parameters. One that has never had a gradient has none in the file.
+            of_parameters: dict[str, Any] = optimizer_state["state"]  # type: ignore[assignment]
+            for name in of_parameters.keys() - written:
+                del of_parameters[name]
             state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
             dcp.load(state, checkpoint_id=folder)
             with own_settings(self._optimizer):
@@ -94,7 +114,8 @@ class FSDPCheckpoints:
             set_model_state_dict(self._model, state["model"], options=_OPTIONS)
 
 
-def _has_optimizer(folder: Path) -> bool:
-    """Whether the checkpoint's optimizer had taken a step."""
+def _with_optimizer_state(folder: Path) -> set[str]:
+    """Return the parameters of which the checkpoint has optimizer state; none before the optimizer's first step."""
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return any(name.startswith("optimizer.") for name in names)
+    begin, end = "optimizer.state.", ".step"
+    return {name[len(begin) : -len(end)] for name in names if name.startswith(begin) and name.endswith(end)}

@@ -501,7 +501,9 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         saved = self.module.state_dict().keys()
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:  # frozen ones never change
+            # Frozen ones too, such as the expert bias of some models: a snapshot is restored into an empty model. The
+            # base of an adapter is read again instead.
+            if parameter.requires_grad or self.options.lora is None:
                 yield name, _local(parameter.detach())
         for name, buffer in self.module.named_buffers():
             if name in saved:  # for example a router's bias
@@ -527,7 +529,9 @@ class FSDPTrainModel(TrainModel):
     def tensors(self) -> Iterator[torch.Tensor]:
         for _, tensor in self.weights():
             yield tensor
-        yield from (_local(parameter.detach()) for parameter in self.module.parameters() if not parameter.requires_grad)
+        if self.options.lora is not None:
+            frozen = (parameter for parameter in self.module.parameters() if not parameter.requires_grad)
+            yield from (_local(parameter.detach()) for parameter in frozen)
         for state in self._optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim():

@@ -95,7 +95,9 @@ class FSDPTrainWorker(PolicyTrainWorker):
         """As in `ModelWorker`. The base of an adapter is in no snapshot, and is read again."""
         return self.make_model(hf_config, empty=not self.args.lora_rank)
 
-    reshards = True
+    @property
+    def reshards(self) -> bool:
+        return True
 
     @property
     def shards(self) -> int:

@@ -136,6 +136,10 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         return self.world_size if self.args.use_distributed_optimizer else model_parallel
 
     @property
+    def reshards(self) -> bool:
+        return not self.args.use_distributed_optimizer
+
+    @property
     def shard(self) -> int:
         if self.args.use_distributed_optimizer:
             return self.rank

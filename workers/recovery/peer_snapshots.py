@@ -150,8 +150,7 @@ class PeerSnapshots:
         Returns:
             Metrics, the same on every rank: the longest wait of a rank for the snapshot before.
         """
-        waited = self._agree()
-        number = 0 if self._latest is None else self._latest + 1
+        number, waited = self._agree()
         old = None
         for stale in [known for known in self._own if known not in (REFERENCE, self._committed)]:
             old = self._own.pop(stale)
@@ -161,17 +160,21 @@ class PeerSnapshots:
         self._send(self._unsent())
         return {"snapshot_wait_seconds": waited}
 
-    def _agree(self) -> float:
-        """Find out whether the latest snapshot is complete on all ranks. If so, the one before is not needed any
-        more."""
+    def _agree(self) -> tuple[int, float]:
+        """Find out whether the latest snapshot is complete on all ranks. If so, the one before is not needed any more.
+        Returns the number of the next one, and the longest wait of a rank."""
         began = time.perf_counter()
         self.finish_sending()
         waited = time.perf_counter() - began
-        if self._latest is None:
-            return waited
-        said = gathered((self._latest in self._sent, self._checksums.get(self._latest), self._replicas, waited))
-        late = [rank for rank, (sent, *_) in enumerate(said) if not sent]
-        differ = [rank for rank, (_, own, others, _) in enumerate(said) if any(said[one][1] != own for one in others)]
+        number = -1 if self._latest is None else self._latest
+        checksum = self._checksums.get(number)
+        said = gathered((number, number in self._sent, checksum, self._replicas, waited))
+        latest, longest = max(one[0] for one in said), max(one[4] for one in said)
+        if latest < 0:
+            return 0, longest
+        # One may have had no memory for its copy, and be a snapshot behind.
+        late = [rank for rank, (of, sent, *_) in enumerate(said) if not sent or of != latest]
+        differ = [rank for rank, (*_, own, others, _) in enumerate(said) if any(said[one][2] != own for one in others)]
         if differ and not late:
             # Each rank comes to the same result. From now on all of them send their snapshots.
             self._replicas = (self._rank,)
@@ -186,7 +189,7 @@ class PeerSnapshots:
             with self._lock:
                 for owner in self._held.keys() - set(self._wards):
                     del self._held[owner]
-        return max(seconds for *_, seconds in said)
+        return latest + 1, longest
 
     def _add(self, number: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         self._own[number] = snapshot

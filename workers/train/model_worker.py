@@ -17,16 +17,16 @@ from single_controller.ray.results import fetch
 from workers.data.balance import sequence_cost
 from workers.device import empty_cache, free_device_memory, has_accelerator, use_device
 from workers.device_memory import DeviceMemory
-from workers.distributed import end_process_groups, gathered, process_groups, rank_by_rank
+from workers.distributed import all_or_none, end_process_groups, gathered, process_groups, rank_by_rank
 from workers.extras import require
 from workers.hf_export import export_hf
 from workers.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.recovery.peer_snapshots import PeerSnapshots
 from workers.recovery.snapshot_choice import Recovery, Versions
-from workers.recovery.weight_backup import WeightBackup, live_tensors, write_snapshot
+from workers.recovery.weight_backup import BackupError, WeightBackup, live_tensors, write_snapshot
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
-from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
+from workers.train.checkpoints import UNWRITTEN, CheckpointError, RolloutCheckpoints
 from workers.train.train_model import TrainModel
 from workers.train.train_worker import TrainWorker
 from workers.weight_sync import WeightSender
@@ -91,9 +91,11 @@ class ModelWorker(TrainWorker):
         """Number of shards of the state over all ranks, in a group of the present size."""
         return self.world_size
 
-    reshards = False
-    """Whether each of `TrainModel.state_tensors` is sharded along dim 0, in order of the shards, or equal on all ranks.
-    Snapshots can then be restored on another number of ranks."""
+    @property
+    def reshards(self) -> bool:
+        """Whether snapshots can be restored on another number of ranks: `shards` does not depend on that number, or
+        each of `TrainModel.state_tensors` is sharded along dim 0, in order of the shards, or equal on all ranks."""
+        return False
 
     def seed(self, number: int) -> None:
         """Seed the random generators that the model uses in training, for dropout.
@@ -190,11 +192,7 @@ class ModelWorker(TrainWorker):
         if self.args.peer_snapshot_interval and self.world_size == 1:
             logger.warning("peer_snapshot_interval has no effect on a single rank: no other rank could keep snapshots")
         elif self.args.peer_snapshot_interval:
-            self._peers = self._new_peers()
-            self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
-            if with_ref:
-                self._peers.set_reference(self.backup.snapshot("ref"))
-            self._snapshot(-1 if position is None else position.rollout_id)
+            self._first_snapshot(-1 if position is None else position.rollout_id)
         return 0 if position is None else position.rollout_id + 1
 
     def _build(self, make_model: Callable[[Any], TrainModel]) -> None:
@@ -223,6 +221,13 @@ class ModelWorker(TrainWorker):
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         # Other ranks wait for the slowest one in a collective.
         return PeerSnapshots(host, seconds=30 * self.args.distributed_timeout_minutes)
+
+    def _first_snapshot(self, rollout_id: int) -> None:
+        self._peers = self._new_peers()
+        self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
+        if "ref" in self.backup:
+            self._peers.set_reference(self.backup.snapshot("ref"))
+        self._snapshot(rollout_id)
 
     def snapshot_after(self, rollout_id: int) -> dict[str, float]:
         """Take a snapshot after this rollout, if ``args.peer_snapshot_interval`` says so. All ranks call it. Returns
@@ -265,9 +270,16 @@ class ModelWorker(TrainWorker):
             return {}
         return self._peers.versions(lambda shard: self.reshards or shard[1] == self.shards)
 
-    def take_peer_snapshot(self) -> None:
-        if self._peers is not None and self.next_rollout_id is not None:
-            self._snapshot(self.next_rollout_id - 1)
+    def take_peer_snapshot(self) -> bool:
+        takes = self.args.peer_snapshot_interval and not self.args.debug_rollout_only
+        # Not if a rollout has failed halfway, perhaps on some ranks only.
+        at = set(gathered(self.next_rollout_id)) if self.reshards and takes else {None}
+        if len(at) == 1 and self.next_rollout_id is not None:
+            if self._peers is None:  # a single rank, which takes none after a rollout
+                self._first_snapshot(self.next_rollout_id - 1)
+            else:
+                self._snapshot(self.next_rollout_id - 1)
+        return self.reshards
 
     def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:
         return self._anew(args, role, lambda: self._restore(with_ref, recovery, version, current))
@@ -283,9 +295,10 @@ class ModelWorker(TrainWorker):
         weights = partial(live_tensors, self.model.weights())
         shard = self.shard, self.shards
         snapshot, about, reference = self._peers.restore(recovery, self.rank, shard, self._to_restore, weights)
-        if with_ref and reference is not None:
-            self.backup.put("ref", reference)
-        write_snapshot(snapshot, self._to_restore(about), f"after rollout {recovery.rollout_id}")
+        with all_or_none(BackupError, "the snapshots could not be restored"):
+            if with_ref and reference is not None:
+                self.backup.put("ref", reference)
+            write_snapshot(snapshot, self._to_restore(about), f"after rollout {recovery.rollout_id}")
         self.model.set_counters(about["counters"])
         self.optimizer_step, self.weight_version = about["optimizer_step"], about["weight_version"]
         self.args.kl_coef = about["kl_coef"]
@@ -395,7 +408,10 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return None
         self._refuse_asleep("save_model")
-        before = process_groups()
+        before, of_driver = process_groups(), None
+        with all_or_none(CheckpointError, UNWRITTEN):
+            if driver_state and not self.rank:
+                of_driver = fetch(driver_state[0])
         try:
             folder = self.checkpoints.save(
                 self.model,
@@ -404,7 +420,7 @@ class ModelWorker(TrainWorker):
                 weight_version=self.weight_version,
                 kl_coef=None if self.args.kl_target is None else self.args.kl_coef,
                 background=self.args.async_save and not force_sync,
-                driver_state=fetch(driver_state[0]) if driver_state and not self.rank else None,
+                driver_state=of_driver,
             )
         finally:  # groups that saving created are destroyed with the model
             self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
@@ -424,7 +440,7 @@ class ModelWorker(TrainWorker):
         return self.checkpoints.driver_state() if loaded else None, self.weight_version
 
     def wait_for_save(self) -> None:
-        if not self.args.debug_rollout_only:
+        if "checkpoints" in vars(self):
             self.checkpoints.wait()
             self.checkpoints.wait_for_deletion()
 

@@ -238,8 +238,9 @@ class TrainWorker(Worker, ABC):
         return {}
 
     @register(Dispatch.ONE_TO_ALL)
-    def take_peer_snapshot(self) -> None:
-        """Take a snapshot now, if this worker takes any."""
+    def take_peer_snapshot(self) -> bool:
+        """Take a snapshot now, if a group with another number of ranks can restore it. Returns whether one can."""
+        return False
 
     @register(Dispatch.ONE_TO_ALL)
     def recover(self, args: Any, role: str, with_ref: bool, recovery: Recovery, version: int, current: bool) -> int:

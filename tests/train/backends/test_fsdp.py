@@ -10,11 +10,13 @@ from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled, assert_same, read_shards
 from train_helpers import begin, distance, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from waits import within
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, WorkerError
 from workers import RolloutManager, RolloutWorker, SamplingParams
 from workers.data.rollout_data import RolloutDataError
 from workers.rollout.engines.hf_engine import HFEngine
+from workers.train.checkpoints import CheckpointError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -152,6 +154,49 @@ def test_complete_checkpoint_is_never_overwritten(fsdp_groups, llama_folder, dat
     expected = whole_weights(group)
     assert begin(group, args) == [4]
     assert distance(whole_weights(group), expected) == 0.0
+
+
+def test_rank_that_cannot_copy_its_state_does_not_keep_the_others(fsdp_groups, llama_folder, data, tmp_path):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "save": str(tmp_path), "async_save": True})
+    learn(group, 0, data)
+    group.worker_group.execute_with_func_generator(fail_to_copy_once)
+    with within(30), pytest.raises(CheckpointError, match="could not be written: rank 1: MemoryError: no room"):
+        group.save_model(0)
+    with within(30):
+        learn(group, 1, data)
+        group.save_model(1)
+        group.wait_for_save()
+    assert json.loads((tmp_path / "latest.json").read_text())["rollout_id"] == 1
+
+
+def test_checkpoint_of_a_parameter_without_gradients_is_loaded(fsdp_groups, llama_folder, data, tmp_path):
+    """Such as those for images, when only texts are trained: the optimizer has no state of them."""
+    group = fsdp_groups(2)
+    args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "save": str(tmp_path)}
+    begin(group, args)
+    learn(group, 0, data)
+    group.worker_group.execute_with_func_generator(
+        lambda worker: len(worker.model._optimizer.state.pop(worker.model.module.lm_head.weight))
+    )
+    group.save_model(0)
+    expected = whole_weights(group)
+    assert begin(group, {**args, "load": str(tmp_path)}) == [1, 1]
+    assert distance(whole_weights(group), expected) == 0.0
+    learn(group, 1, data)
+
+
+def fail_to_copy_once(worker):
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    stage = FileSystemWriter.stage
+
+    def fail(writer, state):
+        FileSystemWriter.stage = stage
+        raise MemoryError("no room")
+
+    if worker.rank == 1:
+        FileSystemWriter.stage = fail
 
 
 def test_separate_reference_model(fsdp_groups, llama_folder, data, tmp_path):

@@ -5,9 +5,11 @@ import signal
 
 import pytest
 import torch
-from train_helpers import begin, learn, rollout, small_llama
+from model_types import config_of, model_of
+from train_helpers import begin, distance, learn, rollout, saved, small_llama, whole_weights
 from waits import wait_until
 
+from workers.recovery import peer_snapshots
 from workers.recovery.train_recovery import common_position
 
 pytestmark = pytest.mark.timeout(180)
@@ -141,6 +143,49 @@ def test_weights_of_older_versions_are_restored_too(fsdp_groups, llama_folder, d
     assert same(states(group), expected)
     versions = group.worker_group.execute_with_func_generator(lambda worker: worker._versions)
     assert versions == [{"rollout_actor": [1], "old_actor": [0]}] * 2
+
+
+def test_frozen_parameters_are_restored_too(fsdp_groups, tmp_path):
+    """The expert bias of this model is a parameter that is not trained."""
+    model = model_of(config_of("ernie4_5_moe"))
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    for parameter in frozen.values():
+        parameter.data.normal_()
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": saved(model, tmp_path), "peer_snapshot_interval": 1}, with_ref=True)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    expected = whole_weights(group)
+    assert frozen and frozen.keys() <= expected.keys()
+    kill(group, 1)
+    assert group.replace() == [0, 0]
+    assert distance(whole_weights(group), expected) == 0.0
+
+
+@rare
+def test_ranks_of_which_one_could_not_take_a_snapshot_agree_on_the_next(fsdp_groups, llama_folder, data):
+    group = fsdp_groups(2)
+    begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "lr": 3e-3})
+    learn(group, 0, data)
+    group.worker_group.execute_with_func_generator(fail_to_take_once)
+    with pytest.raises(MemoryError, match="no room"):
+        learn(group, 1, data)
+    learn(group, 2, data)
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    expected = states(group)
+    kill(group, 0)
+    assert group.replace() == [3, 3]
+    assert same(states(group), expected)
+
+
+def fail_to_take_once(worker):
+    take = peer_snapshots.take_snapshot
+
+    def fail(*args):
+        peer_snapshots.take_snapshot = take
+        raise MemoryError("no room")
+
+    if worker.rank == 1:
+        peer_snapshots.take_snapshot = fail
 
 
 def test_a_rollout_that_failed_halfway_is_not_continued(fsdp_groups, llama_folder, data):
