@@ -1,5 +1,6 @@
 """Train workers without a model and without torch, so that groups start fast. They report what they received."""
 
+import json
 import os
 import signal
 
@@ -201,6 +202,28 @@ class DiskFull(Plain):
         failed, self.failed = self.failed, False
         if failed:
             raise OSError("disk full")
+
+
+class ExportFails(Plain):
+    """It fails, or dies, when its checkpoint is complete."""
+
+    def save_model(self, step, force_sync=False):
+        folder = super().save_model(step)
+        latest = os.path.join(folder, "latest.json")
+        before = ""
+        if os.path.exists(latest):
+            with open(latest) as file:
+                before = json.load(file)["folder"]
+        name = f"rollout_{step:07d}"
+        with open(latest, "w") as file:
+            json.dump({"folder": name + "_again" * (before == name), "rollout_id": step}, file)
+        if self.args.user["death"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError("no room for the export")
+
+    def wait_for_save(self):
+        with open(os.path.join(self.args.save, "waited"), "w"):
+            pass
 
 
 class Incomplete(TrainWorker):

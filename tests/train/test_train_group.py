@@ -12,13 +12,24 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import ray
 import torch
 from devices import ON_DEVICE, need
-from plain_train_workers import Counting, DiskFull, FailingUpdate, Incomplete, Manager, Meeting, Minimal, Plain
+from plain_train_workers import (
+    Counting,
+    DiskFull,
+    ExportFails,
+    FailingUpdate,
+    Incomplete,
+    Manager,
+    Meeting,
+    Minimal,
+    Plain,
+)
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from single_controller import (
@@ -27,6 +38,7 @@ from single_controller import (
     PlacementError,
     RayResourcePool,
     Worker,
+    WorkerDiedError,
     WorkerError,
     WorkerFuture,
 )
@@ -601,6 +613,30 @@ def test_failed_checkpoint_is_an_error_and_not_resumed(slots, tmp_path):
             group.close()
 
 
+@pytest.mark.parametrize("death", [False, True])
+def test_checkpoint_of_a_save_that_failed_after_it_is_resumed(slots, tmp_path, death):
+    """Beside one of another run, of the same step."""
+    (tmp_path / "latest.json").write_text('{"folder": "rollout_0000004", "rollout_id": 4}')
+    args = {"save": str(tmp_path), "user": {"death": death}}
+    with group_of(args, 1, slots, actor_cls=ExportFails) as group:
+        ray.get(group.async_init())
+        assert group.restart() == [0], "no checkpoint is of this run"
+        for _ in range(1 if death else 3):  # its name is that of the other run's again
+            with pytest.raises(WorkerDiedError if death else WorkerError):
+                group.save_model(4)
+        assert group.restart() == [5]
+
+
+def test_background_save_of_a_call_that_failed_is_finished(slots, tmp_path):
+    args = {"save": str(tmp_path), "user": {"death": False}, "async_save": True}
+    with group_of(args, 1, slots, actor_cls=ExportFails) as group:
+        ray.get(group.async_init())
+        with pytest.raises(WorkerError):
+            group.save_model(4)
+        assert group.restart() == [5]
+        assert (tmp_path / "waited").exists()
+
+
 def test_manager_without_weight_versions(slots):
     """A user's own Ray actor, for the user's own workers; then no manager."""
     with group_of(ranks=1, pg=slots) as group:
@@ -613,6 +649,49 @@ def test_manager_without_weight_versions(slots):
 
 class WithoutVersions:
     pass
+
+
+def test_weights_after_lost_training_are_sent_once(slots):
+    with group_of({}, 2, slots) as group:
+        ray.get(group.async_init())
+        group.set_rollout_manager(Manager())
+        ray.get(group.async_train(0, ROWS))
+        assert group.update_weights() == 1
+        ray.kill(group.worker_group.workers[1])
+        assert group.replace() == [0, 0] and group.weight_version == 2
+        assert group.replace() is None and group.weight_version == 2
+
+
+class Stream:
+    recovers = False
+
+    def __init__(self):
+        self.told = []
+
+    def updating(self, timeout, *, same_weights):
+        self.told.append(same_weights)
+        return nullcontext()
+
+    def __reduce__(self):
+        return Stream, ()
+
+
+def test_stream_is_told_whether_weights_are_sent_again(slots):
+    with group_of({}, 1, slots) as group:
+        ray.get(group.async_init())
+        manager = Manager()
+        manager.stream = Stream()
+        group.set_rollout_manager(manager)
+        group.update_weights()
+        group.update_weights()
+        ray.get(group.async_train(0, ROWS))
+        group.update_weights()
+        group.update_weights()
+        ray.get(group.async_train(0, ROWS))
+        group.update_weights()
+        group.set_rollout_manager(manager)
+        group.update_weights()
+        assert manager.stream.told == [False, True, False, True, False, False]
 
 
 def test_failed_create_can_be_retried(slots):

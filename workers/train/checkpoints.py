@@ -34,7 +34,6 @@ from torch import optim
 from torch.distributed.checkpoint.api import CheckpointException
 
 from single_controller import (
-    Broadcast,
     CallTimeoutError,
     GroupBrokenError,
     RayWorkerGroup,
@@ -81,6 +80,14 @@ def complete_checkpoints(folder: str | None) -> dict[int, Path]:
         return {}
     notes = [(note.parent, json.loads(note.read_text())) for note in sorted(Path(folder).glob(f"*/{POSITION}"))]
     return {about["rollout_id"]: path for path, about in notes if _FOLDER.fullmatch(path.name)}
+
+
+def noted(folder: str | Path | None) -> str | None:
+    """Return the name of the checkpoint that `LATEST` in a folder names; None if there is none."""
+    try:
+        return None if folder is None else str(json.loads((Path(folder) / LATEST).read_text())["folder"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 class CheckpointError(SingleControllerError, RuntimeError):
@@ -163,7 +170,7 @@ class RolloutCheckpoints:
                     "save=%s has checkpoints of another run, up to %s. This run overwrites%s them one by one. To "
                     "continue from them, set load; to keep them, choose another folder",
                     self._save,
-                    self._noted(),
+                    noted(self._save),
                     "" if self._keep is None else " or deletes",
                 )
             return None
@@ -250,17 +257,10 @@ class RolloutCheckpoints:
     def _name(self, step: int) -> str:
         """Return the folder's name. The latest complete checkpoint is never overwritten, even if it is of this step."""
         name = [folder_of(step)]
-        if not self._rank and self._noted() == name[0]:
+        if not self._rank and noted(self._save) == name[0]:
             name = [folder_of(step, again=True)]
         dist.broadcast_object_list(name, src=0)
         return name[0]
-
-    def _noted(self) -> str | None:
-        """Return the folder that `LATEST` names."""
-        try:
-            return None if self._save is None else str(json.loads((self._save / LATEST).read_text())["folder"])
-        except (OSError, ValueError, KeyError):
-            return None
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written in the background. All ranks call it.
@@ -292,7 +292,7 @@ class RolloutCheckpoints:
         if self._rank or self._save is None:
             return
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
-        before = self._noted()
+        before = noted(self._save)
         note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
         for file in (at.folder / POSITION, self._save / LATEST):
             fresh = file.with_name(f"{file.name}.new")
@@ -371,32 +371,43 @@ class LastCheckpoint:
     def __init__(self) -> None:
         self.writing = False
         self._complete = False
-        self._background: set[str] = set()  # names of folders
+        # One item, once they have begun to write: the name in `LATEST` before. Each checkpoint gets another name than
+        # the one before it.
+        self._before: tuple[str | None] | None = None
+        self._unknown = False  # whether one may be being written in the background of a call that has failed
 
-    def begun(self, folder: str, *, background: bool) -> None:
+    def begin(self, workers: RayWorkerGroup, folder: str | None) -> None:
+        """`save_model` is about to be called, with this ``args.save``."""
+        if not self._complete:
+            latest = workers.execute_with_func_generator(_noted_on, folder)[0]
+            if self._before is None:
+                self._before = (latest,)
+            self._complete = latest not in (None, *self._before)
+
+    def begun(self, *, background: bool) -> None:
         """`save_model` has returned. The checkpoint before it is complete, because `save_model` waits for it."""
         self._complete = self._complete or self.writing or not background
-        self.writing = background
-        if background:
-            self._background.add(Path(folder).name)
+        self.writing, self._unknown = background, False
 
     def interrupted(self, role: str) -> None:
         """Workers have died. `exists` looks what has become of a checkpoint that was being written."""
         if self.writing:
             logger.warning("the %s's checkpoint that was being written may not be complete; save it again", role)
-        self.writing = False
+        self.writing = self._unknown = False
 
     def ended(self) -> None:
         """The checkpoint that was being written is complete."""
         self._complete, self.writing = self._complete or self.writing, False
+        self._unknown = False
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Inside, an error means that the checkpoint that was being written is incomplete, or may be."""
+    def failing(self, *, background: bool = False) -> Iterator[None]:
+        """Inside, an error means that the checkpoint that was being written is incomplete, or may be. ``background``:
+        whether one may be being written all the same."""
         try:
             yield
         except SingleControllerError:
-            self.writing = False
+            self.writing, self._unknown = False, background
             raise
 
     def wait(self, workers: RayWorkerGroup, seconds: float, role: str) -> None:
@@ -405,7 +416,7 @@ class LastCheckpoint:
         Raises:
             SingleControllerError: it could not be written. If workers died or are late, this is only logged.
         """
-        if not self.writing or workers.closed or workers.broken:
+        if not (self.writing or self._unknown) or workers.closed or workers.broken:
             return
         try:
             with self.failing():
@@ -416,19 +427,17 @@ class LastCheckpoint:
             self.ended()
 
     def exists(self, workers: RayWorkerGroup, folder: str) -> bool:
-        """Whether there is a checkpoint to continue from. Workers that died could not report whether their last one was
-        complete, so the new workers look in the folder. A checkpoint of another run in the same folder does not
-        count."""
-        self.writing = False
-        if not self._complete and self._background:
-            names = Broadcast(self._background)
-            self._complete = bool(workers.execute_with_func_generator(_latest_is_of, folder, names)[0])
+        """Whether there is a checkpoint to continue from. Workers that died, or failed after one was complete, could
+        not report that it was, so the new workers look in the folder. A checkpoint of another run in the same folder
+        does not count."""
+        self.writing = self._unknown = False
+        if not self._complete and self._before is not None:
+            self._complete = workers.execute_with_func_generator(_noted_on, folder)[0] not in (None, *self._before)
         return self._complete
 
 
-def _latest_is_of(worker: Any, folder: str, names: set[str]) -> bool:
-    note = Path(folder) / LATEST
-    return note.exists() and json.loads(note.read_text())["folder"] in names
+def _noted_on(worker: Any, folder: str | None) -> str | None:
+    return noted(folder)
 
 
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")

@@ -85,14 +85,19 @@ class RolloutLink:
         workers were told."""
         return self._stream is not None and (self.outdated or not all(self.manager.group.alive()))
 
-    def updating(self) -> AbstractContextManager[None]:
+    def updating(self, *, same_weights: bool) -> AbstractContextManager[None]:
         """Inside, the manager's stream is paused, if it has one in this process.
+
+        Args:
+            same_weights: whether the trainer has sent these weights before.
 
         Raises:
             WeightSyncError: when entered: it was not paused in time.
         """
         stream = self._stream
-        paused: AbstractContextManager[None] = nullcontext() if stream is None else stream.updating(self._timeout)
+        if stream is None:
+            return nullcontext()
+        paused: AbstractContextManager[None] = stream.updating(self._timeout, same_weights=same_weights)
         return paused
 
     def rewind(self, rollout_id: int) -> None:

@@ -29,7 +29,7 @@ from single_controller import (
     WorkerFuture,
 )
 from single_controller.call.future import ReferencedFuture, in_event_loop
-from single_controller.ray.attach import remove_placement_groups
+from single_controller.ray.placement.reservation import remove_placement_groups
 from workers.data.balance import Balance, order_of_rows
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of
 from workers.hf_files import known_config
@@ -325,7 +325,8 @@ class RayTrainGroup:
             By rank, the rollout id to continue with; None if there is no room, or the group was not initialized.
 
         Raises:
-            TrainArgsError: ``args.peer_snapshot_interval`` is not set, so there are no snapshots to continue from.
+            TrainArgsError: ``args.peer_snapshot_interval`` is not set, so there are no snapshots to continue from, or
+                another number of ranks cannot restore them, as with Megatron's ``use_distributed_optimizer``.
             RuntimeError: the group is connected to an actor or a critic, which would have another size.
             SingleControllerError: see `RayWorkerGroup.grow`.
         """
@@ -341,7 +342,12 @@ class RayTrainGroup:
                     "grow() continues from snapshots in memory: set peer_snapshot_interval. Without them, call "
                     "save_model() and restart(), which starts all ranks"
                 )
-            workers.take_peer_snapshot()
+            if not all(workers.take_peer_snapshot()):
+                raise TrainArgsError(
+                    "grow() continues from snapshots in memory, which these workers cannot restore on another number "
+                    "of ranks (use_distributed_optimizer, for example). Call save_model() and restart(), which starts "
+                    "all ranks"
+                )
         return self._continue_after(lambda: workers.grow(count))
 
     def _replace_dead(self) -> None:
@@ -614,6 +620,8 @@ class RayTrainGroup:
                 computed.add("ref_log_probs")
             self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
         shared.take(rollout_id, rollout_data_ref)
+        if self._progress.sent_after == rollout_id:  # it is trained on once more
+            self._progress.sent_after = None
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
@@ -696,14 +704,17 @@ class RayTrainGroup:
         workers = self.ready_workers("save_model")
         # Rank 0 alone fetches the state. A user's class may lack the parameter.
         state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
-        with self._saved.failing():
-            folder: str | None = workers.save_model(step, force_sync, **state)[0]
         args = role_args(self.args, self.role)
+        self._saved.begin(workers, args.save)
+        self._leave()
+        background = self.args.async_save and not force_sync
+        with self._saved.failing(background=background):
+            folder: str | None = workers.save_model(step, force_sync, **state)[0]
         if folder is None and args.save is None and args.save_hf is None and not args.debug_rollout_only:
             logger.warning("save_model(%r) has written nothing: set args.save to a folder for checkpoints", step)
         if folder is not None:
             self.last_checkpoint = folder
-            self._saved.begun(folder, background=self.args.async_save and not force_sync)
+            self._saved.begun(background=background)
             self._leave()
         return folder
 
@@ -745,9 +756,11 @@ class RayTrainGroup:
             raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
         workers = self.ready_workers("update_weights")
         version = max(self.weight_version, self._tried) + 1
+        # Sent again, for example because a rollout worker was started anew, they make no tokens older.
+        same = self._progress.sent_after is not None and self._progress.sent_after == self._progress.trained
         for left in reversed(range(UPDATE_TRIES)):
             try:
-                self._send(workers, version, verify)
+                self._send(workers, version, verify, same)
                 break
             except TimeUpError:  # of the stream: another try would take as long again
                 raise
@@ -763,8 +776,8 @@ class RayTrainGroup:
         report: SyncReport | None = self.ready_workers("last_sync").last_sync()
         return report
 
-    def _send(self, workers: RayWorkerGroup, version: int, verify: str | None) -> None:
-        with nullcontext() if self._rollout is None else self._rollout.updating():
+    def _send(self, workers: RayWorkerGroup, version: int, verify: str | None, same: bool) -> None:
+        with nullcontext() if self._rollout is None else self._rollout.updating(same_weights=same):
             if self.args.debug_rollout_only:
                 return
             if self._rollout is not None:
@@ -822,6 +835,7 @@ class RayTrainGroup:
             link.check_experts()
         link.introduce(workers.set_rollout_manager)
         self._rollout, self._weights_lost = None if manager is None else link, False
+        self._progress.sent_after = None  # to others
 
     def _refresh(self) -> int:
         """`update_weights`, also if the train workers are offloaded while others generate."""

@@ -248,7 +248,7 @@ class RolloutStream(Closing):
             self._resending = False
 
     @contextmanager
-    def updating(self, timeout: float | None = None) -> Iterator[None]:
+    def updating(self, timeout: float | None = None, *, same_weights: bool = False) -> Iterator[None]:
         """Inside, the workers' weights can be updated. With ``update_mode="wait"`` no worker generates for the stream.
         With "interrupt" they go on, until their engines load the weights. Afterwards the stream goes on with the
         workers that have ``manager.weight_version``; if that is None, with those whose weights were never updated.
@@ -256,6 +256,7 @@ class RolloutStream(Closing):
         Args:
             timeout: seconds to wait until the update can begin, or None. `RayTrainGroup.update_weights` passes
                 ``update_weights_timeout_minutes``.
+            same_weights: whether these are the weights of the update before, which make nothing older.
 
         Raises:
             WeightSyncError: the time has passed. Nothing was updated, and the stream goes on as before.
@@ -268,7 +269,7 @@ class RolloutStream(Closing):
                 if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
                     raise self._late(timeout)
             yield
-            self.buffer.set_version(self._manager.weight_version or 0, same_weights=self._resending)
+            self.buffer.set_version(self._manager.weight_version or 0, same_weights=same_weights or self._resending)
             self._updated = self.buffer.batches
         finally:
             with self._changed:

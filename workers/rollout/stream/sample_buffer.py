@@ -46,8 +46,8 @@ class Group:
 
     Attributes:
         state: "pending" waits to begin again.
-        update: number of the update whose weights generated its oldest token, or, in flight, that was in force when it
-            began; None while it has no tokens.
+        update: number of the update whose weights generated its oldest trained token, or, in flight, that was in force
+            when it began; None while it has no tokens.
         data: the payload of a ready group, the partial completions of a pending one.
         tokens: generated tokens in ``data``.
         journal: of a group in flight, the partial completions that are known of it and the number of their tokens; None
@@ -146,7 +146,7 @@ class SampleBuffer:
     A *group* is all samples of one prompt. Its *number* is the position of its prompt in the run, from 0. Batch b is
     what the b-th `take` returns, from 0. The trainer's weights are sent before batch 0, and again before every batch
     whose number is a multiple of ``update_interval``. The *staleness* of a group, in versions, is the number of updates
-    since the weights that generated its oldest token.
+    since the weights that generated its oldest token that is trained.
 
     A payload is anything, usually a reference to the object store: the buffer keeps at most
     ``groups_per_batch * update_interval * (max_staleness + 1)`` groups and those of the last ``keep_batches`` batches,
