@@ -152,8 +152,9 @@ def main():
             groups.append(critic)
         model = args.hf_checkpoint or OmegaConf.to_container(args.hf_config)
         engine_cls, options = ENGINES[engine]
+        options = {"param_dtype": args.param_dtype, **options}
         if args.exact:
-            options = {"exact": True, "param_dtype": args.param_dtype, "fp32_lm_head": args.fp32_lm_head, **options}
+            options = {"exact": True, "fp32_lm_head": args.fp32_lm_head, **options}
         if args.lora_rank:  # the engine has the same base model as the trainers, and only gets the adapter
             options = {"seed": args.seed, "lora": LoraSettings.from_args(args), **options}
         if task and task.agent:  # a session per completion: AgentEngine(HFEngine, model, ..., environment=...)
@@ -234,7 +235,7 @@ def main():
             noted = log.log(rollout_id, {"reward": mean_reward, **scores, **metrics[0], **about_the_critic}, batch)
             progress.set_postfix({name: f"{noted[name]:.2f}" for name in ("reward", "entropy") if name in noted})
             due = (rollout_id + 1) % (args.save_interval or args.num_rollout) == 0
-            saves = args.save or args.save_hf or args.critic_save_hf
+            saves = args.save or args.save_hf or args.critic_save or args.critic_save_hf
             if saves and (due or rollout_id + 1 == args.num_rollout):
                 state = {"stream": stream.state_dict()} if stream and args.save else {}
                 state |= {"data": data.state_dict(rollout_id)} if data else {}

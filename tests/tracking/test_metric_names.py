@@ -128,6 +128,13 @@ def stepped(tmp_path_factory):
     return step(tmp_path_factory.mktemp("verl"), "verl")
 
 
+@pytest.mark.parametrize("config", [{"policy_loss_type": "clip_cov"}, {"eps_clip_dual": 3.0}])
+def test_clip_fraction_keeps_its_name_where_others_count_other_tokens(config):
+    for names in ("verl", "slime"):
+        assert renamed(names, {"clip_fraction": 0.1}, None, config) == {"clip_fraction": 0.1}
+        assert "clip_fraction" not in renamed(names, {"clip_fraction": 0.1})
+
+
 def test_verls_names_have_verls_numbers(stepped):
     rows, log_probs, own, told = stepped
     expected = {**verl_data_metrics(rows), **verl_actor_metrics(rows, log_probs)}

@@ -189,6 +189,12 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         ({"min_lr": 1e-7}, "min_lr has no effect with lr_decay_style='constant'"),
         ({"lora_alpha": 32}, "lora_alpha has no effect with lora_rank=0"),
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size has no effect with train_backend='fsdp'"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size has no effect with train_backend='fsdp'"),
+        (
+            {"rollout_order": "window", "on_stale": "drop"},
+            "rollout_order, on_stale have no effect without async_rollout or dynamic_sampling",
+        ),
+        ({"kl_loss_coef": 0.1, "use_unbiased_kl": True}, "p / p_old is 1 in the first step"),
         ({"train_backend": "megatron", "fsdp_shard_size": 2}, "fsdp_shard_size has no effect"),
         ({"overlong_penalty_factor": 0.5}, "overlong_penalty_factor has no effect with overlong_buffer_len=0"),
         ({"update_weights_disk_dir": "x"}, "update_weights_disk_dir has no effect with .*='store'"),
@@ -227,7 +233,8 @@ def test_keys_with_an_effect_are_not_reported():
             {"train_backend": "megatron", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
             {"lora_rank": 4, "lora_alpha": 32, "lr_decay_style": "cosine", "min_lr": 1e-7},
             {"kl_loss_coef": 0.1, "kl_loss_type": "k1+", "keep_old_actor": True},
-            {"kl_loss_coef": 0.1, "kl_loss_type": "k1", "use_unbiased_kl": True},
+            {"kl_loss_coef": 0.1, "kl_loss_type": "k1", "use_unbiased_kl": True, "num_steps_per_rollout": 2},
+            {"async_rollout": True, "rollout_order": "window", "update_weights_mode": "interrupt"},
             {"policy_loss_type": "kl_cov", "num_steps_per_rollout": 4},
             {"policy_loss_type": "dro", "dro_beta": 0.1, "use_rollout_logprobs": True},
         ):

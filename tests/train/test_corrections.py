@@ -249,6 +249,11 @@ def test_seq_mask_tis_of_nemo_rl(bounds, weights, outside):
     assert correction_metrics(found.sums, [0.0])["correction_rejected"] == pytest.approx(outside)
 
 
+def test_errors_have_no_lower_bound():
+    with pytest.raises(ValueError, match="no bound 'reject_low': an error is at least 1"):
+        find_correction("error_rs", reject_low=0.5)
+
+
 def test_sequence_errors_of_nemo_rl():
     """NVIDIA-NeMo/RL 7ea279a, nemo_rl/algorithms/grpo.py: compute_and_apply_seq_logprob_error_masking with a
     seq_logprob_error_threshold of 2."""

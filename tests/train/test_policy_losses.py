@@ -213,6 +213,13 @@ def test_tokens_chosen_by_covariance_do_not_depend_on_ranks_or_on_the_order_of_r
     assert torch.equal(moved["selected_tokens"], found[order])
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_step_without_advantages_chooses_no_token(name):
+    data = made()
+    chosen = selected(data, torch.zeros(ROWS, TOKENS), read_args({"policy_loss_type": name}))
+    assert not chosen["selected_tokens"].any()
+
+
 def test_clip_cov_draws_its_share_of_the_tokens_at_random():
     """Of 10,000 tokens within the bounds, 5 % are drawn: others with another seed, the same on any number of ranks and
     in any order of rows, and small and large covariances alike."""

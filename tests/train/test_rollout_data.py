@@ -31,6 +31,16 @@ def test_jagged_entry_is_refused_with_the_way_to_pad_it(name):
     assert padded.tolist() == [[4, 5, 0], [6, 7, 8]]
 
 
+@pytest.mark.parametrize("wrong", [-1.0, -100.0, float("nan"), float("inf")])
+def test_loss_mask_is_a_weight(wrong):
+    data = rows()
+    check_rollout_data({**data, "loss_mask": data["loss_mask"] * 0.5})
+    mask = data["loss_mask"].float()
+    mask[1, 1] = wrong
+    with pytest.raises(RolloutDataError, match=rf"the loss_mask of row 1 has {wrong}, by which the loss"):
+        check_rollout_data({**data, "loss_mask": mask})
+
+
 def test_position_ids_must_be_those_that_are_computed():
     data = rows()
     check_rollout_data({**data, "position_ids": torch.tensor([[9, 0, 1], [0, 1, 2]])})  # 9 is at padding

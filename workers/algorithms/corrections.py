@@ -126,6 +126,8 @@ def find_correction(
     for bound in bounds:
         if (made.reject if bound.startswith("reject") else made.weight) is None:
             raise ValueError(f"{name!r} has no bound {bound!r}")
+    if made.reject == "error" and reject_low is not None:
+        raise ValueError(f"{name!r} has no bound 'reject_low': an error is at least 1")
     if normalize and made.weight is None:
         raise ValueError(f"{name!r} has no weights to normalize")
     return dataclasses.replace(made, **bounds, normalize=normalize)

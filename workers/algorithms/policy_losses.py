@@ -274,7 +274,8 @@ def kl_cov_tokens(step: StepTokens, args: Any) -> torch.Tensor:
     largest covariances.
 
     Returns:
-        (B, T) bool. All tokens that equal the last one are chosen too.
+        (B, T) bool. All tokens that equal the last one are chosen too, but none of covariance 0: in a step whose
+        advantages are all 0, it would be all tokens.
     """
     covariances = step.covariances()
     own = covariances[step.counts]
@@ -283,7 +284,7 @@ def kl_cov_tokens(step: StepTokens, args: Any) -> torch.Tensor:
     largest = torch.cat(step.gather(own.topk(min(count, len(own))).values))
     if not count:
         return step.counts
-    return step.counts & (covariances >= largest.topk(count).values[-1])
+    return step.counts & (covariances != 0) & (covariances >= largest.topk(count).values[-1])
 
 
 SELECTIONS: Mapping[Callable[..., Any], Callable[[StepTokens, Any], torch.Tensor]] = {

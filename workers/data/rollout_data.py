@@ -284,6 +284,12 @@ def check_rollout_data(
         )
     counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
     _check_masks(real, counts)
+    if bool((wrong := ~(data["loss_mask"] >= 0) | data["loss_mask"].isinf()).any()):  # NaN too
+        row, column = wrong.nonzero()[0].tolist()
+        raise RolloutDataError(
+            f"rollout data: the loss_mask of row {row} has {data['loss_mask'][row, column].item()}, by which the loss "
+            "of that token would be multiplied; expected 0, 1, or a fraction"
+        )
     _check_sampling_mask(data, real, vocab_size)
     if ROUTED_EXPERTS in data.keys() and (wrong := wrong_routes(data[ROUTED_EXPERTS], real, routing)) is not None:  # noqa: SIM118
         raise RolloutDataError(f"rollout data: {ROUTED_EXPERTS} {wrong}")

@@ -126,13 +126,15 @@ def renamed(
         names: one of `NAMES`.
         metrics: in the names of this library.
         numbers: of the step's batch.
-        config: of the run; ``rollout_max_response_len``, ``rollout_max_prompt_len``, ``kl_coef``, ``kl_loss_coef`` and
-            the number of training ranks are read.
+        config: of the run; ``rollout_max_response_len``, ``rollout_max_prompt_len``, ``kl_coef``, ``kl_loss_coef``,
+            ``policy_loss_type``, ``eps_clip_dual`` and the number of training ranks are read.
     """
     if names == "own":
         return dict(metrics)
-    made = {(_VERL if names == "verl" else _SLIME).get(name, name): value for name, value in metrics.items()}
-    config = config or {}
+    config, known = config or {}, dict(_VERL if names == "verl" else _SLIME)
+    if config.get("policy_loss_type") == "clip_cov" or config.get("eps_clip_dual") is not None:
+        del known["clip_fraction"]  # theirs then counts other tokens
+    made = {known.get(name, name): value for name, value in metrics.items()}
     parts = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     if names == "slime":
         return made | ({"perf/step_time": sum(parts.values())} if parts else {})

@@ -147,7 +147,8 @@ def _args(run: Mapping[str, Any]) -> Any:
     args: Any = read_args(config)
     if args.keep_old_actor:
         raise ReplayError("keep_old_actor=True needs the weights of earlier versions, which are not recorded")
-    alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel_size": 1}
+    sizes = ("tensor_model", "pipeline_model", "sequence", "expert_model")
+    alone = {**{f"{axis}_parallel_size": 1 for axis in sizes}, "expert_tensor_parallel_size": None}
     nothing = {"save": None, "save_hf": None, "profile_dir": None, "fsdp_shard_size": None, "peer_snapshot_interval": 0}
     for name, value in {**alone, **nothing, "no_load_optim": False}.items():
         args[name] = value

@@ -251,7 +251,7 @@ class TrainArgs:
     use_unbiased_kl: bool = _key(
         False,
         "multiply each token's KL term in the loss by p / p_old, and use the unbiased gradient: for several steps per "
-        "rollout, or stale tokens",
+        "rollout, or stale tokens with use_rollout_logprobs or keep_old_actor",
     )
     kl_coef: float = _key(
         0.0,
@@ -440,10 +440,10 @@ class TrainArgs:
     colocate: bool = _key(False, "train and rollout workers take turns on the same devices")
 
     # placement
-    actor_num_nodes: int = _key(1, "number of nodes of the actor", least=1)
+    actor_num_nodes: int = _key(1, "number of nodes of the actor; `place` only uses the number of ranks", least=1)
     actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without GPUs)", least=1)
     critic_num_nodes: int | None = _key(
-        None, "number of nodes of the critic; by default the actor's. Both must have as many ranks", least=1
+        None, "likewise of the critic; by default the actor's. Both must have as many ranks", least=1
     )
     critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
     rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
@@ -539,7 +539,9 @@ class TrainArgs:
 
     # asynchronous rollout
     async_rollout: bool = _key(False, "generate while training, for the driver's script; see docs/async-rl.md")
-    max_staleness: int = _key(0, "async: how many updates old the weights may be that generated a token", least=0)
+    max_staleness: int = _key(
+        0, "async: maximum age, in weight updates, of the weights that generated a token", least=0
+    )
     on_stale: str = _key(
         "wait",
         "async: prompts that overtaking would make too old: overtake so that there are none, drop them, or train them",

@@ -467,6 +467,13 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "num_steps_per_rollout or ppo_epochs above 1, or use_rollout_logprobs",
             stacklevel=3,
         )
+    if on_policy and args.use_unbiased_kl:
+        warnings.warn(
+            "args.use_unbiased_kl=True: p / p_old is 1 in the first step of a rollout, where the policy is the old "
+            "one, also for tokens of older weights, and there is no other step. Set num_steps_per_rollout or "
+            "ppo_epochs above 1, use_rollout_logprobs or keep_old_actor",
+            stacklevel=3,
+        )
     if "gae_lambda" in given and None not in (args.gae_lambda_value, args.gae_length_adaptive_alpha):
         warnings.warn(
             "args: gae_lambda has no effect with both gae_length_adaptive_alpha, which replaces it for the policy, and "
@@ -476,6 +483,11 @@ def check_effects(given: Collection[str], args: Any) -> None:
     if args.rollout_data is None and args.eval_data is None and (idle := [key for key in _DATA if key in given]):
         verb = "has" if len(idle) == 1 else "have"
         warnings.warn(f"args: {', '.join(idle)} {verb} no effect without rollout_data or eval_data", stacklevel=3)
+    if not (args.async_rollout or args.dynamic_sampling) and (idle := [key for key in _STREAM if key in given]):
+        verb = "has" if len(idle) == 1 else "have"
+        warnings.warn(
+            f"args: {', '.join(idle)} {verb} no effect without async_rollout or dynamic_sampling", stacklevel=3
+        )
     for name, is_off, keys in _FEATURES:
         if is_off(args[name]) and (idle := [key for key in keys if key in given]):
             verb = "has" if len(idle) == 1 else "have"
@@ -488,6 +500,9 @@ _DATA = (
 )  # fmt: skip
 """Keys of ``rollout_data`` and ``eval_data``."""
 
+_STREAM = ("rollout_order", "on_stale", "update_weights_mode")
+"""Keys of a `RolloutStream`."""
+
 _HOLDS_NEAR_OLD = {"kl_cov": "the penalty |log(p / p_old)|", "dro": "the penalty log(p / p_old)^2"}
 _GROUP_BASELINES = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
 _UNNORMALIZED = (*_GROUP_BASELINES, *SUPERVISED, "remax", "optimal_token_baseline")
@@ -497,6 +512,7 @@ _DIVIDES_BY_STD = ("grpo", "grpo_passk", "gdpo")
 _FEATURES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("train_backend", lambda value: value != "megatron", (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "megatron_overrides",
+        "expert_model_parallel_size", "expert_tensor_parallel_size",
     )),
     ("train_backend", lambda value: value != "fsdp", ("fsdp_shard_size", "fsdp_reduce_dtype", "fsdp_cpu_offload")),
     ("lora_rank", lambda value: not value, ("lora_alpha", "lora_dropout", "lora_target_modules")),

@@ -71,6 +71,8 @@ class PolicyTrainWorker(ModelWorker):
     _rollout_id = 0
     """Of the rollout in training."""
     _kept: KeptRows | None = None
+    _told_length = False
+    """Whether the log says that completions are longer than `overlong_buffer_len` expects."""
     _told_lost = False
     """Whether the log says that `keep_old_actor` has lost weights."""
 
@@ -341,6 +343,15 @@ class PolicyTrainWorker(ModelWorker):
         if not args.overlong_buffer_len or "rewards" not in data:
             return {}
         lengths = self._of_rollouts(data, (data["loss_mask"] != 0).sum(1))
+        if len(lengths) and int(lengths.max()) > args.rollout_max_response_len and not self._told_length:
+            self._told_length = True
+            logger.warning(
+                "overlong_buffer_len: a completion has %d tokens, more than rollout_max_response_len=%d, and gets the "
+                "full penalty. The tokens of all turns of a session count, but that key limits each turn: leave "
+                "overlong_buffer_len out, and penalize the length in the reward function",
+                int(lengths.max()),
+                args.rollout_max_response_len,
+            )
         penalty = overlong_penalty(lengths, args.rollout_max_response_len, args.overlong_buffer_len)
         penalty *= args.overlong_penalty_factor
         data["rewards"] = data["rewards"] + penalty
