@@ -358,6 +358,26 @@ class Forgets(TokenRenderer):
         return None if self.count == 2 else super().bridge_to_next_turn(prompt, completion, messages, tools=tools)
 
 
+class Talker(Environment):
+    async def step(self, action):
+        return Step([{"role": "user", "content": "go on"}])
+
+
+class Never(TokenRenderer):
+    def bridge_to_next_turn(self, *args, **options):
+        return None
+
+
+def test_turn_that_was_cut_off_ends_its_session_if_nothing_can_follow():
+    agents = AgentEngine(ScriptEngine(lambda *_: "a long answer"), environment=Talker, renderer=Never(Characters()))
+    prompt = TokenRenderer(Characters()).render([{"role": "user", "content": "3+4"}], add_generation_prompt=True)
+    (made,) = agents.generate([prompt.token_ids], SamplingParams(4), [0])
+    assert (made.info["end_reason"], made.info["turns"]) == ("length", 1)
+    with pytest.raises(RolloutError, match="give the rows a column 'messages'"):
+        agents.generate([prompt.token_ids], SamplingParams(100), [0])
+    agents.close()
+
+
 def test_conversation_that_cannot_be_extended_is_a_branch(caplog):
     script = [call("add", a=3, b=4), call("add", a=0, b=7), "7"]
     messages = [{"role": "user", "content": "3+4"}]

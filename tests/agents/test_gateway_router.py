@@ -1,6 +1,7 @@
 """The router of gateways: sessions outlive the worker's process, which is killed here."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -312,6 +313,29 @@ def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
         return seen
 
     assert asyncio.run(play()) == [1, 1, 2]
+    one.loop.call_soon_threadsafe(one.ended.set)
+    one.thread.join(10)
+
+
+def test_a_router_without_file_descriptors_keeps_its_workers(monkeypatch, caplog):
+    opened, refused = asyncio.open_connection, []
+
+    async def scarce(*args, **options):
+        if len(refused) < 5:
+            refused.append(args)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await opened(*args, **options)
+
+    async def play():
+        worker = gateway_router._Worker(*one.endpoint)
+        reply = await worker.send("GET", "/health", {}, b"")
+        worker.leave()
+        return reply
+
+    one = Mortal()
+    monkeypatch.setattr(asyncio, "open_connection", scarce)
+    assert asyncio.run(play())[2] == b"fine" and len(refused) == 5
+    assert caplog.text.count("cannot open another connection: [Errno 24] Too many open files") == 1
     one.loop.call_soon_threadsafe(one.ended.set)
     one.thread.join(10)
 

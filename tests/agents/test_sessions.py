@@ -183,7 +183,7 @@ class Invalid(Environment):
 class Sleepy(Environment):
     """Takes long in one method. Notes whether it was cancelled there, and closed."""
 
-    cancelled, closed = [], []
+    reached, cancelled, closed = [], [], []
 
     def __init__(self, where="step", how="async"):
         self.where, self.how = where, how
@@ -191,6 +191,7 @@ class Sleepy(Environment):
     async def _maybe(self, here):
         if self.where != here:
             return
+        self.reached.append(here)
         try:
             if self.how == "thread":
                 await asyncio.to_thread(time.sleep, 1.5)
@@ -214,7 +215,7 @@ class Sleepy(Environment):
 
 
 def sleepy(*args):
-    Sleepy.cancelled, Sleepy.closed = [], []
+    Sleepy.reached, Sleepy.cancelled, Sleepy.closed = [], [], []
     return lambda: Sleepy(*args)
 
 
@@ -514,7 +515,7 @@ def test_pause_keeps_what_a_waiting_session_has_from_elsewhere_and_ends_with_the
 def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine = AgentEngine(BigramEngine, environment=sleepy())
     future = submit(engine)
-    wait_until(lambda: engine.engine.steps == 4)
+    wait_until(lambda: Sleepy.reached)
     engine.close()
     with pytest.raises(RolloutError, match="closed before the session ended"):
         future.result(SECONDS)

@@ -256,12 +256,6 @@ class Handler(BaseHTTPRequestHandler):
     def weight_info(self, body, query):
         self.answer({"weight_version": self.server.version})
 
-    def metrics(self, body, query):
-        self.answer(
-            "# HELP vllm:kv_cache_usage_perc KV-cache usage.\n"
-            'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25\n'
-        )
-
     def sleep(self, body, query):
         self.server.asleep = True
         self.answer({"status": "sleeping"})
@@ -281,7 +275,6 @@ ROUTES = {
     ("POST", "/reset_prefix_cache"): Handler.reset_prefix_cache,
     ("POST", "/update_weight_version"): Handler.update_weight_version,
     ("GET", "/weight_info"): Handler.weight_info,
-    ("GET", "/metrics"): Handler.metrics,
     ("POST", "/sleep"): Handler.sleep,
     ("POST", "/wake_up"): Handler.wake_up,
 }

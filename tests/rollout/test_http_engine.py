@@ -318,11 +318,6 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
         engine_of(dialect="openai").sleep()
 
 
-def test_load_has_the_use_of_the_servers_cache(engine_of):
-    assert engine_of().load().cache_usage == 0.25
-    assert engine_of(dialect="openai").load().cache_usage is None
-
-
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
@@ -604,9 +599,9 @@ def test_silent_server_is_an_error(server, engine_of):
     server.faults["/v1/completions"] = lambda handler: (handler.begin_stream(), handler.wfile.flush(), held.wait(10))
     with pytest.raises(RolloutError, match=r"did not answer a request for tokens within 0.3 s; it is overloaded or"):
         engine.generate([[1]], SamplingParams(2), [0])
-    server.faults["/metrics"] = lambda handler: held.wait(10)
-    with pytest.raises(RolloutError, match=r"did not answer GET /metrics within 0.3 s"):
-        engine.load()
+    server.faults["/weight_info"] = lambda handler: held.wait(10)
+    with pytest.raises(RolloutError, match=r"did not answer GET /weight_info within 0.3 s"):
+        engine._dialect.version()
     held.set()
 
 

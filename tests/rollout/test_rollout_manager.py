@@ -253,6 +253,14 @@ def test_engine_that_does_not_tell_what_was_left_is_reported_once(caplog):
     assert "does not return" not in caplog.text and bool(data["sampling_mask_lengths"].any())
 
 
+@pytest.mark.parametrize(("how", "told"), [({"top_p": 0.9}, True), ({"top_k": 5}, True), ({"top_k": 4}, False)])
+def test_engine_that_tells_only_small_sets_is_reported(caplog, monkeypatch, how, told):
+    monkeypatch.setattr(HFEngine, "largest_mask", 4)
+    with local(1) as group:
+        RolloutManager(group, SamplingParams(1, **how)).generate(PROMPTS)
+    assert ("does not return sets of more than 4 of the tokens that top_p" in caplog.text) == told
+
+
 @pytest.mark.parametrize(
     ("message", "wrong", "options"),
     [

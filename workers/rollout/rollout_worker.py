@@ -213,21 +213,33 @@ class RolloutWorker(WeightReceiver):
         return self._gateway.endpoint
 
     def _tell_bias(self, how: SamplingParams) -> None:
-        """Warn once, before the first rollout, of what an engine without sampling masks makes of ``top_p`` and
-        ``top_k``."""
-        if self._told_bias or self.engine.sampling_masks or not how.truncates:
+        """Warn once, before the first rollout, of what an engine without sampling masks, or with small ones, makes of
+        ``top_p`` and ``top_k``."""
+        engine = self.engine
+        most = engine.largest_mask if engine.sampling_masks else 0
+        if self._told_bias or not how.truncates or most is None or 0 < how.top_k <= most:
             return
         self._told_bias = True
+        sets, use = (
+            ("the tokens", "an engine with the sets")
+            if not most
+            else (
+                f"sets of more than {most} of the tokens",
+                f"top_k from 1 to {most}",
+            )
+        )
         logger.warning(
-            "%s does not return the tokens that top_p=%g, top_k=%d and min_p=%g leave to choose from. It samples from "
+            "%s does not return %s that top_p=%g, top_k=%d and min_p=%g leave to choose from. It samples from "
             "the distribution renormalized over them, but rollout_log_probs and the trainer's log-probabilities are "
             "those before: each token's importance weight against the sampler is wrong by the log of the probability "
-            "that was kept%s. Use top_p=1, top_k=0 and min_p=0, or an engine with the sets: docs/corrections.md",
-            type(self.engine).__name__,
+            "that was kept%s. Use top_p=1, top_k=0 and min_p=0, or %s: docs/corrections.md",
+            type(engine).__name__,
+            sets,
             how.top_p,
             how.top_k,
             how.min_p,
             f", up to {-math.log(how.top_p):.2g} nats per token" if not how.top_k and not how.min_p else "",
+            use,
         )
 
     def _take_held(self, orders: Orders) -> None:

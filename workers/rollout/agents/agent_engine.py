@@ -414,6 +414,10 @@ class AgentEngine(RolloutEngine):
         return self.engine.sampling_masks
 
     @property
+    def largest_mask(self) -> int | None:  # type: ignore[override]
+        return self.engine.largest_mask
+
+    @property
     def routed_experts(self) -> bool:  # type: ignore[override]
         return self.engine.routed_experts
 

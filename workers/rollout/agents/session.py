@@ -428,6 +428,10 @@ class Session:
             return
         begin = self._row.get("messages")
         if not isinstance(begin, (list, tuple)):
+            if (
+                node.finish_reason == "length"
+            ):  # a renderer may not continue a turn that was cut off, whatever the model
+                raise _Ended("length")
             raise RolloutError(
                 "the renderer cannot show that the next prompt extends this one, and there are no messages to render "
                 "it anew: give the rows a column 'messages' (engine_extras), or use another renderer"

@@ -150,9 +150,6 @@ class OpenAI:
         """Take the memory back."""
         raise self.lacks("sleep")
 
-    def cache_usage(self) -> float | None:
-        return None
-
     def lacks(self, what: str) -> RolloutError:
         """The error for something that the server cannot do."""
         return RolloutError(f"the server at {self.server.url} has no endpoint for {what}() (dialect {self.name!r})")
@@ -214,9 +211,6 @@ class VLLM(OpenAI):
 
     def wake_up(self) -> None:
         self.server.post("/wake_up")
-
-    def cache_usage(self) -> float | None:
-        return _metric(self.server, "vllm:kv_cache_usage_perc")
 
 
 DIALECTS: dict[str, type[OpenAI]] = {dialect.name: dialect for dialect in (VLLM, OpenAI)}
@@ -311,14 +305,3 @@ def token_of(token: str) -> int:
             "return_token_ids or return_tokens_as_token_ids"
         )
     return int(number)
-
-
-def _metric(server: Server, name: str) -> float | None:
-    """The largest value of a metric on the server's page for Prometheus; None if it has none."""
-    try:
-        lines = server.get("/metrics").splitlines()
-    except ServerError as error:
-        if error.status is None:
-            raise
-        return None
-    return max((float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))), default=None)

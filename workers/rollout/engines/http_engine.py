@@ -27,12 +27,12 @@ from workers.rollout.engines.http_client import Server, ServerError, run
 from workers.rollout.engines.http_dialects import DIALECTS, OpenAI, Part, check_log_probs, probe_log_probs, token_of
 from workers.rollout.engines.request_engine import Request, RequestEngine
 from workers.rollout.engines.rollout_engine import (
-    EngineLoad,
     FinishReason,
     PauseMode,
     SamplingParams,
     check_min_p,
     check_tensor,
+    largest_told,
     left_of_top,
     top_wanted,
 )
@@ -188,10 +188,10 @@ class HTTPEngine(RequestEngine):
         if self._stamp not in UNKNOWN:
             logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
         self._asked = time.monotonic()
-        self._usage: tuple[float, float | None] = (-math.inf, None)
         self._log_probs = probe_log_probs(self._dialect, self._fields)
         # Only there do the log-probabilities tell what the truncation has left, and are those before it.
         self.sampling_masks = self._log_probs == "tempered" and max_logprobs > 0
+        self.largest_mask = largest_told(self._most, self.vocab_size)
 
     # --- generating -----------------------------------------------------------------------------------------------
 
@@ -370,17 +370,6 @@ class HTTPEngine(RequestEngine):
         for reader in list(self._readers.values()):
             reader.heard = now
         super().resume()
-
-    def load(self) -> EngineLoad:
-        """See `RolloutEngine.load`. Requests are those of this engine; the cache is the server's, whoever uses it, as
-        it was at most `ASK_SECONDS` ago."""
-        asked, _ = self._usage
-        if time.monotonic() - asked > ASK_SECONDS:
-            self._usage = (time.monotonic(), self._dialect.cache_usage())
-        return super().load()
-
-    def cache_usage(self) -> float | None:
-        return self._usage[1]
 
     def close(self) -> None:
         """See `RolloutEngine.close`. The server goes on."""

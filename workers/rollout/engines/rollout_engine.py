@@ -244,6 +244,12 @@ def top_wanted(sampling_params: SamplingParams, most: int) -> int:
     return min(min(sampling_params.top_k or LARGEST_SET, LARGEST_SET) + TIES, most)
 
 
+def largest_told(most: int, vocab_size: int | None) -> int | None:
+    """Return `RolloutEngine.largest_mask` of an engine that uses `left_of_top`; ``most`` as for `top_wanted`."""
+    most = min(most, LARGEST_SET + TIES)
+    return None if most == vocab_size else most - 1
+
+
 def check_min_p(sampling_params: SamplingParams, vocab_size: int | None) -> None:
     """Raise if a set may be too large to be found by `left_of_top`. vLLM applies ``min_p`` before `LogProbs` of
     `workers.rollout.engines.vllm_worker`, so that the log-probability before it is not known.
@@ -351,7 +357,8 @@ class EngineLoad:
     Attributes:
         running: requests of which tokens are being generated.
         waiting: requests that were submitted and have not begun.
-        cache_usage: share of the key/value cache in use, from 0 to 1; None if the engine has no limit.
+        cache_usage: share of the key/value cache in use, from 0 to 1; None if the engine has no limit, or its cache is
+            a server's.
     """
 
     running: int
@@ -373,6 +380,7 @@ class RolloutEngine(ABC):
             the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
+        largest_mask: of how many tokens a set may be, so that it is in a sampling mask; None for any number.
         routed_experts: whether completions have `Completion.routed_experts`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
         journals: whether `progress` tells anything.
@@ -382,6 +390,7 @@ class RolloutEngine(ABC):
     any_rank = False
     partial_updates = False
     sampling_masks = False
+    largest_mask: int | None = None
     routed_experts = False
     exact_digest: str | None = None
     journals = False

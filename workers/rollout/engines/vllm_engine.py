@@ -49,6 +49,7 @@ from workers.rollout.engines.rollout_engine import (
     SamplingParams,
     check_min_p,
     check_tensor,
+    largest_told,
     left_of_top,
     top_wanted,
 )
@@ -175,6 +176,7 @@ class VLLMEngine(RequestEngine):
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         most = int(self._engine.model_config.max_logprobs)
         self._most = self.vocab_size if most < 0 else min(most, self.vocab_size)
+        self.largest_mask = largest_told(self._most, self.vocab_size)
 
     # --- requests -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ the table of sessions and their journals.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import secrets
@@ -65,6 +66,7 @@ class _Worker:
         left: sessions that have moved away, which it may still have. It is not up as long as there are some.
         calls: that it has not answered.
         idle: connections that no call uses, and since when.
+        short: whether the router lacks file descriptors for further ones.
     """
 
     address: str
@@ -74,6 +76,7 @@ class _Worker:
     left: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)
+    short: bool = False
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -92,16 +95,7 @@ class _Worker:
         ]
         head += [f"{name}: {value}" for name, value in headers.items()]
         request = "\r\n".join([*head, "", ""]).encode("latin-1") + body
-        try:
-            self._close_old()
-            if self.idle:
-                reader, writer, _ = self.idle.pop()
-            else:
-                url = urlsplit(self.address)
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        except (OSError, TimeoutError) as error:
-            raise WorkerGoneError(f"{self.address}: {error}") from error
+        reader, writer = await self._connection()
         whole = False
         try:
             writer.write(request)
@@ -118,6 +112,26 @@ class _Worker:
                 self.idle.append((reader, writer, time.monotonic()))
             else:
                 writer.transport.abort()
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """An idle connection, or a new one."""
+        url = urlsplit(self.address)
+        while True:
+            try:
+                self._close_old()
+                if self.idle:
+                    return self.idle.pop()[:2]
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    opened = await asyncio.open_connection(url.hostname, url.port)
+                self.short = False
+                return opened
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):  # the router's own lack, which other calls may end
+                    raise WorkerGoneError(f"{self.address}: {error}") from error
+                if not self.short:
+                    logger.warning("calls wait, because the router cannot open another connection: %s", error)
+                self.short = True
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _close_old(self) -> None:
         """Close the connections that the gateway has closed, or may be closing."""
@@ -471,7 +485,7 @@ class GatewayRouter:
                             self._lost(worker, str(looking.exception()))
                         worker.up = alive and not worker.left
                     waiting[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
-                elif time.monotonic() - begun > SILENCE_SECONDS:
+                elif time.monotonic() - begun > SILENCE_SECONDS and not worker.short:
                     self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
                     looking.cancel()
                 else:
