@@ -20,8 +20,7 @@ JOBS    ?= 2
 PYTHON  ?=
 
 export RAY_USAGE_STATS_ENABLED := 0
-export HF_HUB_OFFLINE := 1
-export OMP_NUM_THREADS := 1
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup setup-vllm demo test test-all test-vllm test-device test-gpu lint format docs chaos benchmark clean
 
