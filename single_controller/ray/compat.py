@@ -57,6 +57,9 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
     Args:
         actor: the actor.
         ask: whether to ask the control store in any case.
+
+    Raises:
+        ControlStoreError: it has not answered, and the actor is not known to be dead.
     """
     from ray._private.state import actors
     from ray.core.generated import gcs_pb2

@@ -38,6 +38,9 @@ HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 512
 """Connections that may be open before they have shown it. With more, the oldest is closed."""
 
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""The sockets on which this process listens."""
+
 
 class Listener:
     """Accepts drivers, and gives their calls to the rank.
@@ -187,9 +190,6 @@ def listen(host: str) -> socket.socket:
         sock = socket.create_server(("", 0), backlog=4096)
     _listening.add(sock)
     return sock
-
-
-_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:

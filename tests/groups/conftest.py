@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import group_workers as workers
 import pytest
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
+from single_controller.ray import compat
 
 
 def pytest_generate_tests(metafunc):
@@ -161,3 +163,28 @@ def run_driver(start_driver):
         return next(line for line in printed.splitlines() if line.startswith("answer ")).removeprefix("answer ")
 
     return run
+
+
+@pytest.fixture
+def silent_store(monkeypatch):
+    """A function after which Ray's control store does not answer, and questions end after a second. It returns one that
+    has it answer again."""
+    from ray._private.state import state
+
+    answered, connect = threading.Event(), state._connect_and_get_accessor
+
+    class Accessor:
+        def __getattr__(self, name):
+            return lambda *args: answered.wait(60) and getattr(connect(), name)(*args)
+
+    def answer():
+        answered.set()
+        monkeypatch.setattr(state, "_connect_and_get_accessor", connect)
+
+    def silence():
+        monkeypatch.setattr(compat, "STORE_SECONDS", 1.0)
+        monkeypatch.setattr(state, "_connect_and_get_accessor", Accessor)
+        return answer
+
+    yield silence
+    answer()

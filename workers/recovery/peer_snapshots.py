@@ -167,14 +167,14 @@ class PeerSnapshots:
         self.finish_sending()
         waited = time.perf_counter() - began
         number = -1 if self._latest is None else self._latest
-        checksum = self._checksums.get(number)
-        said = gathered((number, number in self._sent, checksum, self._replicas, waited))
-        latest, longest = max(one[0] for one in said), max(one[4] for one in said)
+        said = gathered((number, number in self._sent, self._checksums.get(number), self._replicas, waited))
+        numbers, sent, checksums, replicas, waits = zip(*said, strict=True)
+        latest, longest = max(numbers), max(waits)
         if latest < 0:
             return 0, longest
-        # One may have had no memory for its copy, and be a snapshot behind.
-        late = [rank for rank, (of, sent, *_) in enumerate(said) if not sent or of != latest]
-        differ = [rank for rank, (*_, own, others, _) in enumerate(said) if any(said[one][2] != own for one in others)]
+        # A rank may have had no memory for its copy, and be a snapshot behind.
+        late = [rank for rank, of in enumerate(numbers) if not sent[rank] or of != latest]
+        differ = [rank for rank, of in enumerate(replicas) if any(checksums[one] != checksums[rank] for one in of)]
         if differ and not late:
             # Each rank comes to the same result. From now on all of them send their snapshots.
             self._replicas = (self._rank,)

@@ -379,10 +379,14 @@ class LastCheckpoint:
     def begin(self, workers: RayWorkerGroup, folder: str | None) -> None:
         """`save_model` is about to be called, with this ``args.save``."""
         if not self._complete:
-            latest = workers.execute_with_func_generator(_noted_on, folder)[0]
-            if self._before is None:
-                self._before = (latest,)
-            self._complete = latest not in (None, *self._before)
+            self._look(workers, folder)
+
+    def _look(self, workers: RayWorkerGroup, folder: str | None) -> None:
+        """Find out whether `LATEST` names a checkpoint of these workers."""
+        latest = workers.execute_with_func_generator(_noted_on, folder)[0]
+        if self._before is None:
+            self._before = (latest,)
+        self._complete = latest not in (None, *self._before)
 
     def begun(self, *, background: bool) -> None:
         """`save_model` has returned. The checkpoint before it is complete, because `save_model` waits for it."""
@@ -432,7 +436,7 @@ class LastCheckpoint:
         does not count."""
         self.writing = self._unknown = False
         if not self._complete and self._before is not None:
-            self._complete = workers.execute_with_func_generator(_noted_on, folder)[0] not in (None, *self._before)
+            self._look(workers, folder)
         return self._complete
 
 

@@ -408,7 +408,8 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return None
         self._refuse_asleep("save_model")
-        before, of_driver = process_groups(), None
+        before = process_groups()
+        of_driver = None
         with all_or_none(CheckpointError, UNWRITTEN):
             if driver_state and not self.rank:
                 of_driver = fetch(driver_state[0])

@@ -706,7 +706,7 @@ class RayTrainGroup:
         state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
         args = role_args(self.args, self.role)
         self._saved.begin(workers, args.save)
-        self._leave()
+        self._leave()  # a driver that takes over after a failure must know what was there before
         background = self.args.async_save and not force_sync
         with self._saved.failing(background=background):
             folder: str | None = workers.save_model(step, force_sync, **state)[0]
