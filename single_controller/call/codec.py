@@ -102,7 +102,7 @@ class CallMessage(NamedTuple):
     rows: int | None = None  # rows of this rank's shard, padding included
     real: int | None = None  # rows of this rank's shard without padding
     device: str | None = None  # device to move the arguments' tensors to; None leaves them where they are
-    ranks: int | None = None  # how many ranks the driver takes the group to have
+    members: bytes | None = None  # of the group as the driver knows it; see `RankInfo`
 
 
 SEPARATE = 0
@@ -414,7 +414,7 @@ class _Mapped:
 
 
 def encode_call(
-    spec: MethodSpec, plan: CallPlan, *, in_process: bool = False
+    spec: MethodSpec, plan: CallPlan, members: bytes | None = None, *, in_process: bool = False
 ) -> list[tuple[int, CallMessage, Encoded | None, Encoded | None]]:
     """Encode a call. Ranks that are told the same share the objects: each distinct shard is encoded once.
 
@@ -447,7 +447,7 @@ def encode_call(
         if message is None:
             rows = plan.shards[number].rows, plan.shards[number].real
             private = how.inputs == "copy"
-            message = CallMessage(spec.name, spec.role, collects, join, private, *rows, how.device, len(plan.shard_of))
+            message = CallMessage(spec.name, spec.role, collects, join, private, *rows, how.device, members)
             messages[number, collects] = message
         encoded.append((rank, message, whole, shards[number]))
     return encoded

@@ -30,6 +30,7 @@ class RunningWorkers(NamedTuple):
     classes: Encoded  # role -> class, encoded
     master: tuple[str, int]  # address and port of their rendezvous
     placement_groups: tuple[str, ...]  # Ray's ids of their placement groups, in hex
+    collectives: bool  # whether their methods may use collectives
 
 
 def find_workers(
@@ -72,7 +73,7 @@ def find_workers(
     ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
     groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
     master = (first.info.master_addr, first.info.master_port)
-    return RunningWorkers(ranks, first.classes, master, tuple(groups))
+    return RunningWorkers(ranks, first.classes, master, tuple(groups), first.info.members is not None)
 
 
 def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> tuple[list[str], str]:

@@ -250,7 +250,8 @@ class RayWorkerGroup(WorkerGroup):
         found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
         classes = decode_result("from_detached", 0, found.classes, private=True) if process is None else process.classes
         stem = found.ranks[0].name.rpartition("_")[0]
-        self = cls._attached(classes, f"group {stem} (attached)", found.ranks, found.master)
+        name = f"group {stem} (attached)"
+        self = cls._attached(classes, name, found.ranks, found.master, collectives=found.collectives)
         self._owned_placement = found.placement_groups if own else ()
         self._owns = own
         return self

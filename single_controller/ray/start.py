@@ -36,7 +36,7 @@ from single_controller.ray.rank.actor import Location, actor_class
 from single_controller.ray.rank.devices import before_start
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes, session
-from single_controller.ray.transport import Rank, RayTransport, Standby
+from single_controller.ray.transport import Rank, RayTransport, Standby, members_of
 
 logger = logging.getLogger(__name__)
 
@@ -381,12 +381,17 @@ def _transport(
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     homes = [rank.slot.home for rank in ranks if rank.slot is not None]
-    environment = _worker_environment(plan)
+    environment, members = _worker_environment(plan), members_of(ranks) if plan.collectives else None
     told = []
     for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True)):
         replacement = plan.collectives and number in fresh
         node_rank = node_ranks[nodes[number]]
-        info = RankInfo(number, len(ranks), *local, "", 0, node_rank, generation=generation, replacement=replacement)
+        info = RankInfo(
+            *(number, len(ranks), *local, "", 0, node_rank),
+            generation=generation,
+            replacement=replacement,
+            members=members,
+        )
         told.append(replace(rank, message=(info, environment)))
     transport = RayTransport(told, plan.pool, {} if before is None else before.links)
     transport.fresh = fresh

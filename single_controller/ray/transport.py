@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import logging
 import os
 import pickle
@@ -132,6 +133,7 @@ class RayTransport(Transport):
     ) -> None:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
+        self._members = members_of(self.ranks)
         self.links = {_key(rank): links.get(_key(rank)) or _HeldLink(rank) for rank in self.ranks}  # by the actor's id
         for key in links.keys() - self.links.keys():
             links[key].link.close()
@@ -182,7 +184,7 @@ class RayTransport(Transport):
     def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:
         """Send a call: to each rank one frame, and beside it, in a Ray task, what is large or holds references."""
         # Encode and store everything before anything is sent: an argument that fails must reach no rank.
-        messages, nbytes = _messages(spec, plan)
+        messages, nbytes = _messages(spec, plan, self._members)
         kind = Kind.CONCURRENT if spec.registration.concurrent else Kind.CALL
         replies = self._send(kind, messages, spec.label, call)
         give = None
@@ -445,10 +447,17 @@ def _key(rank: Rank) -> bytes:
     return key
 
 
-def _messages(spec: MethodSpec, plan: CallPlan) -> tuple[list[tuple[int, bytes, list[Any]]], dict[int, int]]:
+def members_of(ranks: Iterable[Rank]) -> bytes:
+    """`RankInfo.members`: a hash of the actors, in order of rank."""
+    return hashlib.blake2b(b"".join(map(_key, ranks)), digest_size=8).digest()
+
+
+def _messages(
+    spec: MethodSpec, plan: CallPlan, members: bytes | None = None
+) -> tuple[list[tuple[int, bytes, list[Any]]], dict[int, int]]:
     """For each rank of a call its message, and what goes beside that: what is too large for a frame, and stored, and
     what has references. Also rank -> bytes of its arguments."""
-    encoded = encode_call(spec, plan)
+    encoded = encode_call(spec, plan, members)
     # What the largest inline shard leaves for the common arguments, so that no frame exceeds MAX_INLINE_BYTES.
     sizes = (shard.nbytes for _, _, _, shard in encoded if shard is not None)
     room = MAX_INLINE_BYTES - max((size for size in sizes if size <= MAX_INLINE_BYTES), default=0)

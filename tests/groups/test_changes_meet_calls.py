@@ -305,6 +305,7 @@ def test_error_without_collectives_leaves_the_other_ranks_alone(pool, fail):
             group.wait(1.5, fail=0)
         assert group.get() == [None] * 2 and group.broken is None
         assert pickle.loads(pickle.dumps(group)).collectives is False
+        assert RayWorkerGroup.from_detached(worker_handles=group.workers).collectives is False
 
 
 def test_retry_does_not_replace_a_rank_again(pool, tmp_path, monkeypatch):

@@ -130,9 +130,22 @@ def test_copies_of_before_a_change_of_size_are_refused(four):
     copy = pickle.loads(pickle.dumps(four))
     assert copy.total() == four.total()
     four.grow(1)
-    with within(10), pytest.raises(GroupBrokenError, match="takes the group to have 3 ranks, but it has 4 by now"):
+    with within(10), pytest.raises(GroupBrokenError, match="ranks of the group have changed since"):
         copy.total()
     check_ranks(four, 4)
+
+
+def test_copies_of_before_a_replacement_are_refused_where_the_death_is_not_known(four, monkeypatch):
+    """The others would wait in a collective for the process that has taken the rank."""
+    copy = pickle.loads(pickle.dumps(four))
+    assert four.replace(ranks=[1]) == (1,)
+    deaths, told = copy._transport.deaths, time.monotonic() + 1
+    monkeypatch.setattr(copy._transport, "deaths", lambda: deaths() if time.monotonic() > told else {})
+    with within(10), pytest.raises(GroupBrokenError, match="ranks of the group have changed since"):
+        copy.total()
+    with within(10):
+        check_ranks(four, 4)
+    assert pickle.loads(pickle.dumps(four)).total() == four.total()
 
 
 def test_standby_is_used_before_the_group_shrinks(wide, members):

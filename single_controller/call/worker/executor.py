@@ -81,7 +81,6 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
         self._closed = False
-        self._ranks: int | None = None  # how many the group has, once that may have changed, if they use collectives
         self.refusing = False  # set by any thread, read when a call begins: a flag needs no lock
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
@@ -134,7 +133,6 @@ class Executor:
         except Exception as error:
             return self.failed(error, "on_membership_change", None)
         self.info = info
-        self._ranks = self._ranks if leave is None else info.world_size
         for worker in self.workers.values():
             worker._take_rank(info)
             worker._leaving = False
@@ -166,11 +164,12 @@ class Executor:
         try:
             if self.refusing:
                 raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
-            if self._ranks is not None and message.ranks != self._ranks:  # the others would wait for ranks without it
+            if self.info is not None and self.info.members not in (None, message.members):
+                # The driver sends to processes that are no ranks any more; collectives would wait for those that are.
                 alike = True
                 raise GroupBrokenError(
-                    f"this process takes the group to have {message.ranks} ranks, but it has {self._ranks} by now: "
-                    "attach to it again, or get a new copy"
+                    "the ranks of the group have changed since this process attached to it or got its copy: attach to "
+                    "it again, or get a new copy"
                 )
             arguments: dict[Parameter, Any] = {}
             rows, real, referring = message.rows, message.real, False

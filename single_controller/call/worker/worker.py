@@ -44,6 +44,7 @@ class RankInfo:
     one_process: bool = False
     generation: int = 0  # how often the group was restarted or had ranks replaced before
     replacement: bool = False  # whether the worker replaces another one, and does not take part in collectives yet
+    members: bytes | None = None  # a hash of the actors that are the group's ranks; None if these use no collectives
 
     def environment(self) -> dict[str, str]:
         """`RANK_ENVIRONMENT`: the variables that ``torch.distributed.init_process_group()`` reads, and verl's. Without
