@@ -223,6 +223,47 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
                 assert check_rows(data)[0] == last[batch]["turns"]
 
 
+def lose_weights(group, ranks):
+    """As if their servers were restarted, between two steps."""
+
+    def lose(worker):
+        if worker.rank in ranks:
+            worker.engine.engine.begin_update()
+            worker.engine.engine.abandon_update()
+
+    group.execute_with_func_generator(lose)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", ["wait", "interrupt"])
+def test_sessions_go_on_elsewhere_if_their_engine_has_lost_its_weights(mode):
+    """Nothing waits for them, and if no engine has any, the trainer is asked for them."""
+    with local(Slow, 0.002) as group:
+        manager = managed(group)
+        with RolloutStream(manager, prompts, SampleBuffer(B, max_staleness=1), update_mode=mode) as stream:
+            update(stream, manager, 1)
+            wait(lambda: sum(turns_of(stream).values()) > 4, 20)
+            lose_weights(group, [0])
+            found = []
+            for version in (2, 3):
+                data = stream.take(20)
+                check(data)
+                found += numbers(data)[::SAMPLES]
+                with stream.updating(20):
+                    manager.weight_version = version
+                    manager.group.load(version, version)
+                assert group.version_of_weights() == [version] * 2
+            wait(lambda: sum(turns_of(stream).values()) > 4, 20)
+            lose_weights(group, [0, 1])
+            manager.refresh = lambda: update(stream, manager, 4)
+            while group.version_of_weights() != [4, 4]:  # at first, batches that were complete
+                data = stream.take(20)
+                check(data)
+                found += numbers(data)[::SAMPLES]
+            assert found == list(range(len(found))) and len(found) <= 5 * B
+            assert not stream.metrics()["rollout/restarts"]
+
+
 class Gated(Diary):
     """Whose second turn does not end before `opened` is set."""
 

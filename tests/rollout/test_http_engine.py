@@ -430,6 +430,71 @@ def test_version_that_the_server_does_not_tell_fails_no_request(server, engine_o
     assert "/weight_info" not in server.faults and running.result(10).finish_reason == "length"
 
 
+@pytest.fixture
+def restarted(server):
+    """A server that has lost its weights, and answers only its third request for the version."""
+    server.version, asked = "default", []
+
+    def turn_away(handler):
+        asked.append(handler.path)
+        if len(asked) < 3:
+            server.faults["/weight_info"] = turn_away
+        handler.error(503, "starting")
+
+    def restart():
+        server.version = "default"
+        server.faults["/weight_info"] = turn_away
+
+    return restart
+
+
+def test_no_request_begins_while_the_server_does_not_tell_its_version(server, engine_of, monkeypatch, restarted):
+    engine = engine_of()
+    load(engine)
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    restarted()
+    sent = len(server.seen)
+    with pytest.raises(RolloutError, match="has weights 'default'"):
+        engine.generate([[1]], SamplingParams(3), [0])
+    assert {path for path, _ in server.seen[sent:]} == {"/weight_info"}
+
+
+def test_request_that_was_turned_away_does_not_count_for_weights_that_are_lost(
+    server, engine_of, monkeypatch, restarted
+):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.3)
+    engine = engine_of()
+    load(engine)
+
+    def restart(handler):
+        restarted()
+        handler.error(503, "starting")
+
+    server.faults["/v1/completions"] = restart  # it is sent again after half a second
+    with pytest.raises(RolloutError, match="has weights 'default'"):
+        engine.generate([[1]], SamplingParams(3), [0])
+
+
+def test_server_that_never_tells_its_version_is_an_error(server, engine_of, monkeypatch):
+    server.delay = 0.01
+    engine = engine_of(timeout=1.5)
+    load(engine)
+    running = engine.submit([1], SamplingParams(500), "a", seed=0)
+    begun(engine)
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+
+    def always(handler):
+        server.faults["/weight_info"] = always
+        handler.error(503, "no time")
+
+    server.faults["/weight_info"] = always
+    with pytest.raises(RolloutError, match=r"GET /weight_info with 503: no time"):
+        engine.generate([[1]], SamplingParams(1), [0])
+    server.faults.clear()
+    assert engine.generate([[1]], SamplingParams(1), [0])[0].finish_reason == "length"
+    assert running.result(20).finish_reason == "length"
+
+
 def test_update_that_begins_during_the_check_is_not_abandoned(server, engine_of, monkeypatch):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
     engine, asking, answer = engine_of(), threading.Event(), threading.Event()
@@ -449,6 +514,31 @@ def test_update_that_begins_during_the_check_is_not_abandoned(server, engine_of,
     engine.load_weights(Bigram(3).state_dict().items())
     engine.finish_update(2)
     assert later.result(10).weight_versions == [2]
+
+
+def test_loss_of_the_weights_fails_also_what_came_during_the_check(server, engine_of, monkeypatch):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    engine, asking, answer = engine_of(), threading.Event(), threading.Event()
+    load(engine)
+    monkeypatch.setattr(engine._dialect, "version", lambda: asking.set() or (answer.wait(10) and "default"))
+    first = engine.submit([1], SamplingParams(1), "a", seed=0)
+    assert asking.wait(10)
+    second = engine.submit([1], SamplingParams(1), "b", seed=0)
+    answer.set()
+    for future in (first, second):
+        with pytest.raises(RolloutError, match="has weights 'default' instead of"):
+            future.result(10)
+
+
+def test_slow_answers_about_the_version_do_not_add_up(server, engine_of, monkeypatch):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.2)
+    engine = engine_of()
+    load(engine)
+    version, asked = engine._dialect.version, []
+    monkeypatch.setattr(engine._dialect, "version", lambda: asked.append(time.sleep(0.3)) or version())
+    time.sleep(0.3)
+    assert len(engine.generate([[1]] * 50, SamplingParams(2), list(range(50)))) == 50
+    assert 1 <= len(asked) <= 10
 
 
 class Turns(Environment):
@@ -480,6 +570,9 @@ def test_session_waits_while_the_server_has_no_weights(server, engine_of, monkey
     assert not future.done()
     load(engine, version=2)
     assert future.result(10).weight_versions == [1, 1, -1, 2, 2]
+    Turns.restart = staticmethod(restart)
+    with pytest.raises(RolloutError, match=r"has weights 'default'|no complete weights"):
+        sessions.generate([[1]], SamplingParams(2), [0])  # an update would have to wait for it
     sessions.close()
 
 

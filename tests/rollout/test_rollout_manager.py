@@ -552,7 +552,7 @@ def test_error_names_workers_with_other_weights(echoes):
     assert (copy.expected, copy.versions) == (4, {1: 3})
     manager.weight_version = None
     echoes.set_version([None, 4])
-    with pytest.raises(WeightVersionError, match="complete weights, but rank 0 has an unfinished update"):
+    with pytest.raises(WeightVersionError, match="complete weights, but rank 0 has none;"):
         manager.generate([[1], [2]])
     echoes.set_version([0, 0])
     assert manager.generate([[1]])["max_weight_versions"].tolist() == [0]

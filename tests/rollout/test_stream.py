@@ -21,6 +21,7 @@ from waits import wait_until
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer
 from workers.data.rollout_data import group_numbers
+from workers.rollout.engines import http_engine
 from workers.rollout.engines.rollout_engine import EngineLoad, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
@@ -534,6 +535,46 @@ def test_worker_whose_server_has_kept_the_weights_goes_on_with_them(servers_grou
         while servers_group.counted()[1] < 3:
             check_log_probs(stream.take(30))
         assert servers_group.version_of_weights() == [0, 1]
+
+
+@pytest.mark.timeout(60)
+def test_groups_go_on_elsewhere_if_their_server_was_restarted(servers_group, monkeypatch, caplog):
+    """It gets weights with the next update."""
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    manager = managed(servers_group)
+    with streaming(manager, update_interval=2, requests_per_worker=SAMPLES) as stream:
+        found = []
+        for version in (1, 2):
+            update(stream, manager, version)
+            assert servers_group.version_of_weights() == [version] * 2
+            data = stream.take(30)
+            found.append(data)
+            servers_group.servers[0].version = "default"
+            found.append(stream.take(30))
+        for data in found:
+            check_log_probs(data)
+        groups = [number for data in found for number in group_numbers(data["group_ids"])[::SAMPLES].tolist()]
+        assert groups == list(range(4 * B))
+    assert "has weights 'default' instead of" in caplog.text
+
+
+def test_rollout_asks_for_weights_that_a_server_has_lost(servers_group, monkeypatch):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    manager = managed(servers_group)
+
+    def refresh():
+        manager.weight_version = (manager.weight_version or 0) + 1
+        servers_group.load(manager.weight_version, manager.weight_version)
+
+    refresh()
+    check_log_probs(manager.generate(prompts(0)))
+    servers_group.servers[0].version = "default"
+    with pytest.raises(WeightVersionError, match=r"needs weight version 1, but rank \d has none"):
+        manager.generate(prompts(1), rollout_id=1)
+    manager.refresh = refresh
+    data = manager.generate(prompts(1), rollout_id=1)
+    check_log_probs(data)
+    assert manager.weight_version == 2 and set(data["weight_versions"].unique().tolist()) <= {-1, 2}
 
 
 def test_update_in_which_a_worker_dies_is_repeated(ray_cluster, tmp_path):

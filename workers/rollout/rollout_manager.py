@@ -457,7 +457,7 @@ def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list
     if not wrong:
         return completions, versions
     found = ", ".join(
-        f"rank {rank} has {'an unfinished update' if version is None else f'version {version}'}"
+        f"rank {rank} has {'none' if version is None else f'version {version}'}"
         for rank, version in sorted(wrong.items())
     )
     wanted = "complete weights" if expected is None else f"weight version {expected}"

@@ -31,7 +31,7 @@ class Generated(NamedTuple):
 
     Attributes:
         completion: None if the worker does not have the expected weight version, or its engine refused a prompt.
-        weight_version: version of the weights that generated it; None during an update.
+        weight_version: version of the weights that generated it; None if there were none, as during an update.
         rank: of the worker.
         refused: the engine's error about one of this worker's prompts, numbered within its own shard; or None.
     """
@@ -100,9 +100,9 @@ class RolloutWorker(WeightReceiver):
 
         On a driver: ``group.generate(prompts, SamplingParams(), seeds)``.
 
-        A worker with another weight version, or whose engine refuses a prompt, generates nothing and returns its
-        version or the error. It does not raise, because that would fail the call for ranks that are still generating;
-        the caller decides.
+        A worker with another weight version, or whose engine refuses a prompt or loses its weights, generates nothing
+        and returns its version or the error. It does not raise, because that would fail the call for ranks that are
+        still generating; the caller decides.
 
         Args:
             prompts: token ids of each, sharded over the ranks; shard sizes differ by at most one.
@@ -124,6 +124,11 @@ class RolloutWorker(WeightReceiver):
             completions = self.engine.generate(prompts, sampling_params, seeds, **given)
         except PromptError as error:
             return [Generated(None, version, self.rank, error)] * len(prompts)
+        except RolloutError as error:
+            if self.engine.weight_version is not None:
+                raise
+            logger.warning("rank %d has generated nothing: %s", self.rank, error)  # as without weights from the start
+            return [Generated(None, None, self.rank)] * len(prompts)
         self._check(completions, prompts)
         tagged = [with_fingerprints(one, self.fingerprints, version) for one in completions]
         return [Generated(completion, version, self.rank) for completion in tagged]

@@ -148,7 +148,11 @@ class AgentEngine(RolloutEngine):
         seeds: Sequence[int],
         extras: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`. A row of ``extras`` is what `Environment.reset` gets."""
+        """See `RolloutEngine.generate`. A row of ``extras`` is what `Environment.reset` gets.
+
+        Raises:
+            RolloutError: also if the engine loses its weights meanwhile.
+        """
         check_seeds(prompts, seeds)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
@@ -157,7 +161,7 @@ class AgentEngine(RolloutEngine):
         try:
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
                 row = {name: of[number] for name, of in (extras or {}).items()}
-                futures.append(self.submit(prompt, sampling_params, names[number], seed=seed, extras=row))
+                futures.append(self._begin(prompt, sampling_params, names[number], seed, extras=row, waits=False))
             return [future.result() for future in futures]
         finally:
             self.abort(names)  # those that are left when one fails, or after Ctrl-C
@@ -179,6 +183,25 @@ class AgentEngine(RolloutEngine):
                 `Environment.state_dict`, and begins again otherwise.
             extras: the row for `Environment.reset`.
         """
+        return self._begin(prompt, sampling_params, request_id, seed, partial, extras)
+
+    def _begin(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        seed: int,
+        partial: Completion | None = None,
+        extras: Mapping[str, Any] | None = None,
+        *,
+        waits: bool = True,
+    ) -> Future[Completion]:
+        """Begin a session.
+
+        Args:
+            waits: whether it waits for an update if the engine has lost its weights. In `generate` it would wait for
+                ever, because a worker takes no update before that returns.
+        """
         state = None
         if partial is not None:
             state = getattr(partial, "session", None)
@@ -198,7 +221,7 @@ class AgentEngine(RolloutEngine):
             extras or {},
             submit=self.engine.submit,
             abort=self.engine.abort,
-            unavailable=self._unavailable,
+            unavailable=lambda: not self._closed and (self._asleep or (waits and self.engine.weight_version is None)),
             environment=self._make,
             renderer=self.renderer,
             limits=self.limits,
@@ -226,9 +249,6 @@ class AgentEngine(RolloutEngine):
         with self._lock:
             made, self._spare = self._spare, None
         return self.environment() if made is None else made
-
-    def _unavailable(self) -> bool:
-        return not self._closed and (self._asleep or self.engine.weight_version is None)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop. The caller holds the lock."""

@@ -64,13 +64,14 @@ class _Reader:
 
     Attributes:
         heard: when the server last sent something.
+        begun: whether anything of it was accepted.
         closed: whether `close` was called, after which nothing that has come counts.
     """
 
     def __init__(self, request: Request, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         self.request = request
         self.heard = time.monotonic()
-        self.closed = False
+        self.begun = self.closed = False
         self._reading = run(self._read(parts, into))
 
     async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
@@ -188,6 +189,9 @@ class HTTPEngine(RequestEngine):
         if self._stamp not in UNKNOWN:
             logger.warning("the server at %s has weights %r of an earlier update; update them again", url, self._stamp)
         self._asked = time.monotonic()
+        """When the server was last asked for it."""
+        self._unsure: float | None = None
+        """Since when it has not answered that; None if it has."""
         self._log_probs = probe_log_probs(self._dialect, self._fields)
         # Only there do the log-probabilities tell what the truncation has left, and are those before it.
         self.sampling_masks = self._log_probs == "tempered" and max_logprobs > 0
@@ -220,12 +224,7 @@ class HTTPEngine(RequestEngine):
                     if (reader := self._readers.get(request)) is not None:
                         self._close(reader)
                 # Here, and not in `submit`: that is called by event loops, which must not wait for the server.
-                if waiting and self.weight_version is not None and time.monotonic() - self._asked > ASK_SECONDS:
-                    try:
-                        self._check_version()
-                    except ServerError:  # requests go on; if it lasts, they meet it themselves
-                        self._asked = time.monotonic()
-                while waiting and len(self._readers) < self.max_running:
+                while waiting and len(self._readers) < self.max_running and self._version_is_known():
                     request = waiting.popleft()
                     if not request.ended:
                         self._readers[request] = _Reader(request, self._parts_of(request), arrived)
@@ -245,6 +244,11 @@ class HTTPEngine(RequestEngine):
             wait = 0.0
             if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
+                # Again: one that was turned away was sent again, perhaps to a server that was restarted meanwhile.
+                if not (reader.begun or isinstance(part, Exception) or self._version_is_known()):
+                    self._waiting.appendleft(self._close(reader))
+                    continue
+                reader.begun = True
                 try:
                     self._add(reader, part)
                 except Exception as error:
@@ -325,18 +329,42 @@ class HTTPEngine(RequestEngine):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _check_version(self) -> None:
-        """Raise if the server no longer has the weights that this engine knows of. This fails all requests."""
-        found = self._dialect.version()
+    def _version_is_known(self) -> bool:
+        """Whether the server has said lately that it has the weights that this engine knows of. False: it turns the
+        question away. It may be restarting, so requests wait until it answers, for at most ``timeout`` seconds.
+
+        Raises:
+            RolloutError: it has others. This fails all requests.
+        """
+        began = time.monotonic()
+        if self.weight_version is None or began - self._asked <= ASK_SECONDS:
+            return self._unsure is None
+        try:
+            found = self._dialect.version()
+        except ServerError as error:
+            self._unsure = began if self._unsure is None else self._unsure
+            self._asked = time.monotonic()
+            if error.status is None or self._asked - self._unsure > self._server.timeout:
+                self._fail(self._waiting, error)
+                self._waiting.clear()
+                self._unsure, self._asked = None, -math.inf  # later ones ask anew
+            return False
+        self._unsure, self._asked = None, time.monotonic()
         if found != self._stamp:
-            with self._changed:
-                if "update" not in self._holds:  # a worker may have begun one meanwhile, which waits for this step
-                    super().abandon_update()
-            raise RolloutError(
+            lost = RolloutError(
                 f"the server at {self.url} has weights {found!r} instead of {self._stamp!r}: it was restarted, or "
                 "somebody else has updated it. Update the weights again"
             )
-        self._asked = time.monotonic()
+            logger.warning("%s", lost)  # a stream does not raise it
+            with self._changed:
+                self.weight_version = None
+                updating = "update" in self._holds  # begun meanwhile by the worker, it waits for this step
+                if not updating:
+                    super().abandon_update()
+            if not updating:
+                self._fail(list(self._requests.values()), lost)  # those that this thread was not given, too
+            raise lost
+        return True
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. The server is told by the end of the connection."""
@@ -475,7 +503,7 @@ class HTTPEngine(RequestEngine):
                     self._dialect.resume()
                 self._remove_files()
             self._stamp = stamp
-        self._asked = time.monotonic()
+        self._asked, self._unsure = time.monotonic(), None
         super().finish_update(version)
 
     def abandon_update(self) -> None:

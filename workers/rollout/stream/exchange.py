@@ -110,7 +110,7 @@ class Report:
 
     Attributes:
         rank: of the worker.
-        weight_version: of its weights; None during an update.
+        weight_version: of its weights; None during an update, and if its engine has lost them.
         load: of its engine.
         finished: groups that are finished and not acknowledged.
         running: groups that are being generated.
@@ -182,7 +182,9 @@ class Exchange:
         self._changed = threading.Condition()
 
     def __call__(self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None) -> Report:
-        """Follow orders, and wait for a group to finish.
+        """Follow orders, and wait for a group to finish. An engine that has lost its weights, for example because its
+        server was restarted, gets new ones only from an update, for which the driver may wait with this. So its groups
+        are returned as aborted, for others to continue.
 
         Args:
             orders: of this rank.
@@ -199,6 +201,9 @@ class Exchange:
             # Not under the lock: the engine may end requests in this very thread, and then calls `_ended`.
             engine.abort([name for group in before.values() for name in group.ids])
             self._stream = orders.stream
+        lost = engine.weight_version is None and weight_version is not None  # during an update, both are None
+        if lost:
+            weight_version = None
         with self._changed:
             for attempt in orders.acknowledged:
                 self._groups.pop(attempt, None)
@@ -206,7 +211,8 @@ class Exchange:
             if request.attempt not in self._groups:  # without the lock: only this thread adds and removes groups
                 self._begin(engine, request, refused=weight_version is None or weight_version != orders.version)
         with self._changed:
-            ended = [self._groups[attempt] for attempt in orders.abort if attempt in self._groups]
+            to_end = list(self._groups) if lost else orders.abort
+            ended = [self._groups[attempt] for attempt in to_end if attempt in self._groups]
             names = [group.ids[sample] for group in ended for sample in group.left]
         engine.abort(names)  # not under the lock, as above
         with self._changed:
@@ -263,19 +269,22 @@ class Exchange:
         except Exception as error:
             # Nobody waits for those that were submitted: their futures have no callbacks.
             engine.abort(group.ids)
-            group.error, group.left = _error_of(error, attempt), set()
+            group.error, group.left = _error_of(error, engine, attempt), set()
             return
         # Only now: if a later sample is refused by the engine, the group must not have been reported already.
         for sample, future in futures:
-            future.add_done_callback(functools.partial(self._ended, group, sample))
+            future.add_done_callback(functools.partial(self._ended, engine, group, sample))
 
-    def _ended(self, group: _Group, sample: int, done: Future[Completion]) -> None:
+    def _ended(self, engine: RolloutEngine, group: _Group, sample: int, done: Future[Completion]) -> None:
         """A callback of a request's future, in whichever thread ends it."""
-        error = done.exception()
+        raised = done.exception()
+        error = None if raised is None else _error_of(raised, engine, group.attempt)
         with self._changed:
             if error is not None:
-                group.error = group.error or _error_of(error, group.attempt)
+                group.error = group.error or error
                 group.left.clear()  # reported at once: nobody needs the other samples
+            elif raised is not None:
+                group.left.discard(sample)
             else:
                 made, before = done.result(), group.completions[sample].fingerprints
                 group.completions[sample] = with_fingerprints(made, self._fingerprints, None, before)
@@ -284,8 +293,11 @@ class Exchange:
                 self._changed.notify_all()
 
 
-def _error_of(error: BaseException, attempt: Attempt) -> RolloutError:
-    """The error of a group, which can be pickled."""
+def _error_of(error: BaseException, engine: RolloutEngine, attempt: Attempt) -> RolloutError | None:
+    """The error of a group, which can be pickled. None while its engine has no weights: the group is returned as it was
+    given."""
+    if engine.weight_version is None:
+        return None
     if isinstance(error, PromptError):
         return PromptError(error.what, attempt.number)
     if isinstance(error, RolloutError):

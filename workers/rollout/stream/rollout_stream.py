@@ -156,8 +156,8 @@ class RolloutStream(Closing):
     def take(self, timeout: float | None = None) -> TensorDict:
         """Wait for the next batch. It says that the batch before is trained; see `SampleBuffer.take`.
 
-        If no worker has the version of the last update, because they were restarted, the manager's ``refresh`` is
-        called.
+        If no worker has the version of the last update, because they were restarted or have lost their weights, the
+        manager's ``refresh`` is called.
 
         Args:
             timeout: seconds to wait, or None. After a timeout, call it again.
