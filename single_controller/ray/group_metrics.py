@@ -68,6 +68,7 @@ class GroupMetrics(Closing):
         interval: seconds between two looks, at most `LONGEST_INTERVAL`.
 
     Raises:
+        TypeError: one of them is no group of workers.
         ValueError: the interval is not a positive number.
     """
 
@@ -86,7 +87,15 @@ class GroupMetrics(Closing):
             self.add(group)
 
     def add(self, group: WorkerGroup) -> None:
-        """Export the metrics of one more group."""
+        """Export the metrics of one more group.
+
+        Raises:
+            TypeError: it is no group of workers.
+        """
+        if not isinstance(group, WorkerGroup):
+            raise TypeError(
+                f"GroupMetrics: expected worker groups, got {group!r:.80}; pass a RayTrainGroup's worker_group"
+            )
         self._groups.append(weakref.ref(group))
         self._start()
 

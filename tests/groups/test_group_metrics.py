@@ -113,6 +113,8 @@ def test_gauges_are_set_again_as_long_as_there_is_something_to_tell(told):
         metrics.look()
         assert told["ranks"] == {} and told["run_step"] == {("mine",): 4}
     assert GroupMetrics(interval=3600)._interval == group_metrics.LONGEST_INTERVAL < 10
+    with pytest.raises(TypeError, match="pass a RayTrainGroup's worker_group"):
+        GroupMetrics(object())
 
 
 @pytest.mark.full("late ranks in the metrics of groups, and what a look costs")
