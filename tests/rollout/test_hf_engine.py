@@ -1,9 +1,11 @@
 """HFEngine: the contract of all engines, and comparisons with plain forward passes of the same model."""
 
+import gc
 import math
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,6 +15,7 @@ from devices import SIMULATED
 from engine_contract import EngineContract, Subject
 from rollout_helpers import GPT2, LLAMA, TIED, plain_log_probs, plain_model
 from transformers import LlamaConfig, MambaConfig, MistralConfig
+from waits import wait_until
 
 from workers.rollout.engines import decoding
 from workers.rollout.engines.hf_engine import HFEngine
@@ -248,6 +251,9 @@ def test_sleep_frees_device_memory():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     HFEngine(LLAMA).generate(PROMPTS, SamplingParams(6), SEEDS)  # cuBLAS allocates its own memory once
+    # An engine's thread keeps its memory for some seconds, also those of the tests before.
+    wait_until(lambda: "engine" not in {thread.name for thread in threading.enumerate()}, 20)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     engine = HFEngine(LLAMA)
     completions = engine.generate(PROMPTS, SamplingParams(6), SEEDS)
