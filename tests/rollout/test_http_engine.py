@@ -495,13 +495,21 @@ def test_server_that_never_tells_its_version_is_an_error(server, engine_of, monk
     assert running.result(20).finish_reason == "length"
 
 
-def test_update_that_begins_during_the_check_is_not_abandoned(server, engine_of, monkeypatch):
+def during_the_check(engine, monkeypatch):
+    """A request for which the engine asks for the version. The answer, once the event is set, is that of a server that
+    was restarted."""
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
-    engine, asking, answer = engine_of(), threading.Event(), threading.Event()
+    asking, answer = threading.Event(), threading.Event()
     load(engine)
     monkeypatch.setattr(engine._dialect, "version", lambda: asking.set() or (answer.wait(10) and "default"))
-    failing = engine.submit([1], SamplingParams(1), "a", seed=0)
+    request = engine.submit([1], SamplingParams(1), "a", seed=0)
     assert asking.wait(10)
+    return request, answer
+
+
+def test_update_that_begins_during_the_check_is_not_abandoned(server, engine_of, monkeypatch):
+    engine = engine_of()
+    failing, answer = during_the_check(engine, monkeypatch)
     worker = threading.Thread(target=engine.begin_update)
     worker.start()
     wait_until(lambda: "update" in engine._holds, 10)
@@ -517,12 +525,8 @@ def test_update_that_begins_during_the_check_is_not_abandoned(server, engine_of,
 
 
 def test_loss_of_the_weights_fails_also_what_came_during_the_check(server, engine_of, monkeypatch):
-    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
-    engine, asking, answer = engine_of(), threading.Event(), threading.Event()
-    load(engine)
-    monkeypatch.setattr(engine._dialect, "version", lambda: asking.set() or (answer.wait(10) and "default"))
-    first = engine.submit([1], SamplingParams(1), "a", seed=0)
-    assert asking.wait(10)
+    engine = engine_of()
+    first, answer = during_the_check(engine, monkeypatch)
     second = engine.submit([1], SamplingParams(1), "b", seed=0)
     answer.set()
     for future in (first, second):

@@ -128,6 +128,8 @@ class AgentEngine(RolloutEngine):
         self._lock = threading.Condition()
         self._sessions: dict[str, Session] = {}
         """By request id, those that have not ended."""
+        self._blocking: set[str] = set()
+        """Request ids of calls of `generate`. A set's operations are atomic; no lock."""
         self._tasks: dict[asyncio.Task[None], Session] = {}
         """Of the event loop's thread: those of sessions whose environments are not closed."""
         self._waiting: list[Session] = []
@@ -158,12 +160,14 @@ class AgentEngine(RolloutEngine):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
         futures = []
+        self._blocking.update(names)
         try:
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
                 row = {name: of[number] for name, of in (extras or {}).items()}
-                futures.append(self._begin(prompt, sampling_params, names[number], seed, extras=row, waits=False))
+                futures.append(self.submit(prompt, sampling_params, names[number], seed=seed, extras=row))
             return [future.result() for future in futures]
         finally:
+            self._blocking.difference_update(names)
             self.abort(names)  # those that are left when one fails, or after Ctrl-C
 
     def submit(
@@ -182,25 +186,6 @@ class AgentEngine(RolloutEngine):
             partial: a session that was aborted, here or by another engine, continues if its environment has a
                 `Environment.state_dict`, and begins again otherwise.
             extras: the row for `Environment.reset`.
-        """
-        return self._begin(prompt, sampling_params, request_id, seed, partial, extras)
-
-    def _begin(
-        self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
-        request_id: str,
-        seed: int,
-        partial: Completion | None = None,
-        extras: Mapping[str, Any] | None = None,
-        *,
-        waits: bool = True,
-    ) -> Future[Completion]:
-        """Begin a session.
-
-        Args:
-            waits: whether it waits for an update if the engine has lost its weights. In `generate` it would wait for
-                ever, because a worker takes no update before that returns.
         """
         state = None
         if partial is not None:
@@ -221,7 +206,7 @@ class AgentEngine(RolloutEngine):
             extras or {},
             submit=self.engine.submit,
             abort=self.engine.abort,
-            unavailable=lambda: not self._closed and (self._asleep or (waits and self.engine.weight_version is None)),
+            unavailable=lambda: self._unavailable(request_id),
             environment=self._make,
             renderer=self.renderer,
             limits=self.limits,
@@ -249,6 +234,12 @@ class AgentEngine(RolloutEngine):
         with self._lock:
             made, self._spare = self._spare, None
         return self.environment() if made is None else made
+
+    def _unavailable(self, name: str) -> bool:
+        """Whether a session waits for weights. In `generate` it would wait for ever, because a worker takes no update
+        before that returns."""
+        lost = self.engine.weight_version is None and name not in self._blocking
+        return not self._closed and (self._asleep or lost)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop. The caller holds the lock."""

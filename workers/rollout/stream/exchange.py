@@ -183,8 +183,8 @@ class Exchange:
 
     def __call__(self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None) -> Report:
         """Follow orders, and wait for a group to finish. An engine that has lost its weights, for example because its
-        server was restarted, gets new ones only from an update, for which the driver may wait with this. So its groups
-        are returned as aborted, for others to continue.
+        server was restarted, gets new ones only from an update, which may not begin while groups are running. So its
+        groups are returned as aborted, for others to continue.
 
         Args:
             orders: of this rank.
