@@ -1,13 +1,16 @@
 """A server that speaks as vLLM's does, for the requests that an engine makes, in front of a toy model.
 
 The model is that of `rollout_helpers.Bigram`. Requests and answers have the fields that vLLM 0.32 documents. Only the
-standard library is needed, so that it also starts quickly as a process: ``python fake_server.py`` writes its port.
+standard library is needed, so that it also starts quickly as a process: ``python fake_server.py [port [log_probs]]``
+writes its port.
 """
 
 import json
 import math
+import os
 import random
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -290,7 +293,27 @@ TRAINING = {
     "/wake_up",
 }
 
+
+def serving(*options):
+    """Start a server as a process. The options are those of this file."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    process.url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    return process
+
+
+def kill(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
 if __name__ == "__main__":
-    serving = FakeServer(port=int(sys.argv[1]) if sys.argv[1:] else 0)
-    print(serving.server_port, flush=True)
+    server = FakeServer(port=int(sys.argv[1]) if sys.argv[1:] else 0)
+    server.log_probs = sys.argv[2] if sys.argv[2:] else "raw"
+    print(server.server_port, flush=True)
     threading.Event().wait()

@@ -4,10 +4,7 @@ tests/with_vllm runs the same against vLLM's own server.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 
@@ -15,7 +12,7 @@ import fake_server
 import pytest
 import torch
 from engine_contract import EngineContract, Subject
-from fake_server import FakeServer
+from fake_server import FakeServer, kill, serving
 from rollout_helpers import LLAMA, TIED, Bigram, chosen_log_probs, kept_sets, left_to_choose, plain_model
 from waits import wait_until
 
@@ -619,15 +616,13 @@ def test_server_that_is_not_there():
 
 
 def test_killed_server_fails_its_requests_at_once():
-    process = subprocess.Popen(
-        [sys.executable, fake_server.__file__], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""}
-    )
+    process = serving()
     try:
-        engine = HTTPEngine(f"http://127.0.0.1:{int(process.stdout.readline())}", config=CONFIG)
+        engine = HTTPEngine(process.url, config=CONFIG)
         futures = [engine.submit([1], LONG, str(k), seed=k) for k in range(3)]
         begun(engine, 3)
         killed = time.monotonic()
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         for future in futures:
             with pytest.raises(RolloutError, match=r"closed the connection during POST.*probably died|cannot reach"):
                 future.result(10)
@@ -635,9 +630,92 @@ def test_killed_server_fails_its_requests_at_once():
         with pytest.raises(RolloutError, match="cannot reach the server"):
             engine.generate([[1]], SamplingParams(2), [0])
     finally:
-        process.kill()
-        process.wait()
+        kill(process)
     engine.close()
+
+
+def test_server_that_is_restarted_under_its_requests_gets_weights_from_the_next_update(engine_of, caplog):
+    """Which waits for it. Until then, whoever asks is told."""
+    process = serving()
+    try:
+        engine = engine_of(url=process.url, timeout=20)
+        load(engine)
+        futures = [engine.submit([1], LONG, str(k), seed=k) for k in range(3)]
+        begun(engine, 3)
+        kill(process)
+        for future in futures:
+            with pytest.raises(RolloutError, match=f"cannot reach the server at {process.url}"):
+                future.result(10)
+        with pytest.raises(RolloutError, match=f"no complete weights: cannot reach the server at {process.url}"):
+            engine.submit([1], LONG, "a", seed=0)
+        updated = []
+        updating = threading.Thread(target=lambda: updated.append(load(engine, seed=4, version=2)))
+        updating.start()
+        wait_until(lambda: "The update waits for it, for at most 20 s" in caplog.text, 10)
+        process = serving(process.url.rpartition(":")[2])
+        updating.join(10)
+        (completion,) = engine.generate([[1]], SamplingParams(8), [0])
+        assert completion.weight_versions == [2] * 8
+        assert completion.log_probs == pytest.approx(updated[0].log_probs([1], completion.token_ids), abs=1e-4)
+        kill(process)
+        engine._server.timeout = 0.5
+        with pytest.raises(http_client.ServerError, match="cannot reach the server"):
+            load(engine, version=3)
+    finally:
+        kill(process)
+
+
+def cut(after, then=lambda: None):
+    """What goes wrong with a request: its connection breaks after some tokens."""
+
+    def streamed(handler):
+        event, sent = handler.event, []
+
+        def some(content):
+            if len(sent) == after:
+                then()
+                handler.connection.shutdown(socket.SHUT_RDWR)
+            sent.append(event(content))
+
+        handler.event = some
+        handler.completions(handler.server.seen[-1][1], {})
+
+    return streamed
+
+
+def test_request_whose_connection_broke_goes_on(server, engine_of):
+    engine = engine_of()
+    model, sent = load(engine), len(server.seen)
+    server.faults["/v1/completions"] = cut(5)
+    (completion,) = engine.generate([[1]], SamplingParams(20), [0])
+    assert completion.weight_versions == [1] * 20
+    assert completion.log_probs == pytest.approx(model.log_probs([1], completion.token_ids), abs=1e-4)
+    bodies = [body for path, body in server.seen[sent:] if path == "/v1/completions"]
+    assert [body["prompt"] for body in bodies] == [[1], [1, *completion.token_ids[:5]]]
+
+    def always(handler):
+        server.faults["/v1/completions"] = always
+        cut(0)(handler)
+
+    server.faults["/v1/completions"] = always
+    with pytest.raises(RolloutError, match="closed the connection during POST"):
+        engine.generate([[1]], SamplingParams(20), [0])
+
+
+@pytest.mark.parametrize("how", ["cut", "error"])
+def test_request_that_failed_with_its_server_does_not_go_on_with_other_weights(server, engine_of, how):
+    engine = engine_of()
+    load(engine)
+    sent = len(server.seen)
+
+    def fail(handler):
+        server.version = "default"
+        handler.error(500, "EngineCore died")
+
+    server.faults["/v1/completions"] = cut(5, lambda: setattr(server, "version", "default")) if how == "cut" else fail
+    with pytest.raises(RolloutError, match="has weights 'default' instead of"):
+        engine.generate([[1]], SamplingParams(20), [0])
+    assert [path for path, _ in server.seen[sent:]].count("/v1/completions") == 1
 
 
 def test_errors_carry_the_servers_message(server, engine_of):
@@ -675,10 +753,10 @@ def test_errors_carry_the_servers_message(server, engine_of):
 def test_request_that_was_turned_away_is_sent_again(server, engine_of, monkeypatch):
     monkeypatch.setattr(http_client, "RETRY_SECONDS", (0.01, 0.01))
     engine = engine_of()
-    sent = len(server.seen)
+    server.seen.clear()
     server.faults["/v1/completions"] = 429
     assert len(engine.generate([[1]], SamplingParams(2), [0])[0].token_ids) == 2
-    assert len(server.seen) == sent + 2
+    assert [path for path, _ in server.seen].count("/v1/completions") == 2
 
     def always(handler):
         server.faults["/v1/completions"] = always
@@ -687,7 +765,7 @@ def test_request_that_was_turned_away_is_sent_again(server, engine_of, monkeypat
     server.faults["/v1/completions"] = always
     with pytest.raises(RolloutError, match="503: no room"):
         engine.generate([[1]], SamplingParams(2), [0])
-    assert len(server.seen) == sent + 5
+    assert [path for path, _ in server.seen].count("/v1/completions") == 5
 
 
 def test_silent_server_is_an_error(server, engine_of):

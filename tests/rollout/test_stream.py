@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 from devices import ON_DEVICE
-from fake_server import FakeServer
+from fake_server import FakeServer, kill, serving
 from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions
 from waits import wait_until
 
@@ -68,6 +68,16 @@ def engine_of_next_server(folder):
     return made
 
 
+@contextlib.contextmanager
+def group_of_servers(urls, folder):
+    """A group whose workers have an `HTTPEngine` each."""
+    for url in urls:
+        URLS.put(url)
+    made = RayClassWithInitArgs(Toy, engine_of_next_server, folder)
+    with LocalWorkerGroup(len(urls), made, threads=True, collectives=False) as group:
+        yield group
+
+
 @pytest.fixture
 def servers_group(tmp_path):
     """Each worker has an `HTTPEngine` with a server of its own."""
@@ -75,11 +85,22 @@ def servers_group(tmp_path):
         servers = [stack.enter_context(contextlib.closing(FakeServer(delay=0.002))) for _ in range(2)]
         for server in servers:
             server.log_probs = "tempered"
-            URLS.put(server.url)
-        made = RayClassWithInitArgs(Toy, engine_of_next_server, tmp_path)
-        group = stack.enter_context(LocalWorkerGroup(2, made, threads=True, collectives=False))
+        group = stack.enter_context(group_of_servers([server.url for server in servers], tmp_path))
         group.servers = servers
         yield group
+
+
+@pytest.fixture
+def processes():
+    """Servers that can be killed."""
+    started = [serving("0", "tempered") for _ in range(2)]
+    yield started
+    for process in started:
+        kill(process)
+
+
+def start_again(processes, which):
+    processes[which] = serving(processes[which].url.rpartition(":")[2], "tempered")
 
 
 def managed(group, how=HOW, function=reward, **options):
@@ -556,6 +577,71 @@ def test_groups_go_on_elsewhere_if_their_server_was_restarted(servers_group, mon
         groups = [number for data in found for number in group_numbers(data["group_ids"])[::SAMPLES].tolist()]
         assert groups == list(range(4 * B))
     assert "has weights 'default' instead of" in caplog.text
+
+
+@pytest.mark.timeout(60)
+def test_groups_go_on_if_servers_are_restarted_under_them(processes, tmp_path, caplog):
+    """On the other worker. If its server is gone, too, an update is asked for, and waits until the servers are back."""
+    found = []
+
+    def busy(which):
+        loads = zip(urls, group.load_of_engine(), strict=True)
+        return dict(loads)[processes[which].url].running > 0
+
+    def take():
+        data = stream.take(30)
+        check_log_probs(data)
+        found.extend(group_numbers(data["group_ids"])[::SAMPLES].tolist())
+
+    def refresh():
+        def supervise():
+            wait_until(lambda: caplog.text.count("The update waits for it, for at most 300 s") == 2, 20)
+            for which in range(2):
+                start_again(processes, which)
+
+        supervisor = threading.Thread(target=supervise)
+        supervisor.start()
+        update(stream, manager, 2)
+        supervisor.join()
+
+    with group_of_servers([process.url for process in processes], tmp_path) as group:
+        urls = group.execute_with_func_generator(lambda worker: worker.engine.url)  # by rank; any has any server
+        manager = managed(group, how=replace(LONG, max_new_tokens=200))
+        with streaming(manager, max_staleness=4, mode="interrupt", requests_per_worker=SAMPLES) as stream:
+            update(stream, manager, 1)
+            wait_until(lambda: busy(0) and busy(1), 20)
+            kill(processes[0])
+            take()
+            wait_until(lambda: busy(1), 20)
+            kill(processes[1])
+            manager.refresh = refresh
+            while manager.weight_version != 2:  # at first, perhaps, batches that were complete
+                take()
+            assert group.version_of_weights() == [2, 2]
+    assert found == list(range(len(found)))
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_are_lost_twice_are_asked_for_twice(servers_group, monkeypatch):
+    monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
+    servers, lost = servers_group.servers, []
+
+    def reward_and_lose(prompt_ids, completion_ids, label=0):
+        if len(lost) < 2 and all(server.version != "default" for server in servers):
+            lost.append(prompt_ids)
+            for server in servers:
+                server.version = "default"
+        return 1.0
+
+    manager = managed(servers_group, how=replace(LONG, max_new_tokens=12), function=reward_and_lose)
+    # One worker is still in the middle of a group, between two samples, when the other one finishes one.
+    servers_group.execute_with_func_generator(lambda worker: setattr(worker.engine, "max_running", 1))
+    servers[0].delay = 0.02
+    with streaming(manager, requests_per_worker=SAMPLES) as stream:
+        update(stream, manager, 1)
+        manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
+        check_log_probs(stream.take(30))
+        assert len(lost) == 2 and manager.weight_version == 3
 
 
 def test_rollout_asks_for_weights_that_a_server_has_lost(servers_group, monkeypatch):

@@ -57,7 +57,6 @@ class RolloutWorker(WeightReceiver):
         TypeError: ``engine`` did not return an engine.
     """
 
-    engine: RolloutEngine
     _taken: torch.device | None = None
     _gateway: Gateway | None = None
 

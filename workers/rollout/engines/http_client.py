@@ -71,11 +71,12 @@ class ServerError(RolloutError):
 
     Attributes:
         status: the HTTP status code; None if there was no answer.
+        gone: whether the connection could not be made, or broke: the server has died, or is being restarted.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, *, gone: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.gone = status, gone
 
 
 class Server:
@@ -134,7 +135,8 @@ class Server:
         try:
             return self._exchange("GET", path)
         except ServerError as error:
-            if error.status is not None or isinstance(error.__cause__, httpx.TimeoutException):
+            late = isinstance(error.__cause__, httpx.TimeoutException) and not error.gone
+            if error.status is not None or late:
                 raise
         return self._exchange("GET", path)
 
@@ -224,13 +226,15 @@ class Server:
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             return ServerError(
                 f"cannot reach the server at {self.url}: {told}. Check the URL, that the server runs, and that "
-                f"this host ({socket.gethostname()}) may connect to it"
+                f"this host ({socket.gethostname()}) may connect to it",
+                gone=True,
             )
-        if isinstance(error, (TimeoutError, httpx.TimeoutException)):
+        late = isinstance(error, (TimeoutError, httpx.TimeoutException))
+        if late:
             why = f"did not answer {what} within {self.timeout:g} s; it is overloaded or hangs: see its log"
         else:
             why = f"closed the connection during {what} ({told}); it has probably died: see its log"
-        return ServerError(f"the server at {self.url} {why}")
+        return ServerError(f"the server at {self.url} {why}", gone=not late)
 
     def _checked(self, what: str, event: Any) -> Any:
         if isinstance(event, dict) and event.get("error"):

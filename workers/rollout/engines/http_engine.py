@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from workers.extras import require
 from workers.hf_files import checkpoint_shapes, config_of, meta_model, shapes_of
@@ -50,6 +50,9 @@ STEP_SECONDS = 0.02
 ASK_SECONDS = 1.0
 """How old the server's weight version and load may be that the engine relies on."""
 
+STARTING = (502, 503, 504)
+"""Status codes of a server that is being restarted, or of a proxy before it."""
+
 UNKNOWN = (None, "default")
 """What a server calls the weights that it began with; None if it does not tell."""
 
@@ -63,13 +66,14 @@ class _Reader:
     """A request in progress at the server.
 
     Attributes:
+        had: how many tokens the request had before.
         heard: when the server last sent something.
         begun: whether anything of it was accepted.
         closed: whether `close` was called, after which nothing that has come counts.
     """
 
     def __init__(self, request: Request, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
-        self.request = request
+        self.request, self.had = request, len(request.token_ids)
         self.heard = time.monotonic()
         self.begun = self.closed = False
         self._reading = run(self._read(parts, into))
@@ -108,7 +112,8 @@ class HTTPEngine(RequestEngine):
         weights_dir: a folder that the server sees under the same path. By default the one for temporary files, if
             ``url`` is of this host. The files of an update are deleted when the server has read them.
         api_key: of the server.
-        timeout: seconds that the server may take for an answer, and that a request may get no token.
+        timeout: seconds that the server may take for an answer, that a request may get no token, and that an update
+            waits for a server that is being restarted.
         max_running: how many requests may be at the server at once; each has a connection.
         max_logprobs: how many log-probabilities the server returns for a token at most, as its ``--max-logprobs`` says,
             20 by default in vLLM. Sets of `SamplingMask` have fewer tokens; others are not returned.
@@ -244,8 +249,7 @@ class HTTPEngine(RequestEngine):
             wait = 0.0
             if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
-                # Again: one that was turned away was sent again, perhaps to a server that was restarted meanwhile.
-                if not (reader.begun or isinstance(part, Exception) or self._version_is_known()):
+                if self._must_wait(reader, part):
                     self._waiting.appendleft(self._close(reader))
                     continue
                 reader.begun = True
@@ -260,6 +264,23 @@ class HTTPEngine(RequestEngine):
             for reader in [reader for reader in self._readers.values() if reader.heard < late]:
                 self._close(reader)
                 self._fail([reader.request], self._server.broken("a request for tokens", TimeoutError()))
+
+    def _must_wait(self, reader: _Reader, part: Part | Exception) -> bool:
+        """Whether a request must be sent again, with the tokens that it has, because the server may have been restarted
+        or only the connection was lost.
+
+        Raises:
+            RolloutError: the server has lost its weights. This fails all requests.
+        """
+        if not isinstance(part, Exception):
+            # One that was turned away was sent again, perhaps to a server that was restarted meanwhile.
+            return not (reader.begun or self._version_is_known())
+        if not isinstance(part, ServerError) or not (part.gone or (part.status or 0) >= 500):
+            return False
+        if self._unsure is None:  # otherwise it was asked just now: many may fail at the same time
+            self._asked = -math.inf
+        # Without a token in between it would be sent again for ever to a server that always fails.
+        return not self._version_is_known() or (part.gone and len(reader.request.token_ids) > reader.had)
 
     def _add(self, reader: _Reader, part: Part | Exception) -> None:
         """Record what has come."""
@@ -334,7 +355,7 @@ class HTTPEngine(RequestEngine):
         question away. It may be restarting, so requests wait until it answers, for at most ``timeout`` seconds.
 
         Raises:
-            RolloutError: it has others. This fails all requests.
+            RolloutError: it has others, or is gone. This fails all requests.
         """
         began = time.monotonic()
         if self.weight_version is None or began - self._asked <= ASK_SECONDS:
@@ -342,9 +363,12 @@ class HTTPEngine(RequestEngine):
         try:
             found = self._dialect.version()
         except ServerError as error:
+            if error.status is None:
+                # It will have again the weights that it begins with; and one that is only late still has all.
+                self._lose(error, weights=error.gone and self._stamp not in UNKNOWN)
             self._unsure = began if self._unsure is None else self._unsure
             self._asked = time.monotonic()
-            if error.status is None or self._asked - self._unsure > self._server.timeout:
+            if self._asked - self._unsure > self._server.timeout:
                 self._fail(self._waiting, error)
                 self._waiting.clear()
                 self._unsure, self._asked = None, -math.inf  # later ones ask anew
@@ -355,16 +379,27 @@ class HTTPEngine(RequestEngine):
                 f"the server at {self.url} has weights {found!r} instead of {self._stamp!r}: it was restarted, or "
                 "somebody else has updated it. Update the weights again"
             )
-            logger.warning("%s", lost)  # a stream does not raise it
-            with self._changed:
+            self._lose(lost)
+        return True
+
+    def _lose(self, why: RolloutError, *, weights: bool = True) -> NoReturn:
+        """Fail all requests, because the server has lost its weights or, without ``weights``, is only gone.
+
+        Raises:
+            RolloutError: ``why``, always.
+        """
+        self._unsure, self._asked = None, -math.inf
+        with self._changed:
+            updating = "update" in self._holds  # begun meanwhile by the worker, it waits for this step
+            if weights:
+                logger.warning("%s", why)  # a stream does not raise it
                 self.weight_version = None
-                updating = "update" in self._holds  # begun meanwhile by the worker, it waits for this step
                 if not updating:
                     super().abandon_update()
-            if not updating:
-                self._fail(list(self._requests.values()), lost)  # those that this thread was not given, too
-            raise lost
-        return True
+                    self.lost_because = str(why)
+        if not updating:
+            self._fail(list(self._requests.values()), why)  # those that this thread was not given, too
+        raise why
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. The server is told by the end of the connection."""
@@ -486,6 +521,7 @@ class HTTPEngine(RequestEngine):
             WeightsError: some tensors have come, and others are missing.
             ServerError: the server did not load the weights. It may have some of them.
         """
+        self._await_server()
         if self._folder is None:
             self._stamp = self._dialect.version()
         else:
@@ -505,6 +541,25 @@ class HTTPEngine(RequestEngine):
             self._stamp = stamp
         self._asked, self._unsure = time.monotonic(), None
         super().finish_update(version)
+
+    def _await_server(self) -> None:
+        """Wait for a server that is being restarted, for at most ``timeout`` seconds.
+
+        Raises:
+            ServerError: it is not back.
+        """
+        deadline, told = time.monotonic() + self._server.timeout, False
+        while True:
+            try:
+                self._dialect.version()
+                return
+            except ServerError as error:
+                if not (error.gone or error.status in STARTING) or time.monotonic() > deadline:
+                    raise
+                if not told:
+                    logger.warning("%s. The update waits for it, for at most %g s", error, self._server.timeout)
+                told = True
+            time.sleep(min(ASK_SECONDS, self._server.timeout / 10))
 
     def abandon_update(self) -> None:
         self._remove_files()

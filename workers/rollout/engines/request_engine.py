@@ -156,6 +156,7 @@ class RequestEngine(RolloutEngine):
         echo_prompts: whether completions have `Completion.prompt_ids`, to be compared with what was submitted.
         keep_prefixes: whether requests may continue those that have ended, as the turns of a session do, so that it is
             worth keeping their keys and values. Engines that always decide this themselves ignore it.
+        lost_because: why the engine has lost its weights, for the error.
     """
 
     vocab_size: int | None = None
@@ -164,6 +165,7 @@ class RequestEngine(RolloutEngine):
     coldest = 1e-6
     echo_prompts = False
     keep_prefixes = False
+    lost_because = ""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -457,7 +459,7 @@ class RequestEngine(RolloutEngine):
         if "sleep" in self._holds:
             raise RolloutError(f"{what} is asleep; call the worker's wake_up() or the manager's onload() first")
         if "abandoned" in self._holds:
-            raise RolloutError(f"{what} has no complete weights, because an update was abandoned; update them again")
+            raise RolloutError(f"{what} has no complete weights: {self.lost_because}")
         if held:
             why = "is paused; call resume() first" if "pause" in self._holds else "has no complete weights"
             raise RolloutError(f"{what} {why}")
@@ -536,6 +538,7 @@ class RequestEngine(RolloutEngine):
 
     def abandon_update(self) -> None:
         with self._changed:
+            self.lost_because = "an update was abandoned; update them again"
             self._holds.add("abandoned")
             self._holds.discard("update")
             self.weight_version = None
@@ -605,6 +608,7 @@ class RequestEngine(RolloutEngine):
                 logger.debug("%s failed", type(self).__name__, exc_info=True)
                 with self._changed:
                     self._stepping = False
+                    self._changed.notify_all()  # somebody may wait for the end of the step
                     waiting = set(map(id, self._added))
                     # Those that were handed out; all, if it failed before it asked for any.
                     failed = [one for one in self._requests.values() if id(one) not in waiting] or self._added[:]

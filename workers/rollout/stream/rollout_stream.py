@@ -176,7 +176,8 @@ class RolloutStream(Closing):
             SingleControllerError: a worker could not be restarted, or a call of the group failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        refreshed = -1
+        router = self._router
+        refreshed = None
         while True:
             left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
             try:
@@ -188,8 +189,9 @@ class RolloutStream(Closing):
             with self._changed:
                 stuck = self._stuck
             if stuck is not None:
-                self._refresh(stuck, again=refreshed == self._router.recovery.deaths)
-                refreshed = self._router.recovery.deaths
+                # Again only if there was progress, or another reason; a prompt may end every server that gets it.
+                self._refresh(stuck, again=refreshed == (router.recovery.deaths, router.completed))
+                refreshed = router.recovery.deaths, router.completed
         with self._changed:
             self._changed.notify_all()  # the router may begin further groups
         groups: list[GroupData] = [load(one.payload) for one in taken]

@@ -121,6 +121,7 @@ class Router:
 
     Attributes:
         recovery: of the workers' group.
+        completed: how many groups were generated to their end.
         sessions_lost: how many sessions began again because their worker died and their environment has no state.
     """
 
@@ -151,7 +152,7 @@ class Router:
         self._overhead = 0.0
         self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
         self._losses: dict[int, int] = {}
-        self.sessions_lost = 0
+        self.completed = self.sessions_lost = 0
         self._asked: Counter[str] = Counter()
         """Id of a `WeightRequest` -> how often a worker was told to serve it."""
 
@@ -416,6 +417,7 @@ class Router:
         if any(one.finish_reason == "abort" for one in completions):
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
+        self.completed += 1
         self._manager.note_sessions(completions)
         if self._manager.rewards is None:
             self._put(number, group)
