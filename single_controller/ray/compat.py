@@ -6,8 +6,10 @@ PYTHONPATH on the node, because a shell runs the ``py_executable`` of a runtime_
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
@@ -19,8 +21,13 @@ from ray.actor import ActorClass
 from single_controller.call.errors import ControlStoreError
 from single_controller.call.future import in_own_thread
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+DIAL_SECONDS = 5.0
+"""How long the control store may take to accept a connection, before nothing is known of it."""
 
 STORE_SECONDS = 30.0
 """How long the control store may take to answer. Ray's own functions wait without a limit, and one was seen to wait for
@@ -47,16 +54,31 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
         raise ControlStoreError(f"Ray's control store has not answered within {STORE_SECONDS:g} s") from None
 
 
-def death_of(actor: Any, *, ask: bool = False) -> str | None:
+def deserted_address() -> str | None:
+    """The address of the cluster that Ray's folder names, if nothing listens there: the cluster was killed, or the host
+    was. `ray.init` would wait for it. Not needed if ``ray.init(address="auto")`` fails at once then."""
+    from ray._private.services import find_gcs_addresses
+    from ray._private.utils import read_ray_address
+
+    address: str | None = read_ray_address()
+    if address is None or find_gcs_addresses():  # `ray.init` joins what runs here
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), DIAL_SECONDS).close()
+    except ConnectionRefusedError:
+        return address
+    except (OSError, ValueError):
+        logger.debug("whether a cluster is at %s is not known", address, exc_info=True)
+    return None
+
+
+def death_of(actor: Any) -> str | None:
     """Why an actor is dead, in a few words; None if it is alive.
 
     Ray's control store sends every change of an actor's state to the processes that have called the actor. Reading the
     state that was last received asks nobody, so a look at thousands of living actors costs the control store nothing.
     It is asked about an actor that this process has not called yet, and for the cause of a death.
-
-    Args:
-        actor: the actor.
-        ask: whether to ask the control store in any case.
 
     Raises:
         ControlStoreError: it has not answered, and the actor is not known to be dead.
@@ -65,7 +87,7 @@ def death_of(actor: Any, *, ask: bool = False) -> str | None:
     from ray.core.generated import gcs_pb2
 
     data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (as in all_actors)
-    if not ask and actor._get_local_state() == data.ALIVE:
+    if actor._get_local_state() == data.ALIVE:
         return None
     try:
         info = ask_store(actors, actor_id=actor._actor_id.hex())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from single_controller.call.errors import ForkedProcessError
-from single_controller.ray.compat import ask_store, free_resources
+from single_controller.ray.compat import ask_store, deserted_address, free_resources
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,9 @@ def ensure_ray() -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or "auto"
+    if address == "auto" and (deserted := deserted_address()) is not None:
+        logger.warning("no Ray cluster runs any more at %s, the address that `ray start` has left here", deserted)
+        address = "local"
     if address != "local":
         try:
             ray.init(address=address)

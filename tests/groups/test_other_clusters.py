@@ -1,11 +1,15 @@
 """Tests that need their own Ray cluster, each in a separate script: shutdown, several nodes, logical GPUs."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import ray
+
+from single_controller.ray.runtime import ensure_ray
 
 PREAMBLE = """
 import os, sys, time, ray
@@ -42,6 +46,28 @@ def test_ray_shutdown_with_a_call_nobody_waited_for(last):
         print("> alive")
     """)
     assert out == ["> alive"]
+
+
+def test_cluster_that_was_killed_is_not_waited_for(monkeypatch, tmp_path, caplog):
+    """``ray start`` has left its address, which ``ray stop`` would have removed."""
+    joined = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # those of other tests
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda address, **_: joined.append(address))
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    ensure_ray()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        ensure_ray()
+        assert not caplog.records
+    ensure_ray()
+    assert joined == ["auto", "auto", "local"] and "no Ray cluster runs any more at 127.0.0.1:" in caplog.text
+    monkeypatch.setenv("RAY_ADDRESS", file.read_text())
+    ensure_ray()
+    assert joined[-1] == file.read_text()
 
 
 def test_group_and_results_after_ray_shutdown():
