@@ -44,7 +44,7 @@ NAME_FREE_SECONDS = 10.0
 """How long a restart waits until Ray has freed the names of the workers that it ended."""
 
 STANDBY_SECONDS = 5.0
-"""How long a rank that is replaced waits for a standby that is not ready. Starting a new process takes about as long,
+"""How long ranks that are replaced wait for a standby that is not ready. Starting a new process takes about as long,
 and the standby may never be: its slot may have been on a host that is gone."""
 
 
@@ -103,16 +103,19 @@ def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: 
     follows the group's present one, for a group of this generation."""
     _end(before, chosen)
     ranks, standbys = list(before.ranks), living_standbys(before)
-    lost = [one.slot for one in before.standbys if one not in standbys]
-    missing = []
+    missing, taken = [], []
+    lost: list[Slot] = []
+    end = time.monotonic() + STANDBY_SECONDS  # for all ranks together
     for number in chosen:
-        standby = _ready(standbys)
+        standby = _ready(standbys, end)
         if standby is None:
             missing.append(number)
         else:
+            taken.append(standby)
             slot = ranks[number].slot
             lost += [] if slot is None else [slot]
             ranks[number] = _recruited(standby)
+    lost += [one.slot for one in before.standbys if one not in standbys and one not in taken]
     slots = [slot for number in missing if (slot := ranks[number].slot) is not None]
     # A detached actor keeps its name, because others find it by that name.
     names = [ranks[number].name for number in missing] if plan.detached else _names(plan, missing)
@@ -222,10 +225,11 @@ def _recruited(standby: Standby) -> Rank:
     return Rank(standby.actor, standby.name, where, replace(standby.slot, location=where))
 
 
-def _ready(standbys: list[Standby]) -> Standby | None:
-    """Take a living standby out of the list: one that is ready, or else the one that will be soon."""
+def _ready(standbys: list[Standby], end: float) -> Standby | None:
+    """Take a living standby out of the list: one that is ready, or else one that becomes ready before ``end``, by the
+    monotonic clock. Those that cannot be used are ended."""
     while standbys:
-        ready, _ = ray.wait([one.prepared for one in standbys], timeout=STANDBY_SECONDS)
+        ready, _ = ray.wait([one.prepared for one in standbys], timeout=max(0.0, end - time.monotonic()))
         if not ready:
             return None
         standby = next(one for one in standbys if one.prepared == ready[0])
@@ -235,6 +239,7 @@ def _ready(standbys: list[Standby]) -> Standby | None:
             return standby
         except RayError as error:
             logger.warning("%s: a standby cannot be used: %s", standby.name, one_line(error))
+            standby.end()
     return None
 
 
@@ -315,12 +320,13 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
     share = plan.pool.options.share(plan.use_gpu)
     options: dict[str, Any] = {
         **share,
-        "resources": {**share["resources"], **process.additional_resource} or None,
         "max_restarts": 0,
         "lifetime": "detached" if plan.detached else None,
         "namespace": plan.namespace,
         **process.options,
     }
+    own = process.options.get("resources") or {}
+    options["resources"] = {**share["resources"], **process.additional_resource, **own} or None
     wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], "memory": options["memory"]}
     wanted |= options["resources"] or {}
     slot = dict(plan.pool.reservations[0].request.bundle)

@@ -116,6 +116,14 @@ class Lone(Worker):
         self.value = "told"
 
 
+class Sulky(Lone):
+    """No good as a standby."""
+
+    @classmethod
+    def prepare_standby(cls):
+        raise OSError("no weights")
+
+
 class Replica(Member):
     """One of the two ranks of a data-parallel replica."""
 

@@ -230,6 +230,19 @@ def test_update_options(pair):
         made.update_options({"num_cpu": 1})
 
 
+def test_resources_of_options_are_added_to_the_additional_resource(ray_cluster):
+    made, head = counter(), {"node:__internal_head__": 0.001}
+    made.update_options({"resources": head})
+    made.set_additional_resource({"crate": 1})
+    wait_free(CRATES)
+    with (
+        RayResourcePool([1], use_gpu=False, resources={"crate": 1, **head}) as pool,
+        RayWorkerGroup(pool, made) as group,
+    ):
+        taken = group.process()[0]["group_free"]
+        assert all(any(key.startswith(name) for key in taken) for name in ("crate", "node:__internal_head__"))
+
+
 def test_merge_keeps_the_accelerator_type(ray_cluster):
     pools = [RayResourcePool([1], use_gpu=False, accelerator_type="H100") for _ in range(2)]
     merged = merge_resource_pool(*pools)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
-from replace_workers import Lone, Member
+from replace_workers import Lone, Member, Sulky
 from torch.distributed import TCPStore
 from waits import wait_gone, wait_until, within
 
@@ -23,6 +23,8 @@ from single_controller import (
     WorkerDiedError,
 )
 from single_controller.ray import group as ray_group
+from single_controller.ray import start
+from single_controller.ray.compat import death_of
 from single_controller.ray.rank.collectives import end_collectives
 from workers.distributed import initialize_distributed
 
@@ -134,6 +136,28 @@ def test_dead_standby_is_no_obstacle_and_is_started_again(members):
     assert members.replace() == (2,)
     check_replaced(members, before, {2})
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
+
+
+def test_standby_that_cannot_be_prepared_is_ended_and_started_again(wide):
+    with RayWorkerGroup(wide[:3], RayClassWithInitArgs(Sulky), standby=1, collectives=False) as group:
+        (first,) = group._transport.standbys
+        with pytest.raises(ray.exceptions.RayError):
+            first.location()
+        assert group.replace([0]) == (0,)
+        wait_until(lambda: death_of(first.actor) is not None, 10)  # the handle here would keep it alive
+        assert [one is not first for one in group._transport.standbys] == [True]
+
+
+def test_ranks_wait_together_for_a_standby(members, folder, monkeypatch):
+    wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
+    (folder / "hold").touch()
+    try:
+        members.replace([1])  # takes the standby; the next one is held
+        monkeypatch.setattr(start, "STANDBY_SECONDS", 10.0)
+        with within(28):  # otherwise three times as long, and what it takes besides
+            members.replace([0, 1, 2])
+    finally:
+        (folder / "hold").unlink()
 
 
 def test_standby_that_dies_before_it_is_ready_is_started_again(members, folder):
