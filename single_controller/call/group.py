@@ -463,7 +463,8 @@ class WorkerGroup(VerlGroup, Closing):
         """Call a method with one batch after another, a few in flight, and yield the results.
 
         With ``collectives=False`` each rank gets its shard in a call of its own, and only the shards of ranks that died
-        are sent again; otherwise all batches in flight. Nothing is sent while the caller holds the generator.
+        are sent again; otherwise, and for methods with ``replay=True``, all batches in flight. Nothing is sent while the
+        caller holds the generator.
 
         Args:
             method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument

@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dispatch.modes import Join
+from dispatch.move import move
 from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec
 from single_controller.call.call import Call, CallOptions
@@ -56,6 +58,8 @@ class BatchMap:
         self._source = enumerate(batches)
         self._in_flight, self._retries, self._ordered, self._progress = in_flight, retries, ordered, progress
         self._running: list[_Batch] = []
+        self._taking = False
+        """Whether the caller's iterable runs. A death that it raises is one of the group that makes the batches."""
         self._finished = 0
 
     def results(self) -> Iterator[Any]:
@@ -68,6 +72,8 @@ class BatchMap:
                         return
                     value = self._take(self._wait())
                 except (WorkerDiedError, GroupBrokenError) as error:
+                    if self._taking:
+                        raise
                     last = self._repair(error)
                     if last is None:
                         continue
@@ -85,12 +91,17 @@ class BatchMap:
         """Send what is missing of the batches in flight, and take further ones."""
         for batch in self._running:
             self._send(batch)
-        for number, given in itertools.islice(self._source, self._in_flight - len(self._running)):
-            self._running.append(_Batch(number, given))
+        while len(self._running) < self._in_flight:
+            self._taking = True
+            taken = next(self._source, None)
+            self._taking = False
+            if taken is None:
+                return
+            self._running.append(_Batch(*taken))
             self._send(self._running[-1])
 
     def _parts(self, plan: CallPlan) -> list[Part]:
-        if self._group.collectives or plan.deferred or plan.rows == 0:
+        if self._group.collectives or plan.deferred or plan.rows == 0 or self._spec.registration.replay:
             return [tuple(plan.ranks)]
         # A rank whose rows are all padding has nothing to do.
         of = {rank: plan.shards[shard] for rank, shard in enumerate(plan.shard_of) if shard is not None}
@@ -116,8 +127,13 @@ class BatchMap:
         for part in self._parts(plan):
             if part not in batch.calls and part not in batch.values:
                 batch.restarts = self._group._state.restarts
-                of_part = plan if _is_whole(part, plan) else replace(plan.only(part), collect=None)
-                batch.calls[part] = self._group._send(self._spec, of_part, self._options)
+                of_part, options = plan, self._options
+                if not _is_whole(part, plan):  # `_take` collects the parts, and moves the value then
+                    of_part, options = replace(plan.only(part), collect=None), replace(options, device=None)
+                call = batch.calls[part] = self._group._send(self._spec, of_part, options)
+                if self._spec.registration.replay:
+                    again = partial(_plan_again, self._spec, batch.batch, options)
+                    self._group._log_replay(call, self._spec, options, again)
 
     def _wait(self) -> _Batch:
         """Wait until the next batch to yield, or any, is done. An error of one call ends the wait."""
@@ -142,7 +158,8 @@ class BatchMap:
             if _is_whole(part, plan):
                 return value
         values = [batch.values[rank,] for rank in plan.collecting if (rank,) in batch.values]
-        return plan.collect(values) if plan.collect is not None else join_values(self._spec.label, values, plan.join)
+        value = plan.collect(values) if plan.collect is not None else join_values(self._spec.label, values, plan.join)
+        return value if self._options.device is None else move(value, self._options.device)
 
     def _read(self, batch: _Batch) -> None:
         """Take the values of the calls that have ended.
@@ -185,7 +202,8 @@ class BatchMap:
                 pass
             except WorkerDiedError as death:  # more telling than that the group is broken
                 error = error if isinstance(error, WorkerDiedError) else death
-        ranks = error.ranks if isinstance(error, WorkerDiedError) else ()
+        # A future among the batches may be of another group, whose ranks those are then.
+        ranks = error.ranks if isinstance(error, WorkerDiedError) and error.consumer is None else ()
         dead = sorted({*ranks, *(rank for rank, alive in enumerate(group.alive()) if not alive)})
         lost = next((batch for batch in self._running if not self._is_complete(batch)), None)
         repaired = lost is not None and state.broken is None and state.restarts > lost.restarts  # by somebody else
@@ -203,6 +221,13 @@ class BatchMap:
                 with contextlib.suppress(WorkerDiedError, GroupBrokenError):
                     group.restart(None if group.collectives else dead)
         return None
+
+
+def _plan_again(spec: MethodSpec, batch: Any, options: CallOptions, group: Any) -> CallPlan:
+    """Plan a call that is repeated after a restart. A function of the module: what is repeated must not refer to the
+    group that is logged with it."""
+    plan: CallPlan = group._plan(spec, (batch,), {}, options)
+    return plan
 
 
 def _is_whole(part: Part, plan: CallPlan) -> bool:

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from single_controller import Dispatch, Worker, register
@@ -17,6 +18,10 @@ def split(group, numbers):
 
 def summed(group, results):
     return sum(results)
+
+
+def stacked(group, results):
+    return torch.from_numpy(np.stack([one.numpy() for one in results]))
 
 
 class Scorer(Worker):
@@ -65,6 +70,10 @@ class Scorer(Worker):
     def slow(self, seconds):
         time.sleep(seconds)
         return seconds
+
+    @register({"dispatch_fn": lambda group, numbers: ((split(group, numbers),), {}), "collect_fn": stacked})
+    def arrays(self, numbers):
+        return torch.tensor(numbers)
 
     @register({"dispatch_fn": lambda group, numbers: ((split(group, numbers),), {}), "collect_fn": summed})
     def total(self, numbers):

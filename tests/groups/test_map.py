@@ -186,3 +186,20 @@ def _made(folder):
     from single_controller import ClassWithInitArgs
 
     return ClassWithInitArgs(Scorer, folder)
+
+
+def test_death_in_the_group_that_makes_the_batches_is_raised(scorers):
+    def batches():
+        yield [1]
+        raise WorkerDiedError("rank 2 of another group died", ranks=(2,))
+
+    with pytest.raises(WorkerDiedError, match="another group"):
+        list(scorers().map("score", batches(), retries=1))
+
+
+@pytest.mark.transports("local")
+def test_parts_of_a_batch_are_moved_when_they_are_joined(scorers):
+    """As for a call: what collects the parts gets them where the ranks had them."""
+    group = scorers(collectives=False)
+    (value,) = group.map(group.arrays.options(device="meta"), [[1, 2, 3, 4]])
+    assert value.device.type == "meta"
