@@ -155,7 +155,8 @@ class LocalWorkerGroup(WorkerGroup):
         for rank in known:
             if rank.rank in chosen:
                 rank.end("it was restarted")
-        new = {rank: LocalRank(rank, self._size, self._threads) for rank in chosen}
+        generation = self._state.restarts + (before is not None)  # `GroupState.restart` counts when it is done
+        new = {rank: LocalRank(rank, self._size, self._threads, generation) for rank in chosen}
         transport = LocalTransport([new.get(rank) or known[rank] for rank in range(self._size)], self._threads)
         try:
             plan = CallPlan.empty(self._size).only(chosen)

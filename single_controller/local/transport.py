@@ -63,7 +63,7 @@ class LocalRank:
     no job is queued behind the end of the thread. It also protects ``_futures``. It is a leaf.
     """
 
-    def __init__(self, rank: int, world_size: int, threads: bool) -> None:
+    def __init__(self, rank: int, world_size: int, threads: bool, generation: int) -> None:
         self.rank = rank
         self.died: str | None = None  # why the rank takes no more calls, or None
         self._lock = threading.Lock()
@@ -75,10 +75,12 @@ class LocalRank:
         # On all addresses: torch listens on all of them, which fails if another process is given this port on one.
         rendezvous.bind(("", 0))
         host, port = "127.0.0.1", rendezvous.getsockname()[1]
-        self._info = RankInfo(rank, world_size, rank, world_size, host, port, one_process=world_size > 1)
+        self._info = RankInfo(
+            *(rank, world_size, rank, world_size, host, port), one_process=world_size > 1, generation=generation
+        )
         # What leaves the executor: SystemExit, which ends the rank, and in the driver's thread the driver's exceptions.
-        reraise = _ends_rank if threads else _is_for_driver
-        self.executor = Executor(HOST, _fetch, in_process=True, reraise=reraise)  # has its workers
+        reraise = {} if threads else {"reraise": _is_for_driver}
+        self.executor = Executor(HOST, _fetch, in_process=True, **reraise)  # has its workers
         self._jobs: Jobs | None = queue.SimpleQueue() if threads else None
         if self._jobs is not None:
             threading.Thread(target=_serve, args=(self._jobs,), name=f"local-rank-{rank}", daemon=True).start()
@@ -268,12 +270,6 @@ class LocalResults:
         """Decode the result of one rank, which has ended."""
         return decode_result(self.label, rank, self.futures[rank].result().value, private=private)
 
-    def error(self, result: RankResult) -> Exception | None:
-        """The error of one rank, or None."""
-        if result.failure is not None:
-            return result.failure.error()
-        return None if result.died is None else WorkerDiedError.during(self.label, result.rank, HOST, result.died)
-
     def check_sendable(self) -> NoReturn:
         raise LocalGroupError(
             f"the results of {self.label}() are in the driver's process, where a LocalWorkerGroup computed them; pass "
@@ -299,10 +295,11 @@ class LocalRef:
             result = results.futures[rank].result(timeout)
         except TimeoutError:
             raise CallTimeoutError.of_wait(results.label, timeout, [rank]) from None
-        cause = None if result.failure is None else result.failure.cause
-        error = cause if isinstance(cause, Exception) else results.error(result)
-        if error is not None:
-            raise error
+        if result.failure is not None:
+            cause = result.failure.cause
+            raise cause if isinstance(cause, Exception) else result.failure.error()
+        if result.died is not None:
+            raise WorkerDiedError.during(results.label, rank, HOST, result.died)
         return results.value(rank, private=True)
 
     def __reduce__(self) -> Any:
@@ -335,10 +332,6 @@ def _set_result(future: cf.Future[RankResult], result: RankResult) -> None:
     """Set a result, unless there is one: `LocalRank.end` may have set it while the method was still running."""
     with contextlib.suppress(cf.InvalidStateError):
         future.set_result(result)
-
-
-def _ends_rank(error: BaseException) -> bool:
-    return isinstance(error, SystemExit)
 
 
 def _is_for_driver(error: BaseException) -> bool:

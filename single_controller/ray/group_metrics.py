@@ -74,13 +74,12 @@ class GroupMetrics(Closing):
 
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
         self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)
-        self._groups: list[weakref.ref[WorkerGroup]] = []
+        # Each group, what Ray was told of it, (counter, method) -> total, and its deaths, (rank, generation)
+        self._groups: list[tuple[weakref.ref[WorkerGroup], dict[tuple[str, str], float], set[tuple[int, int]]]] = []
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
         self._run_gauges: dict[str, Gauge] = {}
         self._runs: dict[str, tuple[int, dict[str, float]]] = {}  # run -> its last step, and the metrics of it
-        self._counted: dict[tuple[str, str, str], float] = {}  # counter, group, method -> what Ray was told
-        self._deaths: set[tuple[str, int, int]] = set()  # group, rank, generation
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         for group in groups:
@@ -96,7 +95,9 @@ class GroupMetrics(Closing):
             raise TypeError(
                 f"GroupMetrics: expected worker groups, got {group!r:.80}; pass a RayTrainGroup's worker_group"
             )
-        self._groups.append(weakref.ref(group))
+        group = getattr(group, "_whole", group)  # a role's group is a new object each time, and may be gone soon
+        if all(weak() is not group for weak, _, _ in self._groups):
+            self._groups.append((weakref.ref(group), {}, set()))
         self._start()
 
     def _start(self) -> None:
@@ -107,13 +108,14 @@ class GroupMetrics(Closing):
 
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""
-        for weak in list(self._groups):
+        for entry in list(self._groups):
+            weak, counted, deaths = entry
             group = weak()
             closed = group is None or group.closed
             if group is not None:
-                self._look(group, closed)
+                self._look(group, closed, counted, deaths)
             if closed:
-                self._groups.remove(weak)
+                self._groups.remove(entry)
         for run, (step, metrics) in list(self._runs.items()):
             self._tell_run(run, step, metrics)
 
@@ -146,17 +148,18 @@ class GroupMetrics(Closing):
                 self._thread.join(timeout=self._interval)
             self.look()
 
-    def _look(self, group: WorkerGroup, closed: bool) -> None:
+    def _look(
+        self, group: WorkerGroup, closed: bool, counted: dict[tuple[str, str], float], deaths: set[tuple[int, int]]
+    ) -> None:
         name = group._state.name
         if not closed:
             self._set_gauges(group)
         stats: Stats = group.stats()
         for method, of_method in stats.methods.items():
             for counter, total in _totals(of_method).items():
-                self._count(counter, name, method, total)
-        deaths = list(group._state.last_deaths.items())
-        self._deaths |= {(name, rank, death.generation) for rank, death in deaths}
-        self._count("deaths", name, "", sum(one[0] == name for one in self._deaths))
+                self._count(counted, counter, name, method, total)
+        deaths |= {(rank, death.generation) for rank, death in list(group._state.last_deaths.items())}
+        self._count(counted, "deaths", name, "", len(deaths))
 
     def _set_gauges(self, group: WorkerGroup) -> None:
         state, now = group._state, time.monotonic()
@@ -174,12 +177,13 @@ class GroupMetrics(Closing):
         for gauge, value in known.items():
             self._gauges[gauge].set(float(value), {"group": state.name})
 
-    def _count(self, counter: str, group: str, method: str, total: float) -> None:
-        key = counter, group, method
-        more = total - self._counted.get(key, 0.0)
+    def _count(
+        self, counted: dict[tuple[str, str], float], counter: str, group: str, method: str, total: float
+    ) -> None:
+        more = total - counted.get((counter, method), 0.0)
         if more > 0:
             self._counters[counter].inc(more, {"group": group, "method": method})
-            self._counted[key] = total
+            counted[counter, method] = total
 
 
 def _totals(stats: MethodStats) -> dict[str, float]:

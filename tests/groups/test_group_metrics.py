@@ -14,7 +14,14 @@ from ray.util import metrics as ray_metrics
 from waits import wait_until
 
 import single_controller
-from single_controller import GroupMetrics, LocalWorkerGroup, RayClassWithInitArgs, RayWorkerGroup, WorkerDiedError
+from single_controller import (
+    GroupMetrics,
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    WorkerDiedError,
+    colocate,
+)
 from single_controller.ray import group_metrics
 from workers import RunLog
 
@@ -138,3 +145,21 @@ def test_dashboard_has_the_metrics_of_the_code():
     gauges = {f"ray_single_controller_{name}" for name in (group_metrics.GAUGES | group_metrics.RUN_GAUGES)}
     assert used == counters | gauges
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_groups_of_one_name_are_added_up(told):
+    made = RayClassWithInitArgs(Counter)
+    with LocalWorkerGroup(2, made) as one, LocalWorkerGroup(2, made) as two:
+        with GroupMetrics(one, two, interval=60) as metrics:
+            for group in (one, one, one, two):
+                group.add(1)
+            metrics.look()
+        assert one.name == two.name and told["calls"][one.name, "add"] == 4
+
+
+def test_role_stands_for_its_group(told):
+    made = {"actor": RayClassWithInitArgs(Counter), "critic": RayClassWithInitArgs(Counter)}
+    with LocalWorkerGroup(2, colocate(made)) as group, GroupMetrics(group.actor, interval=60) as metrics:
+        group.actor.add(1)
+        metrics.look()
+        assert told["ranks"] == {(group.name,): 2} and told["calls"][group.name, "actor.add"] == 1

@@ -887,3 +887,25 @@ def test_context_of_a_custom_mode_reaches_its_collect_fn():
         first, second = group.total.remote([4]), group.total.remote([5, 6])  # each call has a context of its own
         assert group.total([1, 2, 3]) == (3, [6, 6])
         assert (second.result(), first.result()) == ((2, [11, 11]), (1, [4, 4]))
+
+
+def test_mapped_call_is_repeated_after_a_restart():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7), collectives=False) as group:
+        list(group.map("load_checkpoint", [[1, 2], [3, 4]]))
+        group.restart()
+        assert [log for _, _, log in group.read()] == [[("load", [3])], [("load", [4])]]
+
+
+class Which(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def which(self):
+        return self.generation
+
+
+def test_workers_know_their_generation():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Which), collectives=False) as group:
+        assert group.which() == [0, 0]
+        group.restart()
+        assert group.which() == [1, 1]
+        group.restart(ranks=[1])
+        assert group.which() == [1, 2]
