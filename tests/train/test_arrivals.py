@@ -34,3 +34,20 @@ def test_a_tensor_without_changes_is_not_loaded_again():
     assert list(taken[1]) == ["changed"]
     assert torch.equal(taken[1]["changed"], weights["changed"])
     assert arrivals.differing(lambda names: [weights[name] for name in names], every=True) == []
+
+
+class Unread(list):
+    def __iter__(self):
+        raise AssertionError("looked through all pieces")
+
+
+def test_taking_without_a_double_buffer_does_not_look_through_all_pieces():
+    """It takes after each payload."""
+    weights, packer = {name: torch.randn(shape) for name, shape in SHAPES.items()}, Packer(delta=False)
+    packer.begin(Shard.whole(*pair) for pair in weights.items())
+    arrivals = Arrivals()
+    arrivals.begin(SHAPES, {}, keep=False)
+    arrivals.pieces = Unread()
+    for name, shape in SHAPES.items():
+        arrivals.add(packer.pack([Piece(name, whole(shape))], ReceiverClass((0,), {}, None, False), digests=False))
+        assert [taken for taken, _ in arrivals.take(every=True)] == [name]

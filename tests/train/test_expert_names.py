@@ -27,6 +27,15 @@ WAYS = [("stacked", "one_by_one"), ("one_by_one", "stacked"), ("stacked", "stack
         ("like_mixtral", "stacked"), ("one_by_one", "one_by_one")]  # fmt: skip
 
 
+def test_parts_of_one_tensor_have_one_dtype():
+    held = sync_workers.one_by_one()
+    name = next(name for name in held if "up_proj" in name)
+    held[name] = held[name].bfloat16()
+    names = ExpertNames(shapes_of(sync_workers.stacked()))
+    with pytest.raises(ValueError, match="other parts of"):
+        names.layout(layout_of([Shard.whole(*pair) for pair in held.items()]))
+
+
 # --- names, in this process -------------------------------------------------------------------------------------------
 
 

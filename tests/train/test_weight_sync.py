@@ -58,6 +58,16 @@ def rollout(rollouts):
     rollouts[2].equip()
 
 
+def test_sender_that_was_closed_sends_differences_again(rollouts):
+    sender = WeightSender("store", rollouts[1], delta=True)
+    patched = []
+    for version in range(1, 5):
+        if version == 3:
+            sender.close()
+        patched.append(sender.send(version, MODELS["drifted"](torch.float32, version).items()).patched)
+    assert patched == [0, 1, 0, 1]
+
+
 # --- what arrives -----------------------------------------------------------------------------------------------------
 
 

@@ -323,6 +323,16 @@ def killable(pool):
         yield group
 
 
+def test_death_in_one_group_does_not_wait_for_another_group(train, rollout, killable):
+    train.connect([rollout, killable], "store")
+    rollout.configure(seconds=2 * TOLD)
+    killable.configure(die_at="norm.weight", rank=1)
+    begun = time.monotonic()
+    fails(train, 26, "rank 1 died")
+    assert max(end for _, end in train.times()) - begun < TOLD
+    killable.restart(ranks=[1])
+
+
 @pytest.mark.parametrize("transport", mostly_full(full, TRANSPORTS, "group"))
 def test_receiver_death_is_reported_within_seconds_and_the_next_update_works(train, killable, transport, tmp_path):
     train.connect(killable, transport, **options(transport, tmp_path))

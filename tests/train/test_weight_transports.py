@@ -20,6 +20,7 @@ from single_controller.call.worker.executor import Executor
 from single_controller.call.worker.worker import RankInfo
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.train.group_links import RolloutLink
+from workers.train.model_worker import ModelWorker
 from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError
 from workers.weight_sync.receiver_calls import Receivers, receiver_groups
 from workers.weight_sync.sync_protocol import Budget
@@ -27,6 +28,8 @@ from workers.weight_sync.transports import process_group
 from workers.weight_sync.transports.process_group import AnnouncedRound, Channel, Invitation
 from workers.weight_sync.transports.same_device import DeviceTransport, SharedRound, name_of
 from workers.weight_sync.transports.weight_transport import Update
+from workers.weight_sync.weight_plan import Shard
+from workers.weight_sync.weight_sender import layout_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -353,6 +356,44 @@ class ToldEngine(sync_workers.ToyEngine):
     fails = None
 
 
+def test_engine_that_has_lost_its_weights_has_no_base():
+    """Differences would be added to whatever it holds."""
+    receiver = BareReceiver(ToldEngine)
+    for key, lost in (("1", False), ("2", True)):
+        receiver.begin_weights(key, int(key), "sender", True)
+        receiver.receive_payload(key, payload_of({"a": torch.ones(1), "b": torch.ones(1)}))
+        receiver.finish_weights(key)
+        receiver.engine.weight_version = None if lost else int(key)
+        assert receiver.begin_weights("next", 9, "sender", True).base == (None if lost else key)
+
+
+def test_error_of_reading_back_says_how_to_do_without():
+    receiver = BareReceiver(ToldEngine)
+    receiver.engine.read_weights = lambda names: 1 / 0
+    receiver.begin_weights("1", 1, "sender", True)
+    receiver.receive_payload("1", payload_of({"a": torch.ones(1), "b": torch.ones(1)}))
+    with pytest.raises(WeightSyncError, match="verify='none' updates without proof"):
+        receiver.finish_weights("1", "fingerprint")
+
+
+def test_error_of_hf_shards_is_one_of_the_update():
+    """The other ranks are told: they are in the update by then."""
+    worker = SimpleNamespace(
+        args=SimpleNamespace(debug_rollout_only=False),
+        **{"weight_version": 0, "rank": 0, "world_size": 1, "_failed": set(), "_refuse_asleep": lambda what: None},
+        model=SimpleNamespace(hf_shards=lambda: 1 / 0),
+        _sender=WeightSender("store", lambda: []),
+    )
+    with pytest.raises(WeightSyncError, match="could not begin to send version 1: ZeroDivisionError"):
+        ModelWorker.update_weights(worker)
+
+
+def test_tensor_that_comes_twice_from_one_rank():
+    pairs = [("a", torch.zeros(2)), ("a", torch.ones(2))]
+    with pytest.raises(WeightSyncError, match="comes twice from one rank"):
+        layout_of(Shard.whole(*pair) for pair in pairs)
+
+
 def test_engine_is_told_of_the_beginning_and_the_end_of_each_update():
     receiver = BareReceiver(ToldEngine)
     engine = receiver.engine
@@ -390,6 +431,12 @@ def test_engine_is_told_of_the_beginning_and_the_end_of_each_update():
     assert told() == ["begin", ["a"], "abandon", "begin", 6] and receiver.weight_version == 6
     receiver.set_weight_version(None)
     assert told() == [] and receiver.weight_version is None
+    receiver.set_weight_version(6)
+    told()
+    engine.fails = 7
+    with pytest.raises(RuntimeError, match="no kernels"):
+        receiver.set_weight_version(7)
+    assert told() == ["begin", 7, "abandon"] and receiver.weight_version is None
 
 
 def test_engine_with_a_double_buffer_is_told_when_all_has_arrived():

@@ -332,9 +332,15 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("update_weights")
         if self._sender is None:
             raise RuntimeError("update_weights(): there is no rollout manager; call set_rollout_manager() first")
-        shards = self.model.hf_shards()
+        model = self.model
+
+        def shards() -> Iterator[Any]:  # runs in `send`, which tells all ranks of an error
+            yield from model.hf_shards()
+
         try:
-            self.sync_report = self._sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
+            self.sync_report = self._sender.send(
+                version, shards(), rank=self.rank, ranks=self.world_size, verify=verify
+            )
         except BaseException:
             self._failed.add(version)  # some rollout workers may have these weights
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -103,7 +103,9 @@ class Arrivals:
         Args:
             every: whether to yield those too in which nothing has changed.
         """
-        changed = {spec.name for spec in self.pieces if every or spec.kind != SAME}
+        changed: Collection[str] = self._tensors.keys()
+        if self._keep:  # otherwise all have come whole, and this is called after each payload
+            changed = {spec.name for spec in self.pieces if every or spec.kind != SAME}
         for name in [name for name in self._tensors if name in changed and name not in self.missing]:
             yield name, self._tensors[name]
             if not self._keep:

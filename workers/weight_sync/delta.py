@@ -41,11 +41,6 @@ class Patch(NamedTuple):
     positions: torch.Tensor
     values: torch.Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return int(self.positions.nbytes + self.values.nbytes)
-
 
 def encode(new: torch.Tensor, base: torch.Tensor) -> Patch | None:
     """Return the smallest patch that makes ``base`` equal to ``new``, bit for bit.

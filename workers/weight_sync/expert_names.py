@@ -125,7 +125,10 @@ class ExpertNames:
             for place in places or ():
                 moved = [box for box in map(place.of, boxes) if box is not None]
                 if moved:
-                    made.setdefault(place.name, (place.shape, dtype, []))[2].extend(moved)
+                    _, of_others, into = made.setdefault(place.name, (place.shape, dtype, []))
+                    if of_others != dtype:
+                        raise ValueError(f"{name!r} has dtype {dtype}, other parts of {place.name!r} have {of_others}")
+                    into.extend(moved)
         return made
 
 

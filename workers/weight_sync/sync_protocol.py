@@ -68,11 +68,6 @@ class Budget:
         self._end = time.monotonic() + seconds
 
     @property
-    def used_up(self) -> bool:
-        """Whether no time is left."""
-        return not self.remaining
-
-    @property
     def remaining(self) -> float:
         """Seconds that are left, 0 if none are."""
         return max(self._end - time.monotonic(), 0.0)
@@ -105,7 +100,6 @@ class ReceiverInfo:
         slices: the parts that it needs of some of them; it needs the others whole.
         dtypes: in which the engine holds them, by name; None if the engine does not tell.
         base: key of the update whose bytes it has in host memory; None if it has none.
-        buffered: whether it keeps the version before until the update is complete.
         exact: `RolloutEngine.exact_digest` of its engine.
     """
 
@@ -116,7 +110,6 @@ class ReceiverInfo:
     slices: dict[str, Box]
     dtypes: dict[str, torch.dtype] | None
     base: str | None
-    buffered: bool
     exact: str | None = None
 
 

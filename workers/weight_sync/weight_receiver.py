@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dispatch.modes import Dispatch
 from dispatch.register import register
@@ -28,38 +28,10 @@ from workers.weight_sync.transports.peer_weights import PeerWeights
 if TYPE_CHECKING:
     import torch
 
+    from workers.rollout.engines.rollout_engine import RolloutEngine
     from workers.weight_sync.pieces import Payload, PieceSpec
-    from workers.weight_sync.weight_plan import Box
 
 logger = logging.getLogger(__name__)
-
-
-class Engine(Protocol):
-    """What a receiver needs of its engine; `RolloutEngine` has it."""
-
-    partial_updates: bool
-
-    def load_weights(self, weights: Iterable[Pair]) -> None: ...
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def begin_update(self) -> None: ...
-
-    def finish_update(self, version: int) -> None: ...
-
-    def abandon_update(self) -> None: ...
-
-    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]: ...
-
-    def weight_dtypes(self) -> dict[str, torch.dtype] | None: ...
-
-    def weight_slices(self) -> dict[str, Box]: ...
-
-    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
-
-    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]: ...
-
-    def load_raw(self, weights: Sequence[Pair]) -> None: ...
 
 
 FINGERPRINTS = 64
@@ -107,7 +79,7 @@ class WeightReceiver(Worker):
         changes: counts what ends the copies that were begun before.
     """
 
-    engine: Engine
+    engine: RolloutEngine
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +112,13 @@ class WeightReceiver(Worker):
             self._give_up()
             self._base = None
             if version is not None:  # complete weights that did not come as an update
-                self.engine.begin_update()
-                self.engine.finish_update(version)
+                update = _Progress("", version)
+                try:
+                    self._hold(update)
+                    self.engine.finish_update(version)
+                except BaseException:
+                    self._abandon(update)
+                    raise
                 self._remember(version, None)
             self._version = version
 
@@ -178,7 +155,9 @@ class WeightReceiver(Worker):
             buffered = self._has_room(shapes, dtypes) if double_buffer is None else double_buffer
             self._update = _Progress(key, version, buffered)
             self._arrivals.begin(shapes, slices, keep=buffered)
-            base = self._base if buffered and self._version is not None else None
+            # An engine may have lost its weights by itself.
+            complete = self._version is not None and getattr(self.engine, "weight_version", 0) is not None
+            base = self._base if buffered and complete else None
             self._base = None
             if not buffered:
                 self._hold(self._update)
@@ -189,7 +168,7 @@ class WeightReceiver(Worker):
                 self.channels.popitem()[1].leave()
         here = device_name(self.local_rank, self.device_ids)
         exact = getattr(self.engine, "exact_digest", None)
-        return ReceiverInfo(self.rank, self.receiver_id, here, shapes, slices, dtypes, base, buffered, exact)
+        return ReceiverInfo(self.rank, self.receiver_id, here, shapes, slices, dtypes, base, exact)
 
     @register(Dispatch.ONE_TO_ALL, inputs="view")
     def receive_payload(self, key: str, payload: Payload) -> None:
@@ -322,7 +301,7 @@ class WeightReceiver(Worker):
             self.fail_update(
                 update.key,
                 f"rollout rank {self.rank}: {type(self.engine).__name__} could not read back weights of version "
-                f"{update.version}: {type(error).__name__}: {error}. verify=None updates without proof",
+                f"{update.version}: {type(error).__name__}: {error}. verify='none' updates without proof",
                 error,
             )
         if differing:

@@ -33,7 +33,7 @@ from workers.weight_sync.sync_protocol import (
     some,
     sync_error,
 )
-from workers.weight_sync.transports.weight_transport import Transport, Update
+from workers.weight_sync.transports.weight_transport import Transport, Update, call_all
 from workers.weight_sync.weight_plan import Box, Held, Round, Shard, make_plan, volume
 
 TransportName = Literal["store", "group", "disk", "device"]
@@ -127,7 +127,7 @@ class WeightSender:
         self._name = transport
         self._id = uuid.uuid4().hex
         self._receivers = Receivers(rollout, neighbour)
-        self._packer = Packer(delta=delta)
+        self._delta, self._packer = delta, Packer(delta=delta)
         self._updates = 0
         self._previous: Update | None = None
         self._layouts: list[Layout] = []
@@ -142,7 +142,8 @@ class WeightSender:
 
     def versions(self) -> list[int | None]:
         """Return the weight version of each rollout worker, in order of group and rank. It is None for a worker that
-        was restarted, was added later, or has no complete weights; the next `send` brings it up to date.
+        has no complete weights, and 0 for a `RolloutWorker` that was restarted, or was added later. The next `send`
+        brings them up to date.
 
         Raises:
             WeightSyncError: a receiver does not respond.
@@ -222,7 +223,7 @@ class WeightSender:
     def close(self) -> None:
         """Free what is kept between updates: buffers, copies and process groups."""
         self._transport.close()
-        self._packer = Packer(delta=False)
+        self._packer = Packer(delta=self._delta)
 
     def _common_key(self, ranks: int) -> str:
         """Return the key of an update. All ranks begin it together, so this is the one step that is a collective: it
@@ -277,7 +278,6 @@ class WeightSender:
                     rounds = make_plan(held, [one.slices for one in classes], self._bucket_bytes)
                 except ValueError as failed:
                     raise WeightSyncError(f"weight version {update.version} was not sent: {failed}") from failed
-            update.infos = infos
             plan = None if rounds is None else (update.tensors, rounds)
             return infos, classes, plan_id, plan, self._transport.prepare(update)
 
@@ -295,7 +295,7 @@ class WeightSender:
     def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
         update.begun = True
         try:
-            return self._receivers.call("begin_weights", update.key, update.version, self._id, self._double_buffer)
+            return call_all(update, "begin_weights", update.key, update.version, self._id, self._double_buffer)
         except Exception as failed:
             raise update.error(failed) from failed
 
@@ -347,7 +347,7 @@ class WeightSender:
         if not update.rank or self._receivers.neighbour is not None:
             try:
                 self._transport.finish(update)
-                said = self._receivers.call("finish_weights", update.key, update.verify, fingerprint)
+                said = call_all(update, "finish_weights", update.key, update.verify, fingerprint)
             except Exception as failed:
                 error = update.error(failed)
         of_ranks: list[list[Finished]] = update.agree("finish", said, error, list)
@@ -374,7 +374,7 @@ def layout_of(shards: Iterable[Shard]) -> Layout:
     """Return what a train rank has.
 
     Raises:
-        WeightSyncError: shards of one tensor differ in its shape or dtype, or are not real numbers.
+        WeightSyncError: shards of one tensor differ in its shape or dtype, come twice, or are not real numbers.
     """
     layout: Layout = {}
     for shard in shards:
@@ -383,6 +383,8 @@ def layout_of(shards: Iterable[Shard]) -> Layout:
             raise WeightSyncError(f"{shard.name!r} has shards of {dtype} {shape} and of {shard.dtype} {shard.shape}")
         if not torch.can_cast(dtype, torch.float32):
             raise WeightSyncError(f"{shard.name!r} has dtype {dtype}; expected real numbers")
+        if shard.box in boxes:
+            raise WeightSyncError(f"{shard.name!r} {shard.box} comes twice from one rank")
         boxes.append(shard.box)
     return layout
 

@@ -21,7 +21,7 @@ from workers.weight_files import INDEX, WeightFiles
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.pieces import Header, Payload, PieceSpec, pieces_of
 from workers.weight_sync.sync_protocol import Message, WeightSyncError
-from workers.weight_sync.transports.weight_transport import Transport, Update
+from workers.weight_sync.transports.weight_transport import Transport, Update, call_all
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class DiskTransport(Transport):
         classes = {
             update.infos[member].id: number for number, one in enumerate(update.classes) for member in one.members
         }
-        update.receivers.call("receive_weights", update.key, WeightFolder(str(final), self._sent, classes))
+        call_all(update, "receive_weights", update.key, WeightFolder(str(final), self._sent, classes))
         others = [path for path in self._folder.iterdir() if _FINISHED.fullmatch(path.name) and path != final]
         # By age, not by number: a resumed run counts from its checkpoint's version again.
         for old in sorted(others, key=lambda path: path.stat().st_mtime)[: len(others) - KEPT + 1]:

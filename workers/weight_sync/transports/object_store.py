@@ -32,15 +32,11 @@ class ObjectStoreTransport(Transport):
         wait_all(before, update)
 
     def _on_host(self, payloads: dict[int, Payload], headers: dict[int, Header]) -> dict[int, Payload]:
-        memory = self._pinned.take(sum(header.nbytes for header in headers.values()))
-        copies, begin = {}, 0
+        sizes = [headers[index].nbytes for index in payloads]
+        flats = dict(zip(payloads, self._pinned.take(sum(sizes)).split(sizes), strict=True))
         for index, payload in payloads.items():
-            header = headers[index]
-            flat = memory[begin : begin + header.nbytes]
-            payload.copy_to(flat, header)
-            copies[index] = Payload.of(header, flat)
-            begin += header.nbytes
-        return copies
+            payload.copy_to(flats[index], headers[index])
+        return {index: Payload.of(headers[index], flat) for index, flat in flats.items()}
 
     def flush(self, update: Update) -> None:
         in_flight, self._in_flight = self._in_flight, []

@@ -101,11 +101,12 @@ class DeviceTransport(Transport):
         # Also the barrier behind which the next round may overwrite the memory: rank 0 waits for every receiver.
         update.agree(f"shared {number}", handles, error, load)
 
-    def _memory_for(self, headers: Sequence[Header]) -> list[torch.Tensor]:
+    def _memory_for(self, headers: Sequence[Header]) -> Sequence[torch.Tensor]:
         if self._memory is None:
             raise WeightSyncError("no update has begun")
-        self._flat = self._memory.take(max(sum(header.nbytes for header in headers), 1))
-        return _split(self._flat, headers)
+        sizes = [header.nbytes for header in headers]
+        self._flat = self._memory.take(max(sum(sizes), 1))
+        return self._flat[: sum(sizes)].split(sizes)
 
     def flush(self, update: Update) -> None:
         """Nothing to wait for: `transfer` has waited for every round. Device memory is freed until the next update,
@@ -127,14 +128,6 @@ class DeviceTransport(Transport):
         return share_memory(self._flat)
 
 
-def _split(flat: torch.Tensor, headers: Sequence[Header]) -> list[torch.Tensor]:
-    parts, begin = [], 0
-    for header in headers:
-        parts.append(flat[begin : begin + header.nbytes])
-        begin += header.nbytes
-    return parts
-
-
 @dataclass(frozen=True)
 class SharedRound(Message):
     """Load a round from the memory of a train process on the same device.
@@ -152,11 +145,11 @@ class SharedRound(Message):
     def receive(self, receiver: Any, key: str) -> None:
         receiver.check_update(key)
         here = device(receiver.local_rank, receiver.device_ids)
-        own, headers = self.classes[receiver.receiver_id], [header for _, header in self.offers]
-        handle, nbytes = self.handles[receiver.receiver_id], max(sum(header.nbytes for header in headers), 1)
+        own, sizes = self.classes[receiver.receiver_id], [header.nbytes for _, header in self.offers]
+        handle, nbytes = self.handles[receiver.receiver_id], max(sum(sizes), 1)
         mapped = isinstance(handle, str)
         with nullcontext(_mapped(handle, nbytes)) if mapped else opened_memory(handle, here) as flat:
-            for (index, header), part in zip(self.offers, _split(flat, headers), strict=True):
+            for (index, header), part in zip(self.offers, flat[: sum(sizes)].split(sizes), strict=True):
                 if index == own:
                     receiver.take(key, Payload.of(header, part))
 

@@ -162,7 +162,7 @@ class Update:
     def error(self, failed: BaseException) -> WeightSyncError:
         """Wrap what failed in a `WeightSyncError` that says of which update."""
         what = f"weight version {self.version} was not sent by transport {self.transport!r}"
-        if self.budget.used_up:
+        if not self.budget.remaining:
             what += (
                 f" within {self.budget.seconds:g} s, the time limit of an update "
                 "(update_weights_timeout_minutes, or timeout= of WeightSender)"
@@ -301,7 +301,7 @@ class Transport:
 
 
 def wait_all(futures: Sequence[WorkerFuture], update: Update) -> None:
-    """Wait for calls without results.
+    """Wait for calls, of several groups at the same time.
 
     Raises:
         SingleControllerError: the first error of a call.
@@ -311,6 +311,19 @@ def wait_all(futures: Sequence[WorkerFuture], update: Update) -> None:
         while not _ended(future):
             raise_failed(futures)  # this one may wait for a receiver of another group, which has died
             update.check()
+
+
+def call_all(update: Update, method: str, *arguments: Any) -> list[Any]:
+    """As `Receivers.call`, but a receiver that fails is not noticed only when the groups before its own have ended.
+
+    Raises:
+        SingleControllerError: see `wait_all`.
+    """
+    if update.receivers.neighbour is not None:
+        return update.receivers.call(method, *arguments)
+    futures = update.receivers.start(method, *arguments)
+    wait_all(futures, update)
+    return [result for future in futures for result in future.result()]
 
 
 def raise_failed(futures: Sequence[WorkerFuture]) -> None:
