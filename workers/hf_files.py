@@ -145,12 +145,6 @@ def _in_hub_cache(model: str | None) -> bool:
     return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
-def known_vocab_size(args: Any) -> int | None:
-    """Return the vocabulary size of `known_config`; None if it is not known."""
-    config = known_config(args)
-    return None if config is None else tokens_of(config)
-
-
 def end_tokens(args: Any) -> list[int]:
     """Return the stop tokens of the model in ``args.hf_checkpoint``, from its ``generation_config`` or else its config.
     Without an hf_checkpoint there are none."""

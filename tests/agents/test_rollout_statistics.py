@@ -486,6 +486,7 @@ def test_collate_token_rewards():
         ({"rows": [Row([1], Completion([2], [], "stop"))]}, "in its row 0 1 token_ids and 0 log_probs"),
         ({"rows": [Row([1], Completion([], [], "stop", rows=[]))]}, "in its row 0 rows again"),
         ({"token_rewards": [1.0]}, "2 token_ids and 1 token_rewards"),
+        ({"weight_versions": [3]}, "2 token_ids and 1 weight_versions"),
     ],
 )
 def test_bad_rows(wrong, what):

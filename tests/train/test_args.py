@@ -77,6 +77,7 @@ def test_defaults_and_given_values():
         ),
         ({"save_keep": 0}, "args.save_keep=0: expected a number of at least 1"),
         ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
+        ({"ckpt_step": 3, "save": "x"}, "ckpt_step=3 needs load"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
         (
@@ -155,7 +156,7 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
         values, message = read(policy_loss_type=name)
         assert values == chosen
         assert message == (
-            f"policy_loss_type={name!r} chooses loss_aggregation='sequence', eps_clip=0.0003, eps_clip_high=0.0004, "
+            "policy_loss_type='gspo' chooses loss_aggregation='sequence', eps_clip=0.0003, eps_clip_high=0.0004, "
             "as in its paper; set these keys to choose others"
         )
     assert read(policy_loss_type="geo_mean")[0] == (0.4, None, "sequence")

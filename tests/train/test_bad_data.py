@@ -316,3 +316,19 @@ def test_missing_library_is_named(monkeypatch, tmp_path):
     path = made(tmp_path, "a.parquet", b"PAR1")
     with pytest.raises(ImportError, match=r"pip install 'single-controller\[data\]'"):
         open_rows(path)
+
+
+def test_index_error_of_prepare_is_a_bad_row_and_not_the_end():
+    rows, first = [{"m": ["a"]}, {"m": []}, {"m": ["b"]}], lambda row: row["m"][0]
+    with pytest.raises(DataError, match="row 2: list index out of range"):
+        open_rows(rows, shuffle=False, epochs=1, prepare=first).take(3)
+    assert open_rows(rows, shuffle=False, epochs=1, prepare=first, on_bad_row="skip").take(9) == ["a", "b"]
+
+
+def test_full_temporary_folder_is_not_a_damaged_file(tmp_path, monkeypatch):
+    def full(pa, source):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("workers.data.row_files.ParquetRows._decoded", staticmethod(full))
+    with pytest.raises(DataError, match="set TMPDIR"):
+        open_rows(made(tmp_path, "a.parquet", parquet([GOOD])))

@@ -17,12 +17,9 @@ from workers.algorithms.corrections import (
     correction_metrics,
     find_correction,
     importance_ratios,
-    masked,
     mean_weight,
     off_policy_sequences,
     probability_errors,
-    rejected_rows,
-    truncated,
 )
 from workers.algorithms.losses import policy_loss, token_weights
 from workers.algorithms.policy_losses import ppo_clip_loss
@@ -288,12 +285,17 @@ def test_only_tokens_of_negative_advantage_are_masked():
     assert not off_policy_sequences(log_probs, rollout, advantages, mask, 1.0).any()  # the mean itself is allowed
 
 
-def test_functions_of_ratios():
-    ratios = torch.tensor([[0.25, 0.5, 1.0, 2.0, 4.0]])
-    assert truncated(ratios, 0.5, 2.0).tolist() == [[0.5, 0.5, 1.0, 2.0, 2.0]]
-    assert masked(ratios, 0.5, 2.0).tolist() == [[0.0, 0.5, 1.0, 2.0, 0.0]]
-    counts = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
-    assert rejected_rows(ratios.expand(2, 5), counts, 0.5, 2.0).tolist() == [True, False]
+def test_what_is_done_outside_of_the_bounds():
+    ratios = torch.tensor([0.25, 0.6, 1.0, 1.9, 4.0])
+    old, none = ratios.log().expand(2, 5), torch.zeros(2, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
+
+    def found(**how):
+        return correct(old, none, mask, Correction(low=0.5, high=2.0, **how))
+
+    assert found(weight="token", outside="truncate").weights[0].tolist() == pytest.approx([0.5, 0.6, 1.0, 1.9, 2.0])
+    assert found(weight="token", outside="mask").weights[0].tolist() == pytest.approx([0.0, 0.6, 1.0, 1.9, 0.0])
+    assert found(reject="token", reject_low=0.5, reject_high=2.0).rejected.tolist() == [True, False]
     for level in ("token", "sequence", "geometric"):
         for log in (5000.0, -5000.0):
             extreme = importance_ratios(logs([log]), torch.zeros(1, 1), torch.ones(1, 1), level)

@@ -15,7 +15,7 @@ from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.hf_files import (
     ModelFilesError,
     end_tokens,
-    known_vocab_size,
+    known_config,
     read_config,
     read_tokenizer,
     tokens_of,
@@ -95,7 +95,8 @@ def hub(tmp_path, monkeypatch):
     ("name", "size"), [("me/tiny", 32), ("me/not-downloaded", None), ("/no/such/folder", None), (None, None)]
 )
 def test_driver_knows_the_vocabulary_of_a_hub_model_in_the_cache(hub, name, size):
-    assert known_vocab_size(read_args({"hf_checkpoint": name})) == size
+    config = known_config(read_args({"hf_checkpoint": name}))
+    assert (config and tokens_of(config)) == size
 
 
 def test_token_ids_beyond_the_vocabulary_of_a_hub_model_are_refused_on_the_driver(hub):
@@ -110,7 +111,7 @@ def test_token_ids_beyond_the_vocabulary_of_a_hub_model_are_refused_on_the_drive
 
 def test_hub_model_of_another_type_than_model_name_is_refused(hub):
     with pytest.raises(ModelFilesError, match="model_name='qwen2', but the model's type is 'llama'"):
-        known_vocab_size(read_args({"hf_checkpoint": "me/tiny", "model_name": "qwen2"}))
+        known_config(read_args({"hf_checkpoint": "me/tiny", "model_name": "qwen2"}))
 
 
 def test_multimodal_model_uses_the_tokens_of_its_text_config():

@@ -238,3 +238,8 @@ def test_candidates_are_aligned_with_their_tokens():
     for part in cut_by_tokens(data, 6, at_least=4):
         assert torch.equal(part.others["candidate_ids"], part.input_ids[..., None] * torch.tensor([1, 10]))
         assert part.others["features"].shape[1:] == (3, 2)
+
+
+def test_filler_has_the_shapes_of_other_micro_batches():
+    real, filler = cut_by_tokens(batch([(0, 3)], 3), 100, at_least=2)  # features are (1, 3, 2), and T is 3
+    assert filler.others["features"].shape == real.others["features"].shape == (1, 3, 2)

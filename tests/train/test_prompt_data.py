@@ -147,6 +147,13 @@ def test_sources_of_all_kinds_together(tmp_path):
     assert found != every(open_rows([*paths, ROWS[12:]], epochs=2, seed=2))
 
 
+def test_two_stars_of_a_pattern_are_folders_of_any_depth(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for number, folder in enumerate(("a/b", "a", "")):
+        write_jsonl(tmp_path / folder / f"{number}.jsonl", ROWS[number : number + 1])
+    assert len(every(open_rows(str(tmp_path / "**" / "*.jsonl"), epochs=1))) == 3
+
+
 def test_pattern_is_its_files_in_order_of_name(tmp_path):
     for number in (2, 0, 1):
         write_jsonl(tmp_path / f"part-{number}.jsonl", ROWS[10 * number : 10 * number + 10])

@@ -1,5 +1,6 @@
 """The checks of rollout data on the driver: what is missing, and what a train group would not use."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +92,11 @@ def test_entries_that_the_configuration_needs(args, role, has, message):
         return
     with pytest.raises(RolloutDataError, match=message):
         check_entries(has.split(), read_args(args), role)
+
+
+@pytest.mark.parametrize("name", ["rewards", "group_ids", "loss_mask", "truncated", "weight_versions", "rewards/a"])
+def test_arrays_are_refused(name):
+    """They would be left out on the ranks, which keep tensors."""
+    array = rows()["loss_mask"].numpy() if name == "loss_mask" else np.zeros(2)
+    with pytest.raises(RolloutDataError, match=f"{name} is of type ndarray"):
+        check_rollout_data({**rows(), name: array})

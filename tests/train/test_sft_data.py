@@ -63,6 +63,7 @@ def test_first_token_is_never_trained():
         ({"prompt": [], "completion": [4]}, "has no token to train"),
         ({"prompt": 3, "completion": "a"}, "'prompt' is 3"),
         ({"prompt": "a", "completion": None}, "'completion' is None"),
+        ({"prompt": "a", "completion": "\ud800"}, "'completion' is not Unicode"),
     ],
 )
 def test_bad_rows(row, message):
@@ -99,3 +100,15 @@ def test_a_run_continues_with_the_next_row():
     again.load_state_dict(saved)
     for step in range(5, 12):
         assert again(step)["input_ids"].tolist() == whole(step)["input_ids"].tolist()
+
+
+def test_first_message_may_be_the_assistants():
+    """Its header, and the template's own beginning, are not trained."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "S;{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    talk = [{"role": role, "content": text} for role, text in (("assistant", "x"), ("user", "u"), ("assistant", "y"))]
+    batch = SFTData(open_rows([{"prompt": talk}]), 1, tokenizer)(0)
+    assert trained(batch, 0) == ([*b"S;a:x;u:u;a:y;"], [*b"x;y;"])

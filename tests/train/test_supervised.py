@@ -163,3 +163,10 @@ def test_configuration_is_completed_once():
     args = read_args({"policy_loss_type": "dpo", "n_samples_per_prompt": 1})
     assert (args.advantage_estimator, args.loss_aggregation, args.loss_constant_length) == ("dpo", "constant", 1)
     assert args.dpo_beta == 0.1 and read_args(args) == args
+
+
+def test_path_of_a_built_in_loss_is_its_name():
+    path = "workers.algorithms.supervised.dpo_loss"
+    assert read_args({"policy_loss_type": path}) == read_args({"policy_loss_type": "dpo"})
+    with pytest.raises(TrainArgsError, match="cannot be imported"):
+        read_args({"policy_loss_type": "workers.algorithms.supervised.no_such"})

@@ -233,32 +233,6 @@ def off_policy_sequences(
     return counts & (advantages < 0) & (means > delta)
 
 
-def truncated(ratios: torch.Tensor, low: float = 0.0, high: float = math.inf) -> torch.Tensor:
-    """Move ratios outside of [low, high] to the bound; of any shape."""
-    return ratios.clamp(low, high)
-
-
-def masked(ratios: torch.Tensor, low: float = 0.0, high: float = math.inf) -> torch.Tensor:
-    """Set ratios outside of [low, high] to 0; of any shape."""
-    return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
-
-
-def rejected_rows(
-    ratios: torch.Tensor, loss_mask: torch.Tensor, low: float = 0.0, high: float = math.inf
-) -> torch.Tensor:
-    """Return which completions have a token that counts with a ratio outside of [low, high].
-
-    Args:
-        ratios: (B, T), of `importance_ratios` at any level.
-        loss_mask: (B, T), not 0 for tokens that count.
-        low, high: bounds.
-
-    Returns:
-        (B,) bool.
-    """
-    return ((loss_mask != 0) & ((ratios < low) | (ratios > high))).any(1)
-
-
 @dataclass(frozen=True)
 class Corrected:
     """What a correction does to this rank's rows.
@@ -299,18 +273,19 @@ def correct(
     if correction.weight is None and correction.reject is not None and correction.reject != "error":
         level = correction.reject
     ratios = importance_ratios(old_log_probs, rollout_log_probs, counts, level)
+    within = (ratios >= correction.low) & (ratios <= correction.high)
     outside = counts & ((ratios < correction.low) | (ratios > correction.high))
     weights = torch.ones_like(ratios)
     if correction.weight is not None:
-        change = truncated if correction.outside == "truncate" else masked
-        weights = change(ratios, correction.low, correction.high)
+        truncate = correction.outside == "truncate"
+        weights = ratios.clamp(correction.low, correction.high) if truncate else torch.where(within, ratios, 0.0)
     rejected = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
     if correction.reject is not None:
         if correction.reject == "error":
             of_rows = probability_errors(old_log_probs, rollout_log_probs, counts)
         else:
             of_rows = importance_ratios(old_log_probs, rollout_log_probs, counts, correction.reject)
-        rejected = rejected_rows(of_rows, counts, correction.reject_low, correction.reject_high)
+        rejected = (counts & ((of_rows < correction.reject_low) | (of_rows > correction.reject_high))).any(1)
     # What has one ratio: a token, or a completion, whose first token that counts stands for all.
     units = counts if level == "token" else counts & (counts.cumsum(1) == 1)
     weights_used = torch.where(rejected[:, None], 0.0, weights)

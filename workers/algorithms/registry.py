@@ -110,10 +110,9 @@ def names(key: str) -> list[str]:
     return [*_BUILT_IN[key], *_own[key]]
 
 
-def policy_loss_keys(name: str) -> dict[str, float | str | None] | None:
-    """Return the entry of `POLICY_LOSS_KEYS` of a policy loss, by its name or path; None for a user's own."""
-    of_path = {path: known for known, path in _BUILT_IN["policy_loss_type"].items()}
-    return POLICY_LOSS_KEYS.get(of_path.get(name, name))
+def name_of(key: str, path: str) -> str:
+    """Return the name of a built-in function by its dotted path; any other path as it is."""
+    return next((name for name, of in _BUILT_IN[key].items() if of == path), path)
 
 
 def path_of(key: str, name: str) -> str:

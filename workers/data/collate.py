@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -264,6 +264,9 @@ def not_per_token(completion: Completion) -> str | None:
             f"{tokens} token_ids and a sampling_mask of {len(kept.lengths)} lengths, which count {sum(kept.lengths)} "
             f"of its {len(kept.token_ids)} tokens"
         )
+    said = completion.weight_versions
+    if said and len(said) != tokens:
+        return f"{tokens} token_ids and {len(said)} weight_versions"
     earned = completion.token_rewards
     if earned is not None and len(earned) != tokens:
         return f"{tokens} token_ids and {len(earned)} token_rewards"
@@ -283,14 +286,6 @@ def _not_rows(rows: Sequence[Row]) -> str | None:
     return None
 
 
-def each_row(completion: Completion) -> Iterator[Completion]:
-    """Yield what is trained of a rollout: the completion itself, or those of its rows."""
-    if completion.rows is None:
-        yield completion
-    else:
-        yield from (row.completion for row in completion.rows)
-
-
 def with_versions(completion: Completion, worker: int | None) -> Completion:
     """Write the weight versions of all tokens into a completion and its rows; see `token_versions`."""
     rows = completion.rows and [
@@ -303,7 +298,7 @@ def trained_versions(completion: Completion) -> list[int]:
     """Return the weight versions of the tokens that are trained, in all rows of a rollout; -1 where it is not known."""
     return [
         version
-        for one in each_row(completion)
+        for one in ([completion] if completion.rows is None else [row.completion for row in completion.rows])
         for at, version in enumerate(token_versions(one, None))
         if one.loss_mask is None or one.loss_mask[at]
     ]

@@ -363,14 +363,13 @@ def _take(
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], shape: torch.Size, packed: bool) -> MicroBatch:
-    def zeros_of(value: torch.Tensor) -> torch.Tensor:
+    def zeros_of(name: str, value: torch.Tensor) -> torch.Tensor:
         if value.is_nested:
             return value.values().new_zeros(0)
-        return value.new_zeros(
-            (1, _FILLER_TOKENS, *value.shape[2:]) if value.shape[:2] == shape else (1, *value.shape[1:])
-        )
+        per_token = _is_per_token(name, value, shape)
+        return value.new_zeros((1, _FILLER_TOKENS, *value.shape[2:]) if per_token else (1, *value.shape[1:]))
 
-    zeros = {name: zeros_of(value) for name, value in tensors.items() if name != ROUTED_EXPERTS}
+    zeros = {name: zeros_of(name, value) for name, value in tensors.items() if name != ROUTED_EXPERTS}
     input_ids, experts = zeros.pop("input_ids"), tensors.get(ROUTED_EXPERTS)
     if experts is not None:
         experts = experts.values().new_full((_FILLER_TOKENS, *experts.values().shape[1:]), NATIVE)

@@ -243,18 +243,16 @@ class PromptData:
             raise ValueError(f"the chat template refuses {self._input_key!r}: {error}") from error
         return text
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encoded(self, text: str, *, add_special_tokens: bool, name: str | None = None) -> list[int]:
+        name = name or self._input_key
         if self._tokenizer is None:
             raise DataError(
-                f"{self._input_key!r} is a text, but there is no tokenizer: set hf_checkpoint to a model that has one, "
-                "or pass it"
+                f"{name!r} is a text, but there is no tokenizer: set hf_checkpoint to a model that has one, or pass it"
             )
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair, which is no text
-            raise ValueError(
-                f"{self._input_key!r} is not Unicode: {error.reason} (character {error.start + 1})"
-            ) from None
+            raise ValueError(f"{name!r} is not Unicode: {error.reason} (character {error.start + 1})") from None
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 

@@ -223,6 +223,11 @@ def jagged_rows(value: Any, numbers: Sequence[int]) -> Any:
     return jagged.build(torch.cat([values[:0], *parts]), torch.tensor(ends, device=values.device), 0)
 
 
+def is_tensor(name: str) -> bool:
+    """Whether an entry of this name is a tensor. Others may be anything, and are not sent to the model."""
+    return name in PER_TOKEN | PER_ROW | EITHER | CANDIDATES | {*SAMPLING_MASK} or name.startswith(REWARD_PART)
+
+
 def check_rollout_data(
     data: Mapping[str, Any], vocab_size: int | None = None, routing: RoutingShape | None = None
 ) -> None:
@@ -274,6 +279,10 @@ def check_rollout_data(
         if name in EITHER and _shape(value) not in ((len(ids),), tuple(ids.shape)):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected shape ({len(ids)},) or {tuple(ids.shape)}"
+            )
+        if is_tensor(str(name)) and not isinstance(value, torch.Tensor):
+            raise RolloutDataError(
+                f"rollout data: {name} is of type {type(value).__name__}; pass torch.as_tensor() of it"
             )
     if not len(ids):
         return

@@ -7,6 +7,7 @@ many rows at a time, is decoded once into a temporary file, from which single ro
 from __future__ import annotations
 
 import bisect
+import errno
 import glob
 import json
 import os
@@ -139,7 +140,8 @@ def _open(source: Any, max_line_bytes: int) -> Iterator[RowFile]:
         return
     if "://" in name:
         _refuse(name, "is a URL; download it, or pass hf:NAME for a dataset on the Hugging Face hub")
-    found = sorted(glob.glob(name)) if not os.path.exists(name) and any(c in name for c in "*?[") else [name]
+    pattern = not os.path.exists(name) and any(c in name for c in "*?[")
+    found = sorted(glob.glob(name, recursive=True)) if pattern else [name]
     if not found:
         _refuse(name, "matches no file")
     for path in found:
@@ -208,15 +210,11 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._starts) - 1 - len(self._empty)
 
-    def _line(self, row: int) -> int:
-        """Return the number of a row's line, from 0."""
-        return nth_kept(self._empty, row)
-
     def number(self, row: int) -> int:
-        return self._line(row) + 1
+        return nth_kept(self._empty, row) + 1
 
     def read(self, row: int) -> Mapping[str, Any]:
-        line = self._line(row)
+        line = self.number(row) - 1
         begin, end = int(self._starts[line]), int(self._starts[line + 1])
         if end - begin > self._max_line_bytes:
             raise ValueError(f"the line has {end - begin:,} bytes; max_line_bytes is {self._max_line_bytes:,}")
@@ -368,6 +366,8 @@ class ParquetRows:
                     _refuse(path, f"has two columns {twice[0]!r}")
                 self._batches = self._decoded(pa, source)
         except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                _refuse(path, f"does not fit into {tempfile.gettempdir()}; set TMPDIR to a folder with more room")
             _refuse(path, f"cannot be read as Parquet, and may be truncated or damaged: {_described(error)}")
         self._ends = [0, *accumulate(batch.num_rows for batch in self._batches)]
         if not self._ends[-1]:

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 OnBadRow = Literal["error", "skip"]
 Prepare = Callable[[Mapping[str, Any]], Any]
-"""Makes of a row what the reader returns for it; None leaves it out, as too long. A ValueError says why a row is bad, a
-`DataError` why no row could be used."""
+"""Makes of a row what the reader returns for it; None leaves it out, as too long. A ValueError or an IndexError
+says why a row is bad, a `DataError` why no row could be used."""
 
 _LOGGED = 5
 """How many bad rows are logged, each with its number; afterwards they are only counted."""
@@ -230,7 +230,7 @@ class RowReader:
             return found if self.prepare is None else self.prepare(found)
         except DataError:
             raise
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # `take` would read an IndexError as the end of the rows
             raise DataError(f"{self._where(number)}: {error}", path=file.name, row=file.number(row)) from error
 
     def _where(self, number: int) -> str:

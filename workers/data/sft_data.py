@@ -64,7 +64,7 @@ class SFTData(PromptData):
             return list(value)
         if not isinstance(value, str):
             raise ValueError(f"{label_key!r} is {value!r:.60}; expected a text or a list of token ids")
-        ids = self._encoded(value, add_special_tokens=False)
+        ids = self._encoded(value, add_special_tokens=False, name=label_key)
         if self._tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token (eos_token) to put after a completion")
         return [*ids, self._tokenizer.eos_token_id]
@@ -77,9 +77,9 @@ class SFTData(PromptData):
         for number, message in enumerate(messages, 1):
             if not _is_assistant(message):
                 continue
+            whole = self._text(messages[:number], add_generation_prompt=False)
             # Up to where the message begins, and up to where it ends.
-            for until, begins, trained in ((number - 1, True, 0), (number, False, 1)):
-                text = self._text(messages[:until], add_generation_prompt=begins) if until else ""
+            for text, trained in ((self._before(messages[: number - 1], whole), 0), (whole, 1)):
                 if not text.startswith(done):
                     raise ValueError(
                         f"the chat template writes the messages before message {number} of {self._input_key!r} in "
@@ -89,6 +89,19 @@ class SFTData(PromptData):
                 part = self._encoded(text[len(done) :], add_special_tokens=False)
                 ids, mask, done = ids + part, mask + [trained] * len(part), text
         return ids, mask
+
+    def _before(self, messages: Sequence[Mapping[str, Any]], whole: str) -> str:
+        """Return the text up to where the answer to messages begins; ``whole`` has the answer, too."""
+        if messages:
+            return self._text(messages)
+        asked = [{"role": "user", "content": "-"}]  # templates cannot render no messages at all
+        header = self._text(asked).removeprefix(self._text(asked, add_generation_prompt=False))
+        if header not in whole:
+            raise ValueError(
+                f"the chat template writes the assistant's message at the beginning of {self._input_key!r} in another "
+                "way than an answer, so which tokens are trained cannot be told; begin with a user's message"
+            )
+        return whole[: whole.index(header) + len(header)]
 
 
 def _is_assistant(message: Any) -> bool:

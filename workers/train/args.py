@@ -623,7 +623,7 @@ def read_args(given: Any = None) -> TrainArgs:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:
             raise TrainArgsError(
-                f"args.{name}={value!r}: expected {type_name(wanted)} ({_first_line(error)})"
+                f"args.{name}={value!r}: expected {type_name(wanted)} ({str(error).splitlines()[0]})"
             ) from None
         own.add(name)
     for name, item in known.items():
@@ -712,10 +712,6 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {name: value for name, value in plain.items() if name in known}, extras
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def table() -> str:
     """Return all keys as a Markdown table: type, default and meaning."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
@@ -733,11 +729,7 @@ def table() -> str:
 
 def type_name(hint: Any) -> str:
     """Return the readable name of a type."""
-    if hint is type(None):
-        return "None"
-    if hasattr(hint, "__args__") and str(hint).find("|") >= 0:
-        return " | ".join(type_name(part) for part in hint.__args__)
-    return str(getattr(hint, "__name__", hint)) if not hasattr(hint, "__args__") else str(hint).replace("typing.", "")
+    return str(hint.__name__ if type(hint) is type else hint).replace("typing.", "")
 
 
 if __name__ == "__main__":

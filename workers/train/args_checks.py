@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from single_controller import SingleControllerError
-from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, SUPERVISED, path_of, policy_loss_keys
+from workers.algorithms.registry import NEEDS_GROUPS, POLICY_LOSS_KEYS, SUPERVISED, name_of, path_of
 from workers.data.rollout_data import LARGEST_SET
 from workers.lora import LoraSettings
 
@@ -174,6 +174,8 @@ def check_together(args: Any) -> None:
             f"args.critic_num_nodes * critic_num_gpus_per_node is {math.prod(critic)}, but actor_num_nodes * "
             f"actor_num_gpus_per_node is {math.prod(actor)}; actor and critic need the same number of ranks"
         )
+    if args.ckpt_step is not None and args.load is None and args.critic_load is None:
+        raise TrainArgsError(f"args.ckpt_step={args.ckpt_step} needs load, the folder that has this checkpoint")
     if args.profile_step_start is not None and not args.profile_dir:
         raise TrainArgsError("args.profile_step_start needs profile_dir")
 
@@ -273,15 +275,17 @@ def _check_exports(args: Any) -> None:
 
 
 def check_algorithm(args: Any) -> None:
-    """Check the keys of the algorithm together. Registered names are replaced by paths, which the ranks can import."""
+    """Check the keys of the algorithm together. Registered names are replaced by paths, which the ranks can import, and
+    paths of built-in functions by their names, by which the checks know them."""
     for key in ("policy_loss_type", "advantage_estimator"):
         try:
             path = path_of(key, args[key])
         except ValueError as error:
             raise TrainArgsError(f"args.{key}={args[key]!r}: {error}") from None
-        if not path.startswith("workers.algorithms."):
+        name = name_of(key, path)
+        if name == path:
             function_at(path, key)
-            args[key] = path
+        args[key] = name
     _complete_supervised(args)
     _check_estimator(args)
     _complete_policy_loss(args)
@@ -400,7 +404,7 @@ def _check_estimator(args: Any) -> None:
 def _complete_policy_loss(args: Any) -> None:
     """Set the keys of the policy loss that are not set to its own defaults, and refuse those of other losses."""
     name, usual = args.policy_loss_type, {"loss_aggregation": "token", **POLICY_LOSS_KEYS["ppo_clip"]}
-    own = policy_loss_keys(name)
+    own = POLICY_LOSS_KEYS.get(name)
     if own is not None:
         own = {"loss_aggregation": "token", **own}
         for key in sorted({key for keys in POLICY_LOSS_KEYS.values() for key in keys} - own.keys()):

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ from workers.data.rollout_data import (
     REWARD_PART,
     RolloutDataError,
     check_rollout_data,
+    is_tensor,
     of_rollouts,
     rows_of,
     sizes_of_steps,
@@ -47,7 +49,7 @@ from workers.data.rollout_data import (
     token_versions,
 )
 from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_routes, without_routes
-from workers.hf_files import known_config, known_vocab_size, tokens_of
+from workers.hf_files import known_config, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args import TrainArgsError
 from workers.train.args_checks import function_at, function_of
@@ -92,9 +94,10 @@ class PolicyTrainWorker(ModelWorker):
         """As in `TrainWorker`. Rows that a user's function postprocesses are checked on the ranks instead."""
         if args.rollout_data_postprocess_path is None:
             replays = _replays_rollout(args, role)
-            config = known_config(args) if replays else None
+            config = known_config(args) if replays or args.vocab_size is None else None
             read = rows if replays or not hasattr(rows, "keys") else without_routes(rows)
-            check_rollout_data(read, args.vocab_size or known_vocab_size(args), config and RoutingShape.of(config))
+            routing = RoutingShape.of(config) if replays and config is not None else None
+            check_rollout_data(read, args.vocab_size or (config and tokens_of(config)), routing)
             check_entries({*rows.keys(), *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
@@ -719,7 +722,13 @@ def _tensors(given: Any) -> Data:
         if twice := entries.keys() & several.keys():
             raise RolloutDataError(f"rollout data has {', '.join(sorted(twice))} twice: also in {str(name)!r}")
         entries |= several
-    return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()}
+    kept: dict[str, Any] = {
+        name: value
+        for name, value in entries.items()
+        # An array stays where it is an error, which the check then says.
+        if (isinstance(value, torch.Tensor) and value.dim()) or (isinstance(value, np.ndarray) and is_tensor(name))
+    }
+    return kept
 
 
 @contextmanager
