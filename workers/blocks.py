@@ -38,12 +38,12 @@ class Block:
     Attributes:
         header: what can be written as JSON; ``header["nbytes"]`` is the length of the memory.
         memory: uint8, in host memory.
-        checksum: `checksum_of` the memory.
+        checksum: `checksum_of` the memory; None if it was not computed.
     """
 
     header: dict[str, Any]
     memory: torch.Tensor
-    checksum: int
+    checksum: int | None
 
 
 def receive_blocks(

@@ -86,6 +86,13 @@ def test_actor_and_critic_choose_a_rollout_that_both_have(numbers, position, tra
         assert [recovery and recovery.number for _, recovery in found] == expected[1]
 
 
+def test_first_snapshot_of_a_single_rank_may_have_newer_weights_than_the_rollout_workers():
+    """It takes its first one when it grows."""
+    assert not Progress(3, START).has_sent(Recovery(0, 3, (0,)))
+    assert Progress(3, START).after(Recovery(0, 3, (0,))) == Progress(3, START)
+    assert Progress(START, START).has_sent(Recovery(0, -1, (0,)))
+
+
 @pytest.mark.parametrize(
     ("sent_after", "number", "rollout_id", "exactly", "afterwards"),
     [

@@ -785,3 +785,25 @@ def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):
         return await actor.async_train(3, await rollout)
 
     assert len(asyncio.run(main())) == 2
+
+
+def test_manager_is_refreshed_by_the_group_that_got_it_last(slots):
+    manager = Manager()
+    with group_of(pg=slots, name_prefix="one_") as one:
+        ray.get(one.async_init())
+        one.set_rollout_manager(manager)
+        assert one.update_weights() == 1
+        with group_of(pg=slots, name_prefix="two_") as two:
+            ray.get(two.async_init())
+            two.set_rollout_manager(manager)
+            assert (manager.refresh(), two.weight_version, one.weight_version) == (1, 1, 1)
+            two.set_rollout_manager(None)
+            assert manager.refresh is None
+            two.set_rollout_manager(manager)
+        assert manager.refresh is None
+
+
+def test_backend_of_a_group_cannot_change(slots):
+    with RayTrainGroup({}, 1, 1, slots, 0.1) as group:
+        with pytest.raises(TrainArgsError, match="train_backend='megatron', but this group's workers are those of"):
+            group.async_init({"train_backend": "megatron", "vocab_size": 8})

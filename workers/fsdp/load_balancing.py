@@ -28,7 +28,7 @@ class LoadBalancing:
     def __init__(self, routers: Routers, coefficient: float, z_coefficient: float, *, by_row: bool) -> None:
         self._routers, self._coefficients, self._by_row = routers, (coefficient, z_coefficient), by_row
         self._total = 1.0
-        self._sums: torch.Tensor | None = None
+        self._sums = torch.zeros(2, dtype=torch.float64)
         self._logits: list[torch.Tensor] = []
 
     def begin_step(self, tokens: int, device: torch.device) -> None:
@@ -66,17 +66,13 @@ class LoadBalancing:
             of_rows = _of_rows(logits.float(), places, real.shape)
             losses = torch.stack(expert_losses(of_rows, self._routers.shape.k, real, by_row=self._by_row))
             total = total + (losses * losses.new_tensor(self._coefficients)).sum() / self._total
-            if self._sums is not None:
-                self._sums += losses.detach() / len(of_layers)
+            self._sums += losses.detach() / len(of_layers)
         return total
 
     def end_step(self) -> dict[str, float]:
         """End a step. All ranks call it. Returns the losses as means over layers, the same on every rank."""
-        sums, self._sums = self._sums, None
-        if sums is None:
-            return {}
-        dist.all_reduce(sums)
-        balance, z = (sums / self._total).tolist()
+        dist.all_reduce(self._sums)
+        balance, z = (self._sums / self._total).tolist()
         return {"moe/load_balancing_loss": balance, "moe/z_loss": z}
 
 

@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,6 @@ CHUNK_BYTES = 64 << 20
 
 Shard = tuple[int, int]
 """Number of a shard, and how many there are. Ranks with the same shard have the same state, bit for bit."""
-
-
-class _Found(NamedTuple):
-    """A snapshot that this rank has. The checksum is that with which another rank's has arrived; None for its own."""
-
-    header: dict[str, Any]
-    memory: torch.Tensor
-    checksum: int | None = None
 
 
 class SnapshotError(SingleControllerError, RuntimeError):
@@ -390,7 +382,7 @@ class PeerSnapshots:
         sources: Sequence[int],
         rank: int,
         shards: Sequence[Shard],
-        mine: Mapping[int, _Found],
+        mine: Mapping[int, Block],
         shard_of: Mapping[int, Shard],
         live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
         wrong: list[str],
@@ -407,11 +399,8 @@ class PeerSnapshots:
         before = {number: known for part in said for number, known in part.items()}
         about: dict[str, Any] = before[0][1]
         tensors = live(about)
-        shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-        for (number, _), of_rank in zip(
-            shards, gathered({name: tuple(tensor.shape) for name, tensor in tensors.items()}), strict=True
-        ):
-            shapes[number] = of_rank
+        now = gathered({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        shapes = {number: of_rank for (number, _), of_rank in zip(shards, now, strict=True)}
         try:
             plan: dict[tuple[int, int], list[Move]] = {}
             for move in moves([before[k][0] for k in sorted(before)], [shapes[k] for k in sorted(shapes)]):
@@ -419,7 +408,6 @@ class PeerSnapshots:
         except ValueError as error:
             raise SnapshotError(str(error)) from error
         snapshot = empty_snapshot(tensors)
-        snapshot.memory.zero_()
         for to, (target, _) in enumerate(shards):
             for number in sorted(before):
                 part, owner = plan.get((number, target), ()), owner_of[number]
@@ -437,12 +425,11 @@ class PeerSnapshots:
                 _unpack(packed, [_rows(snapshot.parts[one.name], one.target_row, one.rows) for one in part])
         return snapshot, about
 
-    def _find(self, owner: int, number: int) -> _Found:
+    def _find(self, owner: int, number: int) -> Block:
+        """A snapshot that this rank has: of another one, or its own."""
         with self._lock:
             held = self._held.get(owner, {}).get(number)
-        if held is not None:
-            return _Found(held.header, held.memory, held.checksum)
-        return _Found(self._headers[number], self._own[number].memory)
+        return held or Block(self._headers[number], self._own[number].memory, None)
 
 
 def _rows(tensor: torch.Tensor, begin: int, rows: int | None) -> torch.Tensor:

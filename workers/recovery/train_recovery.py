@@ -35,7 +35,9 @@ class Progress:
 
     def has_sent(self, recovery: Recovery) -> bool:
         """Whether the weights that were sent last are those of a snapshot."""
-        return self.sent_after == recovery.rollout_id or (self.sent_after == START and not recovery.number)
+        # Snapshot 0 is taken before the first rollout; but a single rank takes its first one when it grows.
+        initial = not recovery.number and (len(recovery.sources) > 1 or self.trained == START)
+        return self.sent_after == recovery.rollout_id or (self.sent_after == START and initial)
 
     def after(self, recovery: Recovery) -> Progress:
         """Return the progress of ranks that have restored a snapshot. Its ``sent_after`` is None if the rollout workers

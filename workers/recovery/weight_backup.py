@@ -215,26 +215,17 @@ def take_snapshot(tensors: dict[str, torch.Tensor], old: Snapshot | None) -> Sna
 
 def empty_snapshot(tensors: dict[str, torch.Tensor]) -> Snapshot:
     """Allocate a snapshot for tensors, without their elements."""
-    begins: dict[str, int] = {}
+    layout: Layout = []
     begin_of: dict[_Memory, int] = {}
     end = 0
     for name, tensor in tensors.items():
         place = _memory_of(tensor)
-        if tensor.numel() and place in begin_of:
-            begins[name] = begin_of[place]
-            continue
-        begins[name] = begin_of[place] = end
-        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        if not (tensor.numel() and place in begin_of):
+            begin_of[place] = end
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        layout.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), begin_of[place]))
     # Zeros, so that equal tensors make equal blocks, gaps included.
-    memory = host_memory(end, pinned=has_accelerator()).zero_()
-    parts = {}
-    for name, tensor in tensors.items():
-        length = tensor.numel() * tensor.element_size()
-        part = memory[begins[name] : begins[name] + length]
-        parts[name] = (
-            part.view(tensor.dtype).view(tensor.shape) if length else torch.empty(tensor.shape, dtype=tensor.dtype)
-        )
-    return Snapshot(memory, parts)
+    return Snapshot.of(host_memory(end, pinned=has_accelerator()).zero_(), layout)
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory:

@@ -149,8 +149,8 @@ def _args(run: Mapping[str, Any]) -> Any:
         raise ReplayError("keep_old_actor=True needs the weights of earlier versions, which are not recorded")
     sizes = ("tensor_model", "pipeline_model", "sequence", "expert_model")
     alone = {**{f"{axis}_parallel_size": 1 for axis in sizes}, "expert_tensor_parallel_size": None}
-    nothing = {"save": None, "save_hf": None, "profile_dir": None, "fsdp_shard_size": None, "peer_snapshot_interval": 0}
-    for name, value in {**alone, **nothing, "no_load_optim": False}.items():
+    nothing = ("save", "save_hf", "profile_dir", "profile_step_start", "profile_step_end", "fsdp_shard_size")
+    for name, value in {**alone, **dict.fromkeys(nothing), "peer_snapshot_interval": 0, "no_load_optim": False}.items():
         args[name] = value
     return args
 

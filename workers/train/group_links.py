@@ -46,8 +46,7 @@ class RolloutLink:
     def introduce(self, tell: Callable[[Any], Any]) -> None:
         """Tell the train workers about the manager. ``refresh`` is a function of this process and is not sent along."""
         manager = self.manager
-        if getattr(manager, "refresh", None) == self._refresh:
-            manager.refresh = None
+        self.leave()
         try:
             actors = self._actors()  # before, because a worker may join meanwhile: it is told of next time then
             tell(manager)
@@ -55,6 +54,11 @@ class RolloutLink:
         finally:
             if getattr(manager, "refresh", self) is None:
                 manager.refresh = self._refresh
+
+    def leave(self) -> None:
+        """Have the manager's ``refresh`` no longer call this group, which sends it no weights from now on."""
+        if getattr(self.manager, "refresh", None) == self._refresh:
+            self.manager.refresh = None
 
     def check_experts(self) -> None:
         """Check that the rollout workers record experts, for ``routing_replay="R3"``.

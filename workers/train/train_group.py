@@ -48,7 +48,7 @@ from workers.train.args_checks import ROLES, role_args
 from workers.train.checkpoints import LastCheckpoint
 from workers.train.group_links import RolloutLink, SharedRollout, ordered
 from workers.train.train_placement import first_slots, share_of_slot, slot_devices, train_environment
-from workers.train.train_worker import TrainWorker, takes_version, worker_class
+from workers.train.train_worker import BACKENDS, TrainWorker, takes_version, worker_class
 from workers.weight_sync import SyncReport, WeightSyncError
 from workers.weight_sync.sync_protocol import TimeUpError
 
@@ -427,6 +427,8 @@ class RayTrainGroup:
 
     def _end(self) -> None:
         self._closed = True
+        if self._rollout is not None:
+            self._rollout.leave()
         if self._group is not None:
             self._group.close()
         if self._owned is not None:
@@ -564,6 +566,13 @@ class RayTrainGroup:
             raise ValueError(f"async_init(role={role!r}): this group has the role {self.role!r}")
         args = self.args if args is None else read_args(args)
         workers = self.worker_group
+        made_by = self._class.__module__, self._class.__name__
+        own = next((name for name, where in BACKENDS.items() if where == made_by), None)  # None: a class of the user's
+        if own not in (None, args.train_backend):
+            raise TrainArgsError(
+                f"async_init(): train_backend={args.train_backend!r}, but this group's workers are those of {own!r}; "
+                "create a new group"
+            )
         self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._with_ref = args, bool(with_ref)
@@ -833,7 +842,19 @@ class RayTrainGroup:
         link = RolloutLink(manager, self._refresh, update_seconds(self.args))
         if manager is not None and self.role == "actor" and self.args.routing_replay == "R3":
             link.check_experts()
-        link.introduce(workers.set_rollout_manager)
+        before, refresh = self._rollout, getattr(manager, "refresh", None)
+        former = getattr(refresh, "__self__", None)
+        takes_over = isinstance(former, RayTrainGroup) and former is not self and former.role == self.role
+        if takes_over:
+            manager.refresh = None
+        try:
+            link.introduce(workers.set_rollout_manager)
+        except BaseException:
+            if takes_over:  # the other group still sends to it
+                manager.refresh = refresh
+            raise
+        if before is not None and before.manager is not manager:
+            before.leave()
         self._rollout, self._weights_lost = None if manager is None else link, False
         self._progress.sent_after = None  # to others
 

@@ -12,7 +12,7 @@ from reference import small_llama
 from train_helpers import begin, learn, rollout
 
 from single_controller.view.run_files import EVENTS, read_lines, read_run, sample_files
-from workers import RunLog
+from workers import RunLog, read_args
 from workers.tracking import replay as replaying
 from workers.tracking.replay import ReplayError, replay
 
@@ -158,3 +158,8 @@ def test_replay_stops_in_a_debugger(fsdp_groups, llama_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "(Pdb)" in done.stdout and "metrics are equal bit for bit" in done.stdout
+
+
+def test_run_that_was_profiled_can_be_replayed():
+    profiled = {"profile_step_start": 0, "profile_step_end": 1, "profile_dir": "x"}
+    assert read_args(replaying._args({"config": profiled})).profile_step_start is None
