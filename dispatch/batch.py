@@ -337,8 +337,8 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
         if type(value) is not type(first) and (found in _ONE_CLASS or batch_type(value) is not found):
             raise BatchError(f"{describe(first)} and {describe(value)} cannot be joined")
     values = list(values)
-    if found in (_TENSOR, _NDARRAY) and len({value.dtype for value in values}) > 1:
-        # A rank without rows makes its empty result of any dtype, which must not change that of the others' rows.
+    if found in (_TENSOR, _NDARRAY) and len({(value.dtype, value.ndim) for value in values}) > 1:
+        # A rank without rows makes its empty result of any dtype and number of dimensions, which has no say.
         values = [value for value in values if value.shape[:1] != (0,)] or values
     try:
         if found is _FIELDS:
@@ -520,7 +520,8 @@ def _fields_length(value: Any) -> int | None:
 
 
 def _join_fields(values: list[Any], made: Made) -> Any:
-    has_rows = length(values[0]) is not None
+    lengths = [length(value) for value in values]  # of each: columns that differ in length would pair the wrong rows
+    has_rows = lengths[0] is not None
 
     def join_column(column: list[Any]) -> Any:
         return _same_on_all(column) if has_rows and length(column[0]) is None else join(column, made)
@@ -545,8 +546,12 @@ def _by_key(values: list[dict[Any, Any]], function: Callable[[list[Any]], Any]) 
 
 def _same_on_all(parts: list[Any]) -> Any:
     """A field without rows is returned unchanged if all ranks agree on it."""
+
+    def agrees(part: Any) -> bool:  # two NaNs do
+        return type(part) is type(parts[0]) and bool(part == parts[0] or (part != part and parts[0] != parts[0]))
+
     try:
-        same = all(type(part) is type(parts[0]) and bool(part == parts[0]) for part in parts)
+        same = all(map(agrees, parts))
     except Exception:  # a type whose == has no truth value
         same = False
     if not same:
@@ -676,10 +681,6 @@ def _refuse(what: str) -> Callable[..., Any]:
     return refuse
 
 
-def _refuse_nested(*_: Any) -> Any:
-    raise BatchError("torch cannot slice a nested tensor with this layout; create it with layout=torch.jagged")
-
-
 _TORCH_ERRORS = (RuntimeError, TypeError, KeyError)
 
 _UNCUT = _refuse("cannot be cut into rows")
@@ -688,7 +689,8 @@ _UNKNOWN = BatchType(_UNCUT, _UNCUT, _refuse("cannot be joined"))
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
 _RANGE = BatchType(len, _slice, lambda ranges: list(chain.from_iterable(ranges)))
 _TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)
-_NESTED = BatchType(_refuse_nested, _refuse_nested, _refuse_nested)
+_LAYOUT = _refuse("of this layout cannot be sliced; create it with layout=torch.jagged")
+_NESTED = BatchType(_LAYOUT, _LAYOUT, _LAYOUT)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays, errors=(ValueError, TypeError))
 _OWN = BatchType(len, _own_rows, _join_own)
 # Those that `shard` and `join` pass the dict `made`, because they are jagged tensors or may have some in them.

@@ -188,6 +188,17 @@ def test_temperature_divides_the_logits(llama):
     assert (group.compute_log_prob(ids, temperature=0.7) - expected).abs().max() < 1e-4
 
 
+def test_loss_is_the_mean_weighted_by_the_loss_mask(llama):
+    """Also if the weights add up to less than 1."""
+    group, model = llama
+    ids, counts = tokens(2), torch.ones(2, 12)
+    counts[:, 0] = 0
+    whole = group.train_step(ids, loss_mask=counts)[0]["loss"]
+    group.load_hf_state_dict(weights(model))
+    assert group.train_step(ids, loss_mask=counts * 0.01)[0]["loss"] == pytest.approx(whole, rel=1e-4)
+    group.load_hf_state_dict(weights(model))
+
+
 def test_batch_without_rows(llama):
     group, _ = llama
     assert group.compute_log_prob(tokens(2)[:0]).shape == (0, 11)

@@ -1,17 +1,21 @@
 """What MegatronLMWorker and its model check locally, before other ranks are involved; without processes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lm_configs import LLAMA, SIZES
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from workers import MegatronLMWorker, read_args, transformer_config
 from workers.data.micro_batches import cut_by_tokens
 from workers.megatron.config import scaled_rope
-from workers.megatron.hf_weights import check_state_dict, hf_shapes
+from workers.megatron.hf_weights import check_state_dict, hf_shapes, read_folder
 from workers.megatron.lm_worker import checked_batch
 from workers.megatron.megatron_optimizer import AdamOptions
 from workers.megatron.megatron_train_worker import MegatronTrainWorker
+from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args_checks import TrainArgsError
 
 
@@ -31,6 +35,42 @@ from workers.train.args_checks import TrainArgsError
 def test_names_and_shapes_match_the_hugging_face_model(config):
     model = AutoModelForCausalLM.from_config(config)
     assert hf_shapes(config) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("size", ["100KB", "1GB"])
+def test_only_the_models_own_files_are_read(size, tmp_path):
+    """Mistral's folders have the weights twice."""
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert read_folder(tmp_path).keys() == model.state_dict().keys()
+
+
+def test_misspelt_field_of_a_config(monkeypatch):
+    monkeypatch.setattr(MegatronLMWorker, "needs_cuda", False)
+    monkeypatch.setattr(MegatronLMWorker, "initialize_model_parallel", lambda self: None)
+    with pytest.raises(ValueError, match="did you mean 'num_hidden_layers'"):
+        MegatronLMWorker({"model_type": "llama", "num_hidden_layer": 4})
+
+
+def test_layout_is_registered_when_all_its_groups_exist(monkeypatch):
+    """A concurrent method may end while another one initializes megatron."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(MegatronWorker, "needs_cuda", False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+    def have(*names):
+        for name in names:
+            monkeypatch.setattr(parallel_state, f"_{name}_GROUP", group)
+
+    worker = MegatronWorker()
+    have("DATA_PARALLEL", "CONTEXT_PARALLEL", "MODEL_PARALLEL")
+    assert worker._report().axes == {}
+    have("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "EXPERT_MODEL_PARALLEL")
+    assert worker._report().axes == {"dp": 0, "cp": 0, "tp": 0, "pp": 0}
 
 
 class TestBatch:

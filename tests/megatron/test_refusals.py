@@ -93,8 +93,6 @@ def test_context_parallelism_set_when_megatron_was_initialized(initialised):
     initialised(tp=2, cp=2)
     with pytest.raises(ValueError, match="context_parallel_size=2 needs Transformer Engine"):
         made()
-    with pytest.raises(ValueError, match="context_parallel_size=2 needs Transformer Engine"):
-        transformer_config(LLAMA)
 
 
 class TestModelOverrides:
@@ -166,9 +164,11 @@ class TestModelOverrides:
         assert found == [{**overrides, "virtual_pipeline_model_parallel_size": None}] * 4
 
     @without_transformer_engine
-    def test_sequence_parallelism_needs_transformer_engine(self, initialised):
+    def test_dense_models_have_no_sequence_parallelism(self, initialised):
         initialised(tp=2)
-        with pytest.raises(ValueError, match="needs Transformer Engine"):
+        with pytest.raises(
+            ValueError, match="sequence_parallel=True: models are built of megatron-core"
+        ):
             transformer_config(LLAMA, overrides={"sequence_parallel": True})
 
 
@@ -277,3 +277,12 @@ class TestDtypes:
     def test_unknown_names(self, name):
         with pytest.raises(ValueError, match=r"param_dtype=.*bf16"):
             made(param_dtype=name)
+
+
+@pytest.mark.parametrize("installed", [None, object()])
+def test_models_have_no_context_parallelism(initialised, monkeypatch, installed):
+    """Also with Transformer Engine: they are built of megatron-core's own layers."""
+    initialised(tp=2, cp=2)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: installed)
+    with pytest.raises(ValueError, match="context_parallel_size=2 and sequence_parallel=False: models are built"):
+        transformer_config(LLAMA)

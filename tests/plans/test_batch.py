@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import importlib
+import math
 import sys
 import threading
 import types
@@ -223,6 +224,11 @@ class TestRejected:
         with pytest.raises(BatchError, match="no rows"):
             trim(value, 2, 1)
 
+    def test_later_dict_with_values_of_different_lengths_cannot_be_joined(self):
+        """Even if the columns have equally many rows together."""
+        with pytest.raises(BatchError, match=r"'a' has 1 rows, 'b' has 2"):
+            join([{"a": [1, 2], "b": [3, 4]}, {"a": [1], "b": [2, 3]}, {"a": [4, 5], "b": [6]}])
+
 
 class TestDictsWithWholeValues:
     """A value that is sent whole beside rows is returned whole, so that join(cut(x)) == x."""
@@ -235,6 +241,11 @@ class TestDictsWithWholeValues:
 
     def test_trim_keeps_whole_values(self):
         assert trim({"rows": [1, 2, 3, 4], **self.WHOLE}, 2, 1) == {"rows": [1, 2], **self.WHOLE}
+
+    @pytest.mark.parametrize("make", [lambda: math.nan, lambda: torch.tensor(math.nan), lambda: np.float32("nan")])
+    def test_nan_on_all_ranks_is_the_same(self, make):
+        joined = join([{"rows": [1], "kl": make()}, {"rows": [2], "kl": make()}])
+        assert joined["rows"] == [1, 2] and joined["kl"] != joined["kl"]
 
     def test_whole_values_must_not_differ_between_ranks(self):
         with pytest.raises(BatchError, match=r"'number'.*different values"):
@@ -520,6 +531,8 @@ def test_empty_part_has_no_say_in_the_dtype():
         for parts in ([first, empty], [empty, first]):
             joined = join(parts)
             assert joined.dtype == first.dtype and joined.tolist() == [large]
+    for parts in ([np.array([]), np.ones((2, 5))], [np.ones((2, 5)), np.array([])]):
+        assert join(parts).shape == (2, 5)
 
 
 def test_counter_stays_what_it_is():

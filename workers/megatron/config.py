@@ -119,6 +119,12 @@ def transformer_config(
         **sizes,
     }
     made = TransformerConfig(**fields)
+    if made.context_parallel_size > 1 or (made.sequence_parallel and not made.num_moe_experts):
+        raise ValueError(
+            f"context_parallel_size={made.context_parallel_size} and sequence_parallel={made.sequence_parallel}: "
+            "models are built of megatron-core's local layers, also where Transformer Engine is installed, and these "
+            "support neither; use 1 and False"
+        )
     refuse_unsupported(made)
     return made
 

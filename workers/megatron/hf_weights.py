@@ -7,6 +7,7 @@ that knows both sides' names.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -318,7 +319,13 @@ def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
     require("safetensors", extra="hf")
     from safetensors.torch import load_file
 
-    files = sorted(Path(folder).glob("*.safetensors"))
+    folder = Path(folder)
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file():
+        # Not all files that are there: others may have the weights again, under other names.
+        index = folder / "model.safetensors.index.json"
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
+        files = [folder / name for name in sorted(named)] or sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
             f"{str(folder)!r} has no .safetensors files; write the model there with save_pretrained()"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_count
 from single_controller import Dispatch, register
-from workers.extras import require
+from workers.hf_files import config_of
 from workers.megatron.megatron_worker import MegatronWorker
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class MegatronLMWorker(MegatronWorker):
         self.micro_batch_size = micro_batch_size
         self.lr = AdamOptions.of(optimizer).lr
         self.model = MegatronTrainModel(
-            _hf_config(hf_config),
+            config_of("hf_config", hf_config, False),
             param_dtype=param_dtype,
             optimizer=optimizer,
             max_tokens_per_micro_batch=1,  # `_data` sets it for each batch
@@ -124,7 +123,7 @@ class MegatronLMWorker(MegatronWorker):
         count = tokens.item()
 
         def loss(outputs: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return -(outputs.log_probs * batch.others["loss_mask"]).sum() / max(count, 1.0), {}
+            return -(outputs.log_probs * batch.others["loss_mask"]).sum() / (count or 1.0), {}
 
         report = self.model.train_step(data, loss, lr=self.lr)
         return {"loss": report.sums["loss"], "tokens": count, "grad_norm": report.grad_norm, "lr": self.lr}
@@ -223,15 +222,3 @@ def checked_batch(
     # Micro-batches need a token in every row. Nothing is predicted in a row that is all padding.
     real = torch.cat([real[:, :1] | ~real.any(1, keepdim=True), real[:, 1:]], dim=1)
     return {"input_ids": input_ids.long(), "attention_mask": real, "loss_mask": counts}
-
-
-def _hf_config(given: Any) -> Any:
-    """A Hugging Face config from one, from its dict, or from its folder."""
-    if not isinstance(given, (str, Path, Mapping)):
-        return given
-    require("transformers", extra="hf")
-    from transformers import AutoConfig
-
-    if isinstance(given, Mapping):
-        return AutoConfig.for_model(**dict(given))
-    return AutoConfig.from_pretrained(given)

@@ -99,23 +99,21 @@ class MegatronTrainModel(TrainModel):
 
             self._routing = ExpertRouting(self.models, self.config, shape)
         self.config.variable_seq_lengths = not self._interleaved
-        self._chunks = self._wrapped()
-        # Megatron's wrapper would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
-        self._uncast = {"fp32_output": False} if self.config.bf16 or self.config.fp16 else {}
+        # What the schedule runs: the models themselves, or modules that cast their inputs and outputs.
+        self._chunks: list[Any] = list(self.models)
+        self._uncast: dict[str, bool] = {}
+        if self.config.bf16 or self.config.fp16:
+            from megatron.core.transformer.module import Float16Module
+
+            self._chunks = [Float16Module(self.config, model) for model in self.models]
+            # It would make a float32 copy of the logits. `next_token_log_probs` reads them in any dtype.
+            self._uncast = {"fp32_output": False}
         self._optimizer: Any = None
         if options is not None:
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
             self._optimizer = make_optimizer(options, self.config, self._chunks)
         distributed = options is not None and options.distributed
         self._checkpoints = Checkpoints(role, self.models, self._optimizer, distributed)
-
-    def _wrapped(self) -> list[Any]:
-        """What the schedule runs: the models themselves, or modules that cast their inputs and outputs."""
-        from megatron.core.transformer.module import Float16Module
-
-        if self.config.bf16 or self.config.fp16:
-            return [Float16Module(self.config, model) for model in self.models]
-        return list(self.models)
 
     @property
     def device(self) -> torch.device:
@@ -360,19 +358,15 @@ class MegatronTrainModel(TrainModel):
         """Sums over all micro-batches and dp ranks, broadcast to every stage."""
         from megatron.core import parallel_state as state
 
-        sums: list[Any] = [None]
+        total: dict[str, float] = {}
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
             by_rank: list[Any] = [None] * group.size()
             names, totals = sum_reports(reports)
-            own = dict(zip(names, totals.tolist(), strict=True))
-            dist.all_gather_object(by_rank, own, group)
-            sums = [_sum(by_rank)]
-        dist.broadcast_object_list(
-            sums, state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
-        )
-        result: dict[str, float] = sums[0]
-        return result
+            dist.all_gather_object(by_rank, dict(zip(names, totals.tolist(), strict=True)), group)
+            total = {name: sum(one.get(name, 0.0) for one in by_rank) for name in sorted(set().union(*by_rank))}
+        summed: dict[str, float] = of_last_stage(total)
+        return summed
 
     def _require_role(self, role: str, method: str) -> None:
         if self.role != role:
@@ -516,9 +510,12 @@ def _is_last_stage() -> bool:
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
-def _sum(reports: list[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for report in reports:
-        for name, value in report.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+def of_last_stage(value: Any) -> Any:
+    """Return the value of the rank of this pipeline that is its last stage. All its ranks call it."""
+    from megatron.core import parallel_state as state
+
+    values = [value]
+    dist.broadcast_object_list(
+        values, state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
+    )
+    return values[0]

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from workers.device import every_backend
 from workers.hf_files import known_config
 from workers.megatron.config import check_model, experts_of
-from workers.megatron.megatron_model import MegatronTrainModel
+from workers.megatron.megatron_model import MegatronTrainModel, of_last_stage
 from workers.megatron.megatron_worker import MegatronWorker
 from workers.train.args import TrainArgsError
 from workers.train.policy_worker import PolicyTrainWorker
@@ -160,15 +159,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         return parallel_state.get_data_parallel_group()
 
     def of_last_stage(self, value: Any) -> Any:
-        from megatron.core import parallel_state
-
-        values = [value]
-        dist.broadcast_object_list(
-            values,
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return values[0]
+        return of_last_stage(value)
 
     def get_parallel_config(self) -> dict[str, int]:
         from megatron.core import parallel_state

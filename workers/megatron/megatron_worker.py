@@ -155,7 +155,11 @@ class MegatronWorker(Worker):
         mp_group = (
             parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
         )
-        if mp_group is not self._reported and (mp_group is None or parallel_state.is_initialized()):
+        # A method that runs beside another one may end while that one creates megatron's groups, of which
+        # `is_initialized` knows one alone. Of those that are asked for here, this is the last.
+        if mp_group is not self._reported and (
+            mp_group is None or parallel_state.get_expert_model_parallel_group(check_initialized=False) is not None
+        ):
             self._reported = mp_group
             self._register(parallel_state)
         return super()._report()
