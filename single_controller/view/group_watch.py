@@ -59,15 +59,18 @@ class GroupLook:
         wait for each other in a chain, the last one is late."""
         status, explained = self.status, self._waiting()
         found = [f"{status.name} is broken: {status.reason}"] if status.state == "broken" else []
+        runs = {rank.rank: max((call.seconds for call in rank.running or ()), default=0.0) for rank in status.ranks}
         for rank in status.ranks:
             wait = self.waits.get(rank.rank, Wait())
             who = f"rank {rank.rank} of {status.name}"
-            seconds = max((call.seconds for call in rank.running or ()), default=0.0)
+            seconds = runs[rank.rank]
+            # An idle rank has let the others wait for no longer than they have run their calls.
+            waited = seconds if rank.running else max((runs[one] for one in wait.awaited), default=0.0)
             if not rank.alive:
                 found.append(f"{who} is dead: {'' if rank.death is None else rank.death.reason}")
             elif rank.running is None:
                 found.append(f"{who} does not answer{_at(wait)}")
-            elif wait.awaited and seconds > late and rank.rank not in explained:
+            elif wait.awaited and waited > late and rank.rank not in explained:
                 found.append(f"{who} is late: {rank.doing}{_at(wait)}; {wait.awaited_by}")
             elif seconds > no_progress:
                 found.append(f"{who} makes no progress: {rank.doing}{_at(wait)}")

@@ -29,14 +29,11 @@ RETRY_SECONDS = 10.0
 """How long the page says why there is no connection before it is tried again."""
 
 
-def connect(address: str | None) -> str:
+def connect(address: str | None) -> None:
     """Connect this process to a Ray cluster, as a driver without workers.
 
     Args:
         address: of the cluster; by default ``RAY_ADDRESS``, or the cluster on this host.
-
-    Returns:
-        The address.
 
     Raises:
         ConnectionError: no cluster responds there.
@@ -60,7 +57,6 @@ def connect(address: str | None) -> str:
         raise ConnectionError(
             f"no Ray cluster responds at {address!r}. Give its address with --address. ({error})"
         ) from error
-    return address
 
 
 def is_own(address: str) -> bool:

@@ -167,13 +167,9 @@ class _Place(NamedTuple):
     where: str
 
     def __str__(self) -> str:
-        return (
-            f"for {self.deferred}"
-            if self.deferred
-            else f"in {self.collective}{self.group or ''}"
-            if self.collective
-            else ""
-        )
+        if self.deferred:
+            return f"for {self.deferred}"
+        return f"in {self.collective}{self.group or ''}" if self.collective else ""
 
 
 def _missing(ranks: Sequence[RankStatus], place: _Place, places: Mapping[int, _Place]) -> tuple[int, ...]:

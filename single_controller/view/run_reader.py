@@ -189,10 +189,10 @@ class Metrics:
         if any(name not in known or self._first.get(name, 0) + len(known[name]) != row for name in names):
             return False
         for name, values in zip(names, zip(*(line.values() for line in lines), strict=True), strict=True):
-            known[name].extend(values if set(map(type, values)) == {float} else map(_number, values))
+            known[name].extend(values if set(map(type, values)) == {float} else map(as_number, values))
         self._rows.update(zip(steps, range(row, row + len(steps)), strict=True))
         self.steps.extend(steps)
-        self.times.extend(_number(record.get("time")) for record in records)
+        self.times.extend(as_number(record.get("time")) for record in records)
         return True
 
     def _add_row(self, record: Mapping[str, Any]) -> None:
@@ -203,13 +203,13 @@ class Metrics:
         if row is None:
             row = self._rows[step] = len(self.steps)
             self.steps.append(step)
-            self.times.append(_number(record.get("time")))
+            self.times.append(as_number(record.get("time")))
         else:
-            self.times[row] = _number(record.get("time"))
+            self.times[row] = as_number(record.get("time"))
         known, begins = self.columns, self._first
         for name, value in metrics.items():
             if type(value) is not float:  # millions of them: no call for what is a float already
-                value = _number(value)
+                value = as_number(value)
             column = known.get(name)
             if column is None:
                 if len(known) == MAX_METRICS:
@@ -358,7 +358,7 @@ class RunReader:
             *(one.get("time") for one in self.about["resumed"]),
             self.about.get("started"),
         ]
-        logged = max((one for one in map(_number, last) if math.isfinite(one)), default=0.0)
+        logged = max((one for one in map(as_number, last) if math.isfinite(one)), default=0.0)
         try:
             written = os.stat(inside(self.folder, run_files.METRICS)).st_mtime
         except (OSError, RunFolderError):
@@ -366,7 +366,7 @@ class RunReader:
         process, now = self.about.get("process") or {}, time.time()
         if process.get("host") not in (None, socket.gethostname()) and written < math.inf:
             return max(0.0, now - written)
-        begun = _number(process.get("started"))  # of a run that has resumed, and logged no step since
+        begun = as_number(process.get("started"))  # of a run that has resumed, and logged no step since
         return max(0.0, now - max(min(logged, written), begun if begun <= now else 0.0))
 
     def update_of(self, version: int) -> dict[str, Any] | None:
@@ -395,7 +395,7 @@ class RunReader:
         with self.arrays(step) as arrays:
             known = self._tables.get(step)
             if known is None or known.changed != arrays.changed:
-                with _telling(f"the samples of step {step}"):
+                with telling(f"the samples of step {step}"):
                     known = StepTable.of(step, arrays.changed, arrays, self.texts(step))
                 self._tables[step] = known
         return known
@@ -406,7 +406,7 @@ class RunReader:
             file = open_inside(self.folder, str(run_files.sample_files(Path(), step)[0]))
         except FileNotFoundError:
             raise RunFolderError(f"no samples of step {step} are kept") from None
-        with _telling(f"the samples of step {step}"):
+        with telling(f"the samples of step {step}"):
             return Arrays(file)
 
     def texts(self, step: int) -> list[dict[str, Any]]:
@@ -416,7 +416,7 @@ class RunReader:
             file = open_inside(self.folder, name)
         except FileNotFoundError:
             return []
-        with file, _telling(name):
+        with file, telling(name):
             key = step, *_identity(file)
             if key not in self._texts:
                 rows = _loads(_bounded(file))["rows"]
@@ -456,7 +456,7 @@ class RunReader:
 
     def timeline(self, begin: float, end: float) -> tuple[list[dict[str, Any]], bool]:
         """The parts of the timeline that overlap a time, in seconds since the epoch. Lines are written when a part has
-        ended, so the driver's have increasing ends. Those of ranks are by their clocks, and are not searched by.
+        ended, or a little later, so the ends nearly increase.
 
         Returns:
             The parts, and whether there are more than `WINDOW_BYTES`, so that the later ones are missing.
@@ -471,14 +471,9 @@ class RunReader:
                 middle = (low + high) // 2
                 file.seek(middle)
                 file.readline(MAX_LINE_BYTES)
-                last: float | None = None
-                while file.tell() < high and (line := file.readline(MAX_LINE_BYTES)):
-                    one = _object(line)
-                    if one is not None and math.isfinite(_end(one)):
-                        last = _end(one)
-                        if one.get("rank") is None or file.tell() - middle > 2**15:
-                            break
-                if last is not None and last < begin:
+                # The latest of several: the script's parts and the groups' calls are written some time after they end.
+                ends = [at for at in map(_end, _parts(file.read(2**15).splitlines())) if math.isfinite(at)]
+                if ends and max(ends) < begin:
                     low = middle
                 else:
                     high = middle
@@ -626,7 +621,7 @@ UNREADABLE = (
 
 
 @contextlib.contextmanager
-def _telling(what: str) -> Iterator[None]:
+def telling(what: str) -> Iterator[None]:
     """Say what cannot be read in place of what reading it has raised."""
     try:
         yield
@@ -677,7 +672,7 @@ def _object(line: bytes | str) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _number(value: Any) -> float:
+def as_number(value: Any) -> float:
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
@@ -697,9 +692,9 @@ def _parts(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 def _begin(part: Mapping[str, Any]) -> float:
     begin = part.get("start")
-    return _number(begin if begin is not None else part.get("sent"))
+    return as_number(begin if begin is not None else part.get("sent"))
 
 
 def _end(part: Mapping[str, Any]) -> float:
     end = part.get("end")
-    return _number(end) if end is not None else _begin(part)
+    return as_number(end) if end is not None else _begin(part)

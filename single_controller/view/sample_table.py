@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,9 +139,7 @@ def select(
         values = columns[sort][rows].astype(np.float64)
     order = np.argsort(-values if descending else values, kind="stable")  # NaN last
     shown = rows[order[offset : offset + limit]]
-    reasons: dict[str, int] = {}
-    for one in finish[rows]:
-        reasons[one or ""] = reasons.get(one or "", 0) + 1
+    reasons = Counter(one or "" for one in finish[rows])
     groups = np.unique(np.stack([columns["step"][rows], columns["group"][rows], columns["equal"][rows]]), axis=1)
     return {
         "rows": [
@@ -195,10 +194,9 @@ def _by_row(reduce: np.ufunc, values: np.ndarray, offsets: np.ndarray, empty: fl
     if len(values) != offsets[-1]:
         raise ValueError(f"an array has {len(values)} values, for {offsets[-1]} tokens")
     lengths = np.diff(offsets)
-    if not len(values):
-        return np.full(len(lengths), empty)
-    found = reduce.reduceat(values, np.minimum(offsets[:-1], len(values) - 1))
-    return np.where(lengths > 0, found, empty)
+    found = np.full(len(lengths), empty, np.result_type(values, np.int64))
+    found[lengths > 0] = reduce.reduceat(values, offsets[:-1][lengths > 0])
+    return found
 
 
 def _numbered(groups: np.ndarray) -> np.ndarray:

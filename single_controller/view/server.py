@@ -14,7 +14,6 @@ held.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import logging
@@ -24,7 +23,8 @@ import secrets
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
@@ -35,7 +35,7 @@ import numpy as np
 from single_controller.call.state import Closing
 from single_controller.view.live import Live, is_own
 from single_controller.view.run_files import RunFolderError
-from single_controller.view.run_reader import UNREADABLE, Arrays, RunReader
+from single_controller.view.run_reader import Arrays, RunReader, as_number, telling
 from single_controller.view.sample_table import NUMBERS, Filter, select
 from single_controller.view.sample_table import branches as tree_of
 from single_controller.view.timeline_bars import bars_of
@@ -202,11 +202,8 @@ class ViewServer(Closing):
             run.refresh()
         names = [run.summary()["name"] for run in self.runs]
         for number, run in enumerate(self.runs):
-            about, metrics, events = run.about, run.metrics, run.events
+            about, metrics = run.about, run.metrics
             steps = self._steps(run)
-            kinds: dict[str, int] = {}
-            for event in events:
-                kinds[str(event.get("kind"))] = kinds.get(str(event.get("kind")), 0) + 1
             name = names[number]
             if names.count(name) > 1:  # told apart by their folders, or by their numbers
                 same = folders.count(run.folder) > 1
@@ -218,7 +215,9 @@ class ViewServer(Closing):
                     "name": _cut(name),
                     "about": _cut(about),
                     "steps": len(metrics.steps),
-                    "events": _cut(kinds),
+                    # All of them, because a curve is asked for by its name; `_cut` would leave the first 1000.
+                    "metrics": {one: value for one, value in metrics.latest().items() if len(one) <= 200},
+                    "events": _cut(Counter(str(event.get("kind")) for event in run.events)),
                     "samples": [steps[0], steps[-1], len(steps)] if steps else None,
                 }
             )
@@ -295,7 +294,7 @@ class ViewServer(Closing):
         table = run.table(step)
         if not 0 <= row < len(table.finish):
             raise RequestError(404, f"step {step} has no row {row}")
-        with run.arrays(step) as arrays, _matching(step):
+        with run.arrays(step) as arrays, telling(f"the samples of step {step}"):
             start, stop = _ends(arrays, row)
             begin = start + max(0, min(query.integer("first", 0), stop - start))
             end = min(stop, begin + max(1, min(query.integer("count", MAX_TOKENS), MAX_TOKENS)))
@@ -364,7 +363,7 @@ class ViewServer(Closing):
         run = self._run(query)
         step, row, token = query.integer("step", -1), query.integer("row", 0), query.integer("token", 0)
         found = {}
-        with run.arrays(step) as arrays, _matching(step):
+        with run.arrays(step) as arrays, telling(f"the samples of step {step}"):
             start, stop = _ends(arrays, row)
             if not 0 <= token < stop - start:
                 raise RequestError(404, f"row {row} of step {step} has no token {token}")
@@ -399,9 +398,8 @@ class ViewServer(Closing):
         pixels = max(100, min(query.integer("pixels", 1000), 4000))
         lanes, bars = bars_of(parts, begin, end, pixels, MAX_BARS)
         kinds = ("update", "death", "replace", "checkpoint", "alarm", "resume", "rewind")
-        events = [_cut(event) for event in run.events if event.get("kind") in kinds and begin <= _time(event) <= end][
-            -500:
-        ]
+        shown = [one for one in run.events if one.get("kind") in kinds and begin <= as_number(one.get("time")) <= end]
+        events = [_cut(event) for event in shown[-500:]]
         return {"span": span, "begin": begin, "end": end, "lanes": lanes, "bars": bars, "events": events, "more": more}
 
     def _now(self, query: Query) -> Any:
@@ -585,17 +583,6 @@ def _plain(values: np.ndarray) -> list[Any]:
     return [str(one) if isinstance(one, int) and abs(one) > 2**53 else one for one in values.tolist()]
 
 
-@contextlib.contextmanager
-def _matching(step: int) -> Iterator[None]:
-    """Refuse a request if the files of a step do not fit each other: damaged, or replaced meanwhile."""
-    try:
-        yield
-    except RunFolderError:
-        raise
-    except UNREADABLE as error:
-        raise RequestError(404, f"the samples of step {step} cannot be read: {error}") from None
-
-
 def _ends(arrays: Arrays, row: int) -> tuple[int, int]:
     start, stop = (int(one) for one in arrays.rows("offsets", row, row + 2))
     return start, stop
@@ -609,8 +596,3 @@ def _turns(text: Mapping[str, Any]) -> list[dict[str, Any]]:
         for one in (turns if isinstance(turns, list) else [])
         if isinstance(one, dict) and type(one.get("start")) is int and type(one.get("end")) is int
     ]
-
-
-def _time(event: Mapping[str, Any]) -> float:
-    at = event.get("time")
-    return float(at) if isinstance(at, (int, float)) else math.nan

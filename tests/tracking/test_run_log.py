@@ -251,13 +251,19 @@ def test_a_disk_that_is_too_full_for_samples_gets_the_metrics(tmp_path, caplog, 
                 log.log(step, {"value": step**2}, log.mark(step, batch_of(step)))
                 log.event("mine", "a line that fits")
                 log._tick()
-            assert check_folder(tmp_path) == [0, 1, 2, 3] and sample_steps(tmp_path) == [0]
+            patch.setattr(log, "_of_actor", lambda: [{"kind": "checkpoint", "text": "c", "folder": "c"}])
+            with log.timed("train"):
+                pass
+            log.log(4, {"value": 16}, log.mark(4, batch_of(4)))
+            assert check_folder(tmp_path) == [0, 1, 2, 3, 4] and sample_steps(tmp_path) == [0]
             assert {file.name for file in (tmp_path / "samples").iterdir()} == {
                 "step_00000000.json", "step_00000000.npz"
             }  # fmt: skip
-        log.log(4, {"value": 16}, log.mark(4, batch_of(4)))
+        log.log(5, {"value": 25}, log.mark(5, batch_of(5)))
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-    check_clean(tmp_path, 5)
+    assert [line["step"] for line in lines(tmp_path, EVENTS) if line["kind"] == "checkpoint"] == [4]
+    assert [line["step"] for line in lines(tmp_path, TIMELINE) if line["method"] == "train"] == [4]
+    check_clean(tmp_path, 6)
 
 
 def test_a_disk_that_is_full_at_the_end_does_not_keep_the_folder(tmp_path, caplog, monkeypatch):
@@ -389,7 +395,7 @@ def test_secrets_are_not_recorded(tmp_path, monkeypatch):
         "note": f"with {secrets[2]}",
     }
     with pytest.raises(ValueError), RunLog(run_dir=tmp_path, args=args, loggers=["tensorboard"]) as log:
-        log.event("mine", f"{secrets[1]} was refused")
+        log.event("mine", f"{secrets[1]} was refused", url="https://me:hunter2@host/", hf_token="password1")
         raise ValueError("https://me:hunter2@host/ does not answer")
     written = "".join(file.read_text() for file in tmp_path.iterdir() if file.is_file())
     assert not [secret for secret in [*secrets, "17123456"] if secret in written]

@@ -328,3 +328,43 @@ def test_large_runs_open_within_two_seconds(browser, tmp_path):
                     for share in range(1, 11):
                         browser.js(f"document.querySelector('.scroll').scrollTop = {share} * 26_000")
                         browser.wait("[...document.querySelectorAll('.grid-row')].every((one) => one.dataset.row)")
+
+
+def test_zoom_by_time_keeps_all_runs(browser, tmp_path):
+    """Each begins at 0; they are of different days."""
+    runs = []
+    for day, name in enumerate("ab"):
+        at = STARTED + 86_400 * day
+        runs.append(write_run(tmp_path / name, started=at))
+        lines = [{"step": n, "time": at + n, "metrics": {"reward": float(n)}} for n in range(100)]
+        write_lines(runs[-1] / "metrics.jsonl", lines)
+    with ViewServer(runs) as server:
+        threading.Thread(target=server.serve, daemon=True).start()
+        browser.open(f"{server.url}#curves?x=time")
+        browser.wait("document.querySelector('.chart')?.dataset.points == '200'")
+        canvas = "document.querySelector('canvas')"
+        browser.js(f"{canvas}.setPointerCapture = () => {{}}")
+        browser.js(f"{canvas}.onpointerdown({{offsetX: 100, pointerId: 1}})")
+        browser.js(f"{canvas}.onpointerup({{offsetX: 200}})")
+        shown = "document.querySelector('.chart .value').textContent.split('   ').length"
+        browser.wait(f"document.querySelector('.chart').dataset.points < 200 && {shown} == 2")
+
+
+def test_late_answers_do_not_replace_those_to_what_was_typed_last(browser, tmp_path):
+    run = write_run(tmp_path / "run")
+    write_lines(run / "events.jsonl", [{"kind": "mine", "time": STARTED, "text": text} for text in ("a", "ab")])
+    with ViewServer([run]) as server:
+        threading.Thread(target=server.serve, daemon=True).start()
+        browser.open(f"{server.url}#events")
+        browser.wait("document.querySelectorAll('tbody tr').length == 2")
+        browser.js(
+            "window.soon = window.fetch; window.late = 0; window.fetch = async (url, ...more) => {"
+            " const answer = await window.soon(url, ...more);"
+            " if (String(url).includes('text=a&')) {"
+            " await new Promise((resolve) => setTimeout(resolve, 500)); window.late = 1; } return answer; }"
+        )
+        box = "document.querySelector('input[type=search]')"
+        browser.js(f"{box}.value = 'a'; {box}.oninput(); {box}.value = 'ab'; {box}.oninput()")
+        browser.wait("window.late == 1")
+        browser.js("new Promise((resolve) => setTimeout(resolve, 100))")
+        browser.wait("document.querySelectorAll('tbody tr').length == 1")

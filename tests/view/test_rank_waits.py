@@ -193,6 +193,11 @@ class TestProblems:
         alone = self.look(rank(0), rank(1, "train"), stacks={1: at(30)})
         assert alone.problems(late=1) == [] and len(alone.problems(late=1, no_progress=9)) == 1
 
+    def test_a_rank_that_has_left_the_call_is_late_too(self):
+        look = self.look(rank(0, "train"), rank(1), stacks={0: within("all_reduce")})
+        assert look.problems(late=11) == []
+        assert look.problems(late=9) == ["rank 1 of group a is late: idle; rank 0 waits for it"]
+
     def test_dead_silent_and_broken(self):
         look = self.look(rank(0, alive=False), rank(1, answers=False), stacks={}, state="broken")
         first, second, third = look.problems()

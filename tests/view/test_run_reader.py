@@ -272,6 +272,12 @@ class TestSamples:
     def run(self, tmp_path):
         return write_run(tmp_path / "run")
 
+    def test_the_last_token_before_empty_rows_counts(self, run):
+        arrays = write_samples(run, 1, [3, 5, 0])
+        arrays["versions"][-1] = 9
+        np.savez(run / "samples" / "step_00000001.npz", **arrays)
+        assert RunReader(run).table(1).columns["newest"].tolist() == [1, 9, -1]
+
     def test_lines_of_a_step(self, run):
         lengths = [5, 2, 9, 7, 4]
         rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.5], [2**62 + 1, 2**62 + 1, 7, 7, -1]
@@ -455,6 +461,26 @@ class TestTimeline:
             found, more = reader.timeline(begin, end)
             assert found == [one for one in parts if one["end"] >= begin and one["start"] <= end] and not more
         assert reader.timeline(0, 1e9)[1] is (sum(len(json.dumps(one)) + 1 for one in parts) > 8 * 2**20)
+
+    def test_parts_that_are_written_at_the_end_of_their_step(self, tmp_path):
+        """The script's are, long after they have ended."""
+        run = write_run(tmp_path / "run")
+        parts = []
+        for step in range(20):
+            at = 300.0 * step
+            for call in range(12):
+                begin = at + 25 * call
+                one = {"group": "g", "method": "m", "call": 12 * step + call, "start": begin, "end": begin + 24}
+                ranks = [{"rank": rank, "waits": {"queue": 0.001, "open": 0.0}} for rank in (None, *range(200))]
+                parts += [one | rank for rank in ranks]
+            for method, begin, end in (("rollout", 0, 60), ("train", 60, 298), ("sync", 298, 299.9)):
+                parts.append({"group": None, "rank": None, "method": method, "start": at + begin, "end": at + end})
+        write_lines(run / "timeline.jsonl", parts)
+        reader = RunReader(run)
+        for begin in (300 * step + later for step in range(20) for later in (61, 141, 221)):
+            found, more = reader.timeline(begin, begin + 60)
+            assert found == [one for one in parts if one["end"] >= begin and one["start"] <= begin + 60], begin
+            assert not more
 
     def test_clocks_of_ranks_do_not_mislead_the_search(self, tmp_path):
         """Rank 0's clock is two hours ahead, rank 1's two hours behind; the driver's lines are those to find."""

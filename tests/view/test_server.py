@@ -95,6 +95,15 @@ def test_port_in_use_is_said(tmp_path):
 
 
 class TestAnswers:
+    def test_all_metrics_are_told_and_damaged_events_are_left_out(self, tmp_path):
+        run = write_run(tmp_path / "run", steps=1, metrics=[f"m{n}" for n in range(1500)])
+        write_lines(run / "timeline.jsonl", [{"method": "m", "start": 1, "end": 2}])
+        write_lines(run / "events.jsonl", [{"kind": "alarm", "time": 10**400}])
+        with ViewServer([run]) as server:
+            threading.Thread(target=server.serve, daemon=True).start()
+            assert len(api(server, "runs")["runs"][0]["metrics"]) == 1500
+            assert api(server, "timeline")["events"] == []
+
     def test_runs(self, served):
         first, second = api(served, "runs")["runs"]
         assert (first["name"], first["steps"], first["last_step"], first["samples"]) == ("run", 30, 29, [4, 5, 2])

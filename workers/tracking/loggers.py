@@ -118,15 +118,12 @@ class WandbLogger(Logger):
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
+        self._run = self.library.init(project=about.project, resume="allow", **self._arguments(about))
+
+    def _arguments(self, about: RunAbout) -> dict[str, Any]:
         about.folder.mkdir(parents=True, exist_ok=True)
-        self._run = self.library.init(
-            project=about.project,
-            name=about.name,
-            id=about.id,
-            resume="allow",
-            config=dict(about.config),
-            **{self.folder_argument: str(about.folder)},
-        )
+        folder = {self.folder_argument: str(about.folder)}
+        return {"name": about.name, "id": about.id, "config": dict(about.config), **folder}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -186,29 +183,15 @@ class SwanLabLogger(WandbLogger):
     folder_argument = "log_dir"
 
 
-class TrackioLogger(Logger):
-    """Trackio. Its files are where ``TRACKIO_DIR`` says."""
+class TrackioLogger(WandbLogger):
+    """Trackio, whose functions are those of W&B. Its files are where ``TRACKIO_DIR`` says."""
 
     extra = "trackio"
-    replaces = False
 
-    def __init__(self, about: RunAbout) -> None:
-        super().__init__(about)
-        self._run = self.library.init(
-            project=about.project,
-            name=f"{about.name}-{about.id}",
-            config=json.loads(json.dumps(dict(about.config), default=str)),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    def _arguments(self, about: RunAbout) -> dict[str, Any]:
+        config = json.loads(json.dumps(dict(about.config), default=str))
+        quiet = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
+        return {"name": f"{about.name}-{about.id}", "config": config, **quiet}
 
 
 class JsonLogger(Logger):

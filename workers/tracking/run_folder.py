@@ -345,7 +345,7 @@ class RunFolder(Closing):
             step: of the run, if the event belongs to one.
             fields: further entries.
         """
-        text = without_secrets(text)  # an error may quote an address or a command line
+        text, fields = without_secrets(text), without_secrets(fields)  # an error may quote an address or a command line
         self._events.add([{"step": step, "time": time.time(), "kind": kind, "text": text, **fields}])
 
     def timeline(self, entries: Iterable[Mapping[str, Any]]) -> None:

@@ -384,19 +384,21 @@ class RunLog(Closing):
     ) -> None:
         """Write a step. Under the lock."""
         parts, self._parts = self._parts, []  # also if the disk is full, so that they do not accumulate
-        folder.step(step, metrics, samples)
-        if samples is not None and self._decode is not None:
-            tokens = samples[0]["tokens"]
-            known = self._known_tokens  # by id: a set of a step's tokens would take longer than all their arrays
-            known = np.pad(known, (0, max(0, int(tokens.max(initial=0)) + 1 - len(known))))
-            new = np.unique(tokens[~known[tokens]])
-            folder.words({token: self._decode([token]) for token in new.tolist()})
-            known[new] = True
-            self._known_tokens = known
-        for event in events:
-            folder.event(step=step, **event)
-        folder.timeline([{**part, "step": step} for part in parts])
-        self._look(step)
+        try:
+            folder.step(step, metrics, samples)
+            if samples is not None and self._decode is not None:
+                tokens = samples[0]["tokens"]
+                known = self._known_tokens  # by id: a set of a step's tokens would take longer than all their arrays
+                known = np.pad(known, (0, max(0, int(tokens.max(initial=0)) + 1 - len(known))))
+                new = np.unique(tokens[~known[tokens]])
+                folder.words({token: self._decode([token]) for token in new.tolist()})
+                known[new] = True
+                self._known_tokens = known
+        finally:  # these lines may fit where the samples do not
+            for event in events:
+                folder.event(step=step, **event)
+            folder.timeline([{**part, "step": step} for part in parts])
+            self._look(step)
 
     def _look(self, step: int | None = None) -> None:
         """Write what has happened to the groups. Under the lock."""

@@ -28,7 +28,9 @@ export class Chart {
     const { byTime, first, last } = this.options.state();
     const asked = page.runs.filter((one) => page.chosen.has(one.run) && this.name in one.metrics);
     this.series = await Promise.all(asked.map(async (one) => {
-      const answer = await api("series", { run: one.run, name: this.name, x: byTime ? "time" : "step", first, last, points: 800 });
+      const begun = byTime ? one.about.started || 0 : 0;  // limits, as the axis, are since each run's start
+      const [from, to] = [first, last].map((at) => (at ? Number(at) + begun : at));
+      const answer = await api("series", { run: one.run, name: this.name, x: byTime ? "time" : "step", first: from, last: to, points: 800 });
       return { run: one, ...(answer[this.name] || { x: [], mean: [], min: [], max: [] }) };
     }));
     this.draw();
@@ -56,8 +58,7 @@ export class Chart {
     if (high - low < 1e-12 * Math.max(1, Math.abs(high))) { low -= Math.abs(low) * 0.05 || 0.5; high += Math.abs(high) * 0.05 || 0.5; }
     const px = (x) => left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (right - left);
     const py = (y) => bottom - (f(y) - low) / (high - low) * (bottom - top);
-    const real = this.series.length ? shift(this.series[0]) : 0;
-    this.toX = (pixel) => x0 + Math.min(1, Math.max(0, (pixel - left) / (right - left))) * (x1 - x0) + real;
+    this.toX = (pixel) => x0 + Math.min(1, Math.max(0, (pixel - left) / (right - left))) * (x1 - x0);
     pen.textBaseline = "middle"; pen.textAlign = "right";
     for (let i = 0; i <= 4; i++) {
       const y = bottom - i / 4 * (bottom - top), value = low + i / 4 * (high - low);
@@ -90,7 +91,7 @@ export class Chart {
       pen.stroke();
       let index = one.x.length - 1;
       if (this.at !== null && this.at !== undefined && one.x.length) {
-        const wanted = this.toX(this.at) - real;
+        const wanted = this.toX(this.at);
         index = one.x.reduce((best, x, i) => (Math.abs(x - shift(one) - wanted) < Math.abs(one.x[best] - shift(one) - wanted) ? i : best), 0);
         if (usable(one.line[index])) { pen.beginPath(); pen.arc(px(one.x[index] - shift(one)), py(one.line[index]), 3, 0, 7); pen.fill(); }
       }

@@ -14,10 +14,12 @@ export async function events(here) {
     kind.replaceChildren(el("option", { value: "" }, "all kinds"), ...Object.entries(run().events).sort().map(([name, count]) => el("option", { value: name }, `${name} (${count})`)));
     kind.value = page.params.get("kind") || "";
   };
+  let asked = 0;
   const load = async () => {
+    const mine = ++asked;
     const offset = Number(page.params.get("offset") || 0);
     const found = await api("events", { run: run().run, kind: kind.value, text: text.value, offset, limit: ROWS });
-    if (!here()) return;
+    if (!here() || mine !== asked) return;
     pages.replaceChildren(`${found.total} events `,
       offset > 0 ? el("button", { onclick: () => { keep({ offset: Math.max(0, offset - ROWS) }); load(); } }, "newer") : "",
       offset + ROWS < found.total ? el("button", { onclick: () => { keep({ offset: offset + ROWS }); load(); } }, "older") : "");
