@@ -63,6 +63,7 @@ def main():
     given = OmegaConf.to_container(OmegaConf.from_cli(sys.argv[1:]))
     given.pop("loss", None)  # by which `make demo` chooses this script
     own = {key: value for key, value in USUAL.items() if key != "hf_config" or "hf_checkpoint" not in given}
+    own["load"] = given.get("save")  # to go on from there
     if "rollout_data" not in given:
         own["rollout_data"] = write_sums(OUT / "train.jsonl", 5000, wrong=0.5)
         own["eval_data"] = write_sums(OUT / "held_out.jsonl", 200, wrong=0.5, seed=1)
