@@ -337,8 +337,8 @@ def join(values: Sequence[Any], made: Made | None = None) -> Any:
         if type(value) is not type(first) and (found in _ONE_CLASS or batch_type(value) is not found):
             raise BatchError(f"{describe(first)} and {describe(value)} cannot be joined")
     values = list(values)
-    if found in (_TENSOR, _NDARRAY) and len({(value.dtype, value.ndim) for value in values}) > 1:
-        # A rank without rows makes its empty result of any dtype and number of dimensions, which has no say.
+    if found in (_TENSOR, _NDARRAY) and len({(value.dtype, tuple(value.shape[1:])) for value in values}) > 1:
+        # A rank without rows makes its empty result of any dtype and shape, which has no say.
         values = [value for value in values if value.shape[:1] != (0,)] or values
     try:
         if found is _FIELDS:

@@ -221,11 +221,7 @@ def _futures_apart(spec: MethodSpec, arguments: dict[Any, Any]) -> dict[Paramete
 
 
 def _may_have_futures(value: Any) -> bool:
-    return isinstance(value, (Deferred, dict, tuple)) or _is_dataclass(value)
-
-
-def _is_dataclass(value: Any) -> bool:
-    return hasattr(type(value), _DATACLASS)
+    return isinstance(value, (Deferred, dict, tuple)) or hasattr(type(value), _DATACLASS)
 
 
 def _path(key: Parameter) -> tuple[Any, ...]:
@@ -262,7 +258,7 @@ def _take_futures(
 
 def _parts(value: Any, *, everywhere: bool = False) -> list[tuple[Any, Any]]:
     """(step, part) of a dict, named tuple or dataclass instance; with ``everywhere``, see `_take_futures`."""
-    if _is_dataclass(value) and (everywhere or not hasattr(type(value), "__len__")):
+    if hasattr(type(value), _DATACLASS) and (everywhere or not hasattr(type(value), "__len__")):
         names = [item.name for item in dataclasses.fields(value)]
         return [(Attribute(name), getattr(value, name)) for name in names if hasattr(value, name)]
     if isinstance(value, dict) and (everywhere or batch.batch_type(value).parts is batch.fields_of):
@@ -445,7 +441,9 @@ def _to_send(spec: MethodSpec, value: Any) -> Any:
 def deferred_in(arguments: dict[Parameter, Any]) -> tuple[Deferred, ...]:
     """The futures among the arguments, in a `Broadcast` or a list too."""
     values = [value.value if isinstance(value, Broadcast) else value for value in arguments.values()]
-    values += [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    # Not in a future that is a list: it makes its references when it is read.
+    lists = [value for value in values if isinstance(value, (list, tuple)) and not isinstance(value, Deferred)]
+    values += [item for value in lists for item in value]
     return tuple(value for value in values if isinstance(value, Deferred))
 
 

@@ -150,8 +150,9 @@ class WorkerFuture(Deferred, Generic[R_co]):
         """
         try:
             self.result(timeout)
-        except SingleControllerError as error:
-            if isinstance(error, CallTimeoutError) and error.call_goes_on:
+        except Exception as error:
+            refused = not isinstance(timeout, (int, float, type(None)))
+            if refused or (isinstance(error, CallTimeoutError) and error.call_goes_on):
                 raise
             return error.with_traceback(None)  # whose frames would keep the caller's variables alive
         return None

@@ -403,6 +403,7 @@ class WorkerGroup(VerlGroup, Closing):
             interval: seconds between two checks.
 
         Raises:
+            TypeError: ``on_death`` is not callable.
             ValueError: the interval is not a positive number.
         """
         return Watcher(self._state, on_death, interval)
@@ -463,8 +464,8 @@ class WorkerGroup(VerlGroup, Closing):
         """Call a method with one batch after another, a few in flight, and yield the results.
 
         With ``collectives=False`` each rank gets its shard in a call of its own, and only the shards of ranks that died
-        are sent again; otherwise, and for methods with ``replay=True``, all batches in flight. Nothing is sent while the
-        caller holds the generator.
+        are sent again; otherwise, and for methods with ``replay=True``, all batches in flight. Nothing is sent while
+        the caller holds the generator.
 
         Args:
             method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument
@@ -487,6 +488,12 @@ class WorkerGroup(VerlGroup, Closing):
             raise TypeError(f"map(): method is {method!r:.80}; pass a method of the group, group.score, or its name")
         if not isinstance(batches, Iterable):
             raise TypeError(f"map(): batches is {batches!r:.80}; pass a list or generator of batches")
+        if isinstance(method, RemoteMethod):
+            owner: Any = getattr(method._invoke, "__self__", self)  # the group that it was taken from
+            if (owner._state, owner._role) != (self._state, self._role):
+                raise TypeError(
+                    f"map(): {method.__name__}() is a method of {owner.name}, not of {self.name}; use the map() of that"
+                )
         name, options = (method, DECLARED) if isinstance(method, str) else (method.__name__, method._options)
         mapped = BatchMap(
             self,

@@ -103,9 +103,9 @@ class BatchMap:
     def _parts(self, plan: CallPlan) -> list[Part]:
         if self._group.collectives or plan.deferred or plan.rows == 0 or self._spec.registration.replay:
             return [tuple(plan.ranks)]
-        # A rank whose rows are all padding has nothing to do.
+        # A rank whose rows are all padding has nothing to do, unless the caller gets a list by rank.
         of = {rank: plan.shards[shard] for rank, shard in enumerate(plan.shard_of) if shard is not None}
-        return [(rank,) for rank, shard in of.items() if shard.real != 0]
+        return [(rank,) for rank, shard in of.items() if shard.real != 0 or plan.join is not Join.ROWS]
 
     def _send(self, batch: _Batch) -> None:
         while not self._is_complete(batch):

@@ -386,6 +386,8 @@ class Watcher(Closing):
 
     def __init__(self, state: GroupState, on_death: OnDeath | None, interval: float) -> None:
         state.check_process()
+        if on_death is not None and not callable(on_death):
+            raise TypeError(f"watch(): on_death is {on_death!r:.80}; pass a function of the WorkerDiedError, or None")
         self._state = weakref.ref(state)
         self._on_death = on_death
         self._interval = check_seconds("interval", interval)
@@ -411,12 +413,17 @@ class Watcher(Closing):
             state = self._state()
             if state is None or state.closed:
                 return
+            deaths: list[WorkerDiedError] = []
             try:
-                for error in self._new_deaths(state):
+                deaths = self._new_deaths(state)
+            except Exception:
+                logger.exception("watching %s: a check raised", state.name)
+            for error in deaths:
+                try:
                     if self._on_death is not None:
                         self._on_death(error)
-            except Exception:
-                logger.exception("watching %s: a check, or on_death, raised", state.name)
+                except Exception:  # there may be further deaths to tell
+                    logger.exception("watching %s: on_death raised", state.name)
             del state  # this thread must not keep it while it waits
 
     def _new_deaths(self, state: GroupState) -> list[WorkerDiedError]:

@@ -947,6 +947,12 @@ class TestUnsentCalls:
 
         assert asyncio.run(main()) == [[1]] * 2
 
+    def test_with_references_as_an_argument(self, plain):
+        """Which are made for whoever reads them."""
+        made = []
+        seen = plain.see(ReferencedFuture(plain.see.remote(1), made.append))
+        assert seen == [[1, [[1], [1]]]] * 2 and made == []
+
     def test_argument_that_a_call_of_the_same_group_computes(self, plain):
         computed = ComputedFuture("compute")
 

@@ -909,3 +909,33 @@ def test_workers_know_their_generation():
         assert group.which() == [1, 1]
         group.restart(ranks=[1])
         assert group.which() == [1, 2]
+
+
+def test_on_death_that_raises_does_not_hide_the_next_death(make):
+    group, told = make(), []
+
+    def on_death(error):
+        told.append(error.ranks)
+        raise RuntimeError("of the callback")
+
+    with group.watch(on_death, interval=0.3):
+        group._state.deaths += [(0, WorkerDiedError("a", ranks=(0,))), (0, WorkerDiedError("b", ranks=(1,)))]
+        wait_until(lambda: len(told) == 2, 20)
+    assert told == [(0,), (1,)]
+    with pytest.raises(TypeError, match=r"on_death is 1\.0; pass a function"):
+        group.watch(1.0)
+
+
+def refused(group, results):
+    raise ValueError("of the collect_fn")
+
+
+class Collected(Worker):
+    @register({"dispatch_fn": lambda group: ((), {}), "collect_fn": refused})
+    def collected(self):
+        return 1
+
+
+def test_exception_returns_what_collect_fn_raised():
+    with LocalWorkerGroup(2, ClassWithInitArgs(Collected)) as group:
+        assert isinstance(group.collected.remote().exception(), ValueError)

@@ -69,7 +69,8 @@ def test_modes(scorers, collectives):
     assert list(group.map("score_padded", batches)) == tens(batches)
     tensors = [torch.tensor(batch) for batch in batches]
     assert all(map(torch.equal, group.map("score_padded", tensors), [10 * one for one in tensors]))
-    assert [sum(counts) for counts in group.map("count", batches)] == [5, 2, 1, 8]
+    # As of a call: a number for each rank.
+    assert list(group.map("count", batches)) == [[2, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [2, 2, 2, 2]]
     assert list(group.map("total", batches)) == [10 * sum(batch) for batch in batches]
     assert list(group.map("score", [[], [1]])) == [[], [10]]
     futures = (group.score.remote(batch) for batch in batches)
@@ -203,3 +204,10 @@ def test_parts_of_a_batch_are_moved_when_they_are_joined(scorers):
     group = scorers(collectives=False)
     (value,) = group.map(group.arrays.options(device="meta"), [[1, 2, 3, 4]])
     assert value.device.type == "meta"
+
+
+@pytest.mark.transports("local")
+def test_method_of_another_group_is_refused(scorers):
+    one, other = scorers(), scorers()
+    with pytest.raises(TypeError, match="is a method of"):
+        one.map(other.score, [[1]])

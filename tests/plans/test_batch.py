@@ -533,6 +533,8 @@ def test_empty_part_has_no_say_in_the_dtype():
             assert joined.dtype == first.dtype and joined.tolist() == [large]
     for parts in ([np.array([]), np.ones((2, 5))], [np.ones((2, 5)), np.array([])]):
         assert join(parts).shape == (2, 5)
+    for made in (torch.zeros, np.zeros):
+        assert join([made((2, 5)), made((0, 0))]).shape == join([made((0, 0)), made((2, 5))]).shape == (2, 5)
 
 
 def test_counter_stays_what_it_is():
