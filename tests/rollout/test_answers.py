@@ -241,6 +241,8 @@ def test_comparison_that_is_interrupted_leaves_no_answer_to_the_next_one():
 def test_time_limit_of_nothing_is_refused():
     with pytest.raises(ValueError, match="timeout=0; expected seconds above 0"):
         math_match("4", 4, timeout=0)
+    with pytest.raises(ValueError, match="timeout=inf; expected seconds above 0"):
+        math_match("4", 4, timeout=float("inf"))
 
 
 def test_process_that_has_died_is_replaced():
@@ -283,3 +285,8 @@ def test_soft_overlong_against_the_paper():
 def test_options_can_be_set_and_leave_what_the_data_gives():
     for function in (exact_match, number_match, math_match):
         assert list(inspect.signature(function).parameters)[:2] == ["completion", "label"]
+
+
+def test_percentages_are_compared_with_each_other_as_they_are_written():
+    assert number_match(r"\boxed{50\%}", "50%") == 1.0
+    assert number_match(r"\boxed{0.5\%}", "50%") == number_match("5000%", "50%") == 0.0

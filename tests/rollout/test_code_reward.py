@@ -222,3 +222,9 @@ for name in seen:
 os._exit(0)
 """
     assert code_tests(program, RIGHT, partial=True) == 0.0
+
+
+@pytest.mark.parametrize("limits", [{"memory_bytes": 2e9}, {"cpu_seconds": 2.5}, {"output_bytes": 0}, {"seconds": 0}])
+def test_limit_that_cannot_be_set_is_refused(limits):
+    with pytest.raises(ValueError, match=f"CodeLimits: {next(iter(limits))}="):
+        CodeLimits(**limits)

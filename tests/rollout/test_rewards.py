@@ -465,3 +465,9 @@ def test_processes_end_with_a_killed_driver(other_drivers, tmp_path):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout.count("script runs") == 1
     wait_gone([noted.read_text()])
+
+
+def test_number_that_is_no_float_names_its_row():
+    with RewardRunner(lambda prompt_ids, completion_ids: 10**5000) as runner:
+        with pytest.raises(RewardError, match=r"for row 0: prompt 1, sample 0.*expected a finite number"):
+            runner.compute(group(1, 1))

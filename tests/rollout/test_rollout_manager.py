@@ -664,3 +664,12 @@ def test_log_probs_after_a_weight_change(on_ray):
         counts = data["loss_mask"][row].bool()
         expected = plain_log_probs(new, prompt, data["input_ids"][row][counts].tolist(), HOW.temperature)
         torch.testing.assert_close(data["rollout_log_probs"][row][counts].double(), expected, atol=2e-5, rtol=0)
+
+
+def test_column_of_pandas_is_read_by_position(echoes):
+    pandas = pytest.importorskip("pandas")
+    manager = RolloutManager(echoes, SamplingParams(1), lambda prompt, completion, label: label)
+    column = pandas.Series([2.0, 9.0], index=[1, 0])
+    assert manager.generate([[1], [2]], extras={"label": column})["rewards"].tolist() == [2.0, 9.0]
+    with pytest.raises(ValueError, match="must have one value for each of 2 prompts"):
+        manager.generate([[1], [2]], extras={"label": {0: 1, 5: 2}})

@@ -133,3 +133,11 @@ def test_from_data_to_rewards():
             assert found["rewards"].floor().tolist() == [label for label in extras["label"] for _ in range(2)]
     assert len(seen) == 24
     assert all(prompt == [label, label + 1] and level == label % 2 for prompt, label, level in seen)
+
+
+def test_object_with_an_async_call_may_have_a_timeout():
+    class Judge:
+        async def __call__(self, completion, label):
+            return float(completion == label)
+
+    assert compute(Judge(), {"label": {0: "4é"}}, timeout=60) == [1.0]

@@ -489,8 +489,10 @@ def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
     Raises:
         ValueError: it does not have one value for each of ``prompts`` prompts.
     """
-    if isinstance(values, str) or not hasattr(values, "__getitem__") or len(values) != prompts:
+    if isinstance(values, (str, Mapping)) or not hasattr(values, "__getitem__") or len(values) != prompts:
         raise ValueError(f"extras[{name!r}] must have one value for each of {prompts} prompts, got {str(values)[:80]}")
+    if hasattr(values, "iloc"):  # pandas would look numbers up in its index
+        return [values.iloc[number] for number in range(prompts)]
     given: Sequence[Any] = values
     return given
 

@@ -95,6 +95,7 @@ class VLLMEngine(RequestEngine):
     """
 
     any_rank = True
+    keeps_weights = True  # vLLM moves them to host memory; on the CPU they stay where they are
     sampling_masks = True
     coldest = 0.01  # vLLM raises lower temperatures to this one
 
@@ -410,11 +411,6 @@ class VLLMEngine(RequestEngine):
             raise RolloutError(f"VLLMEngine.{method}(): the weights are not on the device; call wake_up() first")
 
     # --- device memory --------------------------------------------------------------------------------------------
-
-    @property
-    def keeps_weights(self) -> bool:
-        """True: vLLM moves the weights to host memory, and on the CPU they stay where they are."""
-        return True
 
     def sleep(self) -> None:
         """Move the weights to host memory and free the key/value cache. On the CPU this only stops generation."""

@@ -66,13 +66,14 @@ def number_match(completion: str, label: Any, *, tolerance: float = 0.0) -> floa
     Raises:
         ValueError: a label has no number.
     """
-    found = _number(_answer(completion))
+    found = _number(_answer(completion)) or ()
     for one in _labels(label):
         expected = _number(_answer(str(one)))
         if expected is None:
             raise ValueError(f"the label {str(one)!r:.80} has no number")
-        for x in found or ():
-            for y in expected:
+        alike = len(found) == len(expected)  # both percentages, or neither: 0.5% is not 50%
+        for x in found[:1] if alike else found:
+            for y in expected[:1] if alike else expected:
                 if abs(x - y) <= Fraction(tolerance) * max(Fraction(1), abs(y)):
                     return 1.0
     return 0.0

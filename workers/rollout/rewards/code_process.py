@@ -40,6 +40,9 @@ class CodeLimits:
         memory_bytes: of address space of each of its processes.
         output_bytes: of each file that it writes, its standard output and error included.
         isolate: use namespaces, if the system allows them; see `run_python`.
+
+    Raises:
+        ValueError: a limit is out of range, so that no program could run.
     """
 
     seconds: float = 10.0
@@ -47,6 +50,14 @@ class CodeLimits:
     memory_bytes: int = 1 << 30
     output_bytes: int = 1 << 20
     isolate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "memory_bytes", "output_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"CodeLimits: {name}={value!r}; expected an integer of at least 1")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"CodeLimits: seconds={self.seconds!r}; expected a number above 0")
 
 
 class CodeResult(NamedTuple):

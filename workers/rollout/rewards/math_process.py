@@ -61,8 +61,8 @@ _PROCESS = _MathProcess()
 
 def equal_mathematics(completion: str, label: str, timeout: float) -> bool:
     """See `workers.rollout.rewards.answers.math_match`."""
-    if not timeout > 0:  # a timer of 0 seconds would be none
-        raise ValueError(f"math_match: timeout={timeout!r}; expected seconds above 0")
+    if not 0 < timeout <= 1e9:  # a timer of 0 seconds would be none, and one of more cannot be set
+        raise ValueError(f"math_match: timeout={timeout!r}; expected seconds above 0, and at most 1e9")
     answer = _PROCESS.ask({"completion": completion, "label": label, "timeout": timeout})
     if "missing" in answer:
         raise ImportError(f"{answer['missing']!r} is not installed: pip install 'single-controller[math]'")

@@ -93,6 +93,8 @@ class RewardCall:
             reward = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
             reward = math.nan
+        except OverflowError:
+            value = reward = math.inf  # Python refuses to write an integer of more than 4300 digits
         if not math.isfinite(reward):
             what = f"returned {value!r} for {self._which(number)}; expected a finite number"
             raise self.error(what, number)

@@ -96,9 +96,8 @@ class RewardRunner(Closing):
         self.workers = workers
         self.timeout = timeout
         self.on_timeout = on_timeout
-        self._plain = not workers and not _is_async(function)
+        self._plain = not workers and not is_async(function)
         self._columns, self._required = _columns_of(function)
-        self._with_info = "info" in self._columns
         if self._plain and timeout is not None:
             raise ValueError(
                 f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
@@ -120,17 +119,7 @@ class RewardRunner(Closing):
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "batched",
-            "concurrency",
-            "workers",
-            "timeout",
-            "on_timeout",
-            "_plain",
-            "_columns",
-            "_required",
-            "_with_info",
-        )
+        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain", "_columns", "_required")
         return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -246,8 +235,8 @@ class RewardRunner(Closing):
         self.check_columns(extras or {})
         given = {name: of for name, of in (extras or {}).items() if _ALL in self._columns or name in self._columns}
         if self.batched:
-            return [RewardCall(samples, given, row, True, self._with_info)] if samples else []
-        return [RewardCall([one], given, row + k, False, self._with_info) for k, one in enumerate(samples)]
+            return [RewardCall(samples, given, row, True, "info" in self._columns)] if samples else []
+        return [RewardCall([one], given, row + k, False, "info" in self._columns) for k, one in enumerate(samples)]
 
     def _call_plain(self, calls: Sequence[RewardCall]) -> tuple[list[float], Awaitable[Any] | None]:
         """Call a plain function in this thread.
@@ -392,7 +381,7 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

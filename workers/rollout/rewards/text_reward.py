@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from workers.rollout.rewards.reward_calls import RewardFunction
+from workers.rollout.rewards.reward_runner import is_async
 from workers.train.args_checks import READY_REWARDS, TrainArgsError, function_at
 
 _OWN = ("prompt", "completion", "prompt_ids", "completion_ids", "info")
@@ -60,7 +61,7 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
         + [one for one in parameters if one.kind is one.VAR_KEYWORD]
     )
     made: Any
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
 
         async def awaited(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
             return await function(**arguments(prompt, completion, {**columns, "info": info}))
