@@ -2,6 +2,7 @@
 the sandbox; a renderer that cannot extend a conversation."""
 
 import asyncio
+import functools
 import json
 import os
 import pickle
@@ -571,3 +572,12 @@ def test_sandbox_without_namespaces_is_an_error(monkeypatch):
     )
     with pytest.raises(RolloutError, match="allows no namespaces"):
         in_sandbox("print(1)")
+
+
+def test_a_decorated_async_tool_is_awaited():
+    @functools.wraps(later)
+    def logged(**arguments):
+        return later(**arguments)
+
+    made = run(ToolEnvironment([logged]).step(act(("later", {"seconds": 0.0}))))
+    assert made.observation[0]["content"] == '{"waited": 0.0}'

@@ -352,6 +352,9 @@ def said(**more):
     return {"role": "assistant", "content": "x", "generation_token_ids": [1], **more}
 
 
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
@@ -382,10 +385,12 @@ def said(**more):
         ("chat/completions", {"messages": [user("x")], "tools": [1]}, "tools"),
         ("chat/completions", {"messages": [user("x")], "tools": [{"function": {"name": 3}}]}, "tool's name"),
         ("chat/completions", {"messages": [user("x")], "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": [user("x")], "tools": [TOOL], "tool_choice": "none"}, "leave out the tools"),
         ("chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
         ("chat/completions", {"messages": [user("x")], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("messages", {"messages": [user([{"type": "image", "source": {}}])], "max_tokens": 5}, "only text"),
         ("messages", {"messages": [user("x")], "max_tokens": 0}, "max_tokens"),
+        ("messages", {"messages": [user("x")], "max_tokens": 5, "tools": [{"type": "bash_1", "name": "b"}]}, "bash_1"),
         ("messages", {"messages": [user("x")], "stop_sequences": ["a"]}, "stop_sequences"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ("responses", {"input": "x", "text": {"format": "json"}}, "text="),
@@ -408,7 +413,6 @@ def test_bad_input_gets_the_dialects_error(shared_gateway, path, body, says):
     assert ("code" in error) == (path != "messages")
 
 
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 TYPED = {"type": "text", "text": "t"}
 WHOLE = {
     "/v1/chat/completions": {
@@ -797,3 +801,33 @@ def test_many_at_once():
             turns = (f"{number}-{turn}" for turn in range(3))
             assert text == "".join(f"<|user|>{one}<end><|assistant|>{one[::-1]}<end>" for one in turns)
         assert gateway.sessions == 0
+
+
+def test_what_cannot_be_rendered_is_the_clients_error_in_any_turn():
+    class Strict(Characters):
+        def encode(self, text):
+            text.encode()  # refuses half of an emoji, as Hugging Face's tokenizers do
+            return super().encode(text)
+
+    with serving(ScriptEngine(lambda *_: "yes"), TokenRenderer(Strict())) as gateway:
+        _, token = gateway.open()
+        answer = chat(gateway, token, [user("x")]).json()["choices"][0]["message"]
+        for before in ([], [user("x"), answer]):
+            body = json.dumps({"messages": [*before, user("\ud800")]})
+            reply = CLIENT.post(f"{gateway.address}/v1/chat/completions", content=body, headers={"x-api-key": token})
+            assert reply.status_code == 400 and "cannot be rendered" in reply.text
+
+
+@pytest.mark.parametrize("arguments", ["[1, 2]", '"x"'])
+def test_arguments_that_are_no_object_come_back_in_anthropics_dialect(arguments):
+    call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    with serving(ScriptEngine(lambda *_: call)) as gateway:
+        _, token = gateway.open()
+        with anthropic.Anthropic(base_url=gateway.address, api_key=token, max_retries=0) as client:
+            messages = [user("x")]
+            for _ in range(2):
+                reply = client.messages.create(model="m", max_tokens=500, messages=messages)
+                messages.append({"role": "assistant", "content": [one.model_dump() for one in reply.content]})
+                result = {"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "r"}
+                messages.append({"role": "user", "content": [result]})
+        assert [node.parent for node in gateway.close(token).nodes] == [None, 0, 1, 2]

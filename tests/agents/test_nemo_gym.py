@@ -26,6 +26,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.counters, self.verified, self.broken, self.seconds = {}, [], False, 0.0
+        self.down = False
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -46,14 +47,14 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/increment_counter" and isinstance(body.get("count"), int):
             of.counters[session] += body["count"]
             reply = {"success": True}
-        elif self.path == "/get_counter_value":
+        elif self.path == "/get_counter_value" and not of.down:
             reply = {"count": of.counters[session]}
         elif self.path == "/verify" and not of.broken:
             time.sleep(of.seconds)
             of.verified.append(body)
             reply = {**body, "reward": float(body["expected_count"] == of.counters[session]), "parts": {"x": 1}}
         else:
-            status, reply = (500 if self.path == "/verify" else 422), {"detail": "wrong"}
+            status, reply = (500 if self.path in ("/verify", "/get_counter_value") else 422), {"detail": "wrong"}
         text = json.dumps(reply).encode()
         self.send_response(status)
         if fresh:
@@ -167,3 +168,20 @@ def test_a_server_that_fails_ends_its_session_with_a_reason():
         finally:
             engine.close()
     assert done.info["end_reason"] == "error" and "/verify: 500" in done.info["error"]
+
+
+def test_a_tool_that_fails_at_the_server_is_no_invalid_call():
+    with serving() as server:
+        server.down = True
+        engine = AgentEngine(
+            ScriptEngine(counts),
+            environment=lambda: NemoGymClient(server.url),
+            renderer=TokenRenderer(Characters()),
+            limits=SessionLimits(invalid=1),
+        )
+        extras = {name: [value] for name, value in row(3, 8, 5).items()}
+        try:
+            (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
+        finally:
+            engine.close()
+    assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)

@@ -312,6 +312,8 @@ class ReadsAnswer(Environment):
         (Step([{"content": "higher"}]), "expected token ids"),
         (Step([1.5]), "observation 1.5; expected token ids"),
         (Step(3), "observation 3; expected token ids"),
+        (Step(one for one in [2]), "expected token ids"),
+        (Step({2, 3}), "expected token ids"),
         (Step([2], done="yes"), "Step.done='yes'.; expected True or False"),
         (Step(done=True, reason=3), "Step.reason=3.; expected a text"),
         (Step(done=True, info=[1]), "a dict or None"),

@@ -46,6 +46,11 @@ LAG_SECONDS = 1.0
 """An event loop that is blocked for longer is reported, once: some environment blocks."""
 
 
+def _inner(name: str) -> Any:
+    """A property that is the inner engine's."""
+    return property(lambda self: getattr(self.engine, name))
+
+
 class AgentEngine(RolloutEngine):
     """Plays a session for each prompt: the policy generates a turn, the environment reacts, and so on, until the
     environment or a limit ends it. A session is one completion: the tokens of all turns and observations behind the
@@ -412,37 +417,14 @@ class AgentEngine(RolloutEngine):
     def weight_version(self, version: int | None) -> None:
         self.engine.weight_version = version
 
-    @property
-    def any_rank(self) -> bool:  # type: ignore[override]
-        return self.engine.any_rank
-
-    @property
-    def partial_updates(self) -> bool:  # type: ignore[override]
-        return self.engine.partial_updates
-
-    @property
-    def sampling_masks(self) -> bool:  # type: ignore[override]
-        return self.engine.sampling_masks
-
-    @property
-    def largest_mask(self) -> int | None:  # type: ignore[override]
-        return self.engine.largest_mask
-
-    @property
-    def routed_experts(self) -> bool:  # type: ignore[override]
-        return self.engine.routed_experts
-
-    @property
-    def exact_digest(self) -> str | None:  # type: ignore[override]
-        return self.engine.exact_digest
-
-    @property
-    def keeps_weights(self) -> bool:
-        return self.engine.keeps_weights
-
-    @property
-    def weights_id(self) -> str | None:
-        return self.engine.weights_id
+    any_rank = _inner("any_rank")
+    partial_updates = _inner("partial_updates")
+    sampling_masks = _inner("sampling_masks")
+    largest_mask = _inner("largest_mask")
+    routed_experts = _inner("routed_experts")
+    exact_digest = _inner("exact_digest")
+    keeps_weights = _inner("keeps_weights")
+    weights_id = _inner("weights_id")
 
     def begin_update(self) -> None:
         self.engine.begin_update()

@@ -84,7 +84,7 @@ def check_observation(where: str, observation: Any) -> None:
     """
     if observation is None:
         return
-    single = isinstance(observation, (str, bytes, Mapping)) or not hasattr(observation, "__iter__")
+    single = isinstance(observation, (str, bytes, Mapping)) or not hasattr(observation, "__getitem__")
     entries = [observation] if single else list(observation)
     tokens = all(as_integer(one) is not None for one in entries)
     wrong = [one for one in entries if not (isinstance(one, Mapping) and isinstance(one.get("role"), str))]

@@ -406,6 +406,12 @@ def _by_value(arguments: Any) -> Any:
         return arguments
 
 
+def as_object(arguments: Any) -> dict[str, Any]:
+    """Arguments of a tool call as the object that they are in Anthropic's dialect."""
+    value = _by_value(arguments)
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
 def _arguments_by_value(message: Message) -> dict[str, Any]:
     """The message with decoded arguments, which many chat templates need."""
     calls = [
@@ -427,7 +433,7 @@ def digest(message: Message) -> str:
         raise RenderError(f"a message is {message!r:.80}; expected a dict with a role")
     try:
         calls = [
-            [call["function"]["name"], _by_value(call["function"].get("arguments"))]
+            [call["function"]["name"], as_object(call["function"].get("arguments"))]
             for call in message.get("tool_calls") or ()
         ]
     except (AttributeError, KeyError, TypeError):
@@ -561,7 +567,11 @@ def extend(
     if trajectory.nodes[found].sampled:
         own = len(trajectory.nodes[found].token_ids)
         rest = given[count - len(digests) :]
-        bridged = renderer.bridge_to_next_turn(before[:-own], before[-own:], rest, tools=listed)
+        try:
+            bridged = renderer.bridge_to_next_turn(before[:-own], before[-own:], rest, tools=listed)
+        except Exception:  # `_render` tells whether the messages can be rendered at all
+            logger.debug("the bridge of a renderer has failed", exc_info=True)
+            bridged = None
         token_ids = None if bridged is None else list(bridged.token_ids)
     if token_ids is None or not _extends(token_ids, before):
         token_ids = _render(renderer, given, listed)

@@ -144,7 +144,8 @@ class Tool:
         """
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
-        return await call_plain(lambda: self.function(**arguments))
+        result = await call_plain(lambda: self.function(**arguments))
+        return await result if inspect.isawaitable(result) else result  # of an ``async`` function in a plain one
 
 
 async def call_plain(function: Callable[[], Any]) -> Any:

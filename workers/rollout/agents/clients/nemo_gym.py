@@ -128,7 +128,7 @@ class NemoGymClient(Environment):
         if error is not None or name not in named or not isinstance(arguments, Mapping):
             return f"Error: {error or f'there is no tool {name!r}; there are {sorted(named)}'}", False
         reply = await self._client.post(f"/{name}", json=dict(arguments))
-        return reply.text, reply.status_code < 400
+        return reply.text, not 400 <= reply.status_code < 500  # an error of the server's is not the policy's
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:

@@ -193,8 +193,11 @@ def check_supported(body: Body) -> None:
         raise GatewayError("invalid", f"n={body['n']!r:.80} is not supported; send one request for each completion")
     choice = body.get("tool_choice")
     name = choice.get("type") if isinstance(choice, Mapping) else choice
-    if name not in (None, "auto", "none"):
-        raise GatewayError("invalid", f"tool_choice={choice!r:.80} is not supported; the policy decides: use 'auto'")
+    if name not in (None, "auto") and not (name == "none" and not body.get("tools")):
+        raise GatewayError(
+            "invalid",
+            f"tool_choice={choice!r:.80} is not supported; the policy decides: use 'auto', or leave out the tools",
+        )
 
 
 def asked(

@@ -19,6 +19,7 @@ from workers.rollout.agents.gateway.dialect import (
     tool,
     tool_call,
 )
+from workers.rollout.agents.rendering import as_object
 
 TYPES = {
     "token": "authentication_error",
@@ -43,6 +44,9 @@ class MessagesDialect(Dialect):
         for one in items(body.get("messages"), "messages"):
             messages += _messages(one)
         given = items(body.get("tools") or [], "tools")
+        for one in given:
+            if (kind := one.get("type")) not in (None, "custom"):
+                raise GatewayError("invalid", f"a tool's type is {kind!r:.40}; only those of type custom are supported")
         tools = [tool(one.get("name"), one.get("description"), one.get("input_schema")) for one in given]
         return asked(body, messages, tools, body.get("max_tokens"), "max_tokens")
 
@@ -55,7 +59,7 @@ class MessagesDialect(Dialect):
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
-            name, given = call["function"]["name"], _arguments(call["function"]["arguments"])
+            name, given = call["function"]["name"], as_object(call["function"]["arguments"])
             content.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
         ended = "tool_use" if message.get("tool_calls") else "end_turn"
         return {
@@ -104,15 +108,6 @@ class MessagesDialect(Dialect):
     def error_event(self, body: Any) -> tuple[str | None, Any]:
         """See `Dialect.error_event`."""
         return "error", body
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Arguments as the object that the dialect needs."""
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        value = text
-    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _messages(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
