@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import socket
@@ -146,14 +147,15 @@ def _in_hub_cache(model: str | None) -> bool:
 
 
 def end_tokens(args: Any) -> list[int]:
-    """Return the stop tokens of the model in ``args.hf_checkpoint``, from its ``generation_config`` or else its config.
-    Without an hf_checkpoint there are none."""
+    """Return the stop tokens of the model in ``args.hf_checkpoint``, from its ``generation_config`` or, if that names
+    none, its config. Without an hf_checkpoint there are none."""
     if args.hf_checkpoint is None:
         return []
     transformers = require("transformers", extra="hf")
-    try:
+    token_ids = None
+    with contextlib.suppress(OSError):  # there is no generation_config
         token_ids = transformers.GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
-    except OSError:  # there is no generation_config
+    if token_ids is None:
         token_ids = getattr(read_config(args).get_text_config(), "eos_token_id", None)
     return [] if token_ids is None else [token_ids] if isinstance(token_ids, int) else list(token_ids)
 

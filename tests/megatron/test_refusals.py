@@ -166,9 +166,7 @@ class TestModelOverrides:
     @without_transformer_engine
     def test_dense_models_have_no_sequence_parallelism(self, initialised):
         initialised(tp=2)
-        with pytest.raises(
-            ValueError, match="sequence_parallel=True: models are built of megatron-core"
-        ):
+        with pytest.raises(ValueError, match="sequence_parallel=True: models are built of megatron-core"):
             transformer_config(LLAMA, overrides={"sequence_parallel": True})
 
 

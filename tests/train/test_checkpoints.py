@@ -216,3 +216,16 @@ def test_folder_that_disappears_does_not_fail_a_complete_checkpoint(alone, tmp_p
     writing.wait_for_deletion()
     assert "could not be searched for old checkpoints: PermissionError" in caplog.text
     assert run(tmp_path, (4,), keep=1) == [[4]]
+
+
+def test_newer_of_two_checkpoints_of_a_step_is_read(alone, tmp_path, monkeypatch):
+    def denied(path, target):
+        raise PermissionError("denied")
+
+    monkeypatch.setattr(Path, "rename", denied)
+    writing = RolloutCheckpoints(None, str(tmp_path), 0)
+    for number, name in ((1, "rollout_0000003"), (2, "rollout_0000003_again"), (3, "rollout_0000003")):
+        writing.save(Model(), 3, optimizer_step=number, weight_version=0, background=False)
+        found = RolloutCheckpoints(str(tmp_path), None, 0, step=3).find()
+        assert (found.folder.name, found.optimizer_step) == (name, number)
+        assert complete_checkpoints(str(tmp_path))[3].name == name

@@ -127,6 +127,8 @@ def test_end_of_sequence_tokens(tmp_path):
     LlamaConfig(eos_token_id=5).save_pretrained(tmp_path)
     args = read_args({"hf_checkpoint": str(tmp_path)})
     assert end_tokens(args) == [5]
+    GenerationConfig(temperature=0.6, do_sample=True).save_pretrained(tmp_path)  # names none
+    assert end_tokens(args) == [5]
     GenerationConfig(eos_token_id=[6, 7]).save_pretrained(tmp_path)
     assert end_tokens(args) == [6, 7]
     assert SamplingParams.from_args(args).stop_token_ids == (6, 7)

@@ -84,11 +84,13 @@ class FSDPCheckpoints:
         """Read what `save` wrote, on any number of ranks. All ranks call it.
 
         Raises:
-            FileNotFoundError: there is no complete checkpoint.
+            FileNotFoundError: there is no complete checkpoint, for one of the ranks.
         """
-        if not (folder / ".metadata").exists():
-            raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no .metadata")
-        written = _with_optimizer_state(folder) if optimizer else set()
+        # What follows is a collective. A rank may see another disk.
+        with all_or_none(FileNotFoundError, f"{str(folder)!r} could not be read"):
+            if not (folder / ".metadata").exists():
+                raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no .metadata")
+            written = _with_optimizer_state(folder) if optimizer else set()
         if optimizer and not written:
             optimizer = False
             self._optimizer.state.clear()

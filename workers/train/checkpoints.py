@@ -78,7 +78,8 @@ def complete_checkpoints(folder: str | None) -> dict[int, Path]:
     """Return the complete checkpoints of a folder: the last rollout that each was trained on -> its own folder."""
     if folder is None:
         return {}
-    notes = [(note.parent, json.loads(note.read_text())) for note in sorted(Path(folder).glob(f"*/{POSITION}"))]
+    by_age = sorted(Path(folder).glob(f"*/{POSITION}"), key=lambda note: note.stat().st_mtime)  # the newest counts
+    notes = [(note.parent, json.loads(note.read_text())) for note in by_age]
     return {about["rollout_id"]: path for path, about in notes if _FOLDER.fullmatch(path.name)}
 
 
@@ -195,9 +196,10 @@ class RolloutCheckpoints:
     def _read(self, load: Path) -> Any:
         if self._step is None:
             return json.loads((load / LATEST).read_text()) if (load / LATEST).exists() else None
-        for name in (folder_of(self._step), folder_of(self._step, again=True)):
-            if (load / name / POSITION).exists():
-                return json.loads((load / name / POSITION).read_text())
+        names = folder_of(self._step), folder_of(self._step, again=True)
+        if notes := [note for name in names if (note := load / name / POSITION).exists()]:
+            # Two, if the older one could not be deleted.
+            return json.loads(max(notes, key=lambda note: note.stat().st_mtime).read_text())
         existing = ", ".join(sorted(note.parent.name for note in load.glob(f"*/{POSITION}"))) or "none"
         raise ValueError(f"there is no complete checkpoint of ckpt_step={self._step}; found: {existing}")
 

@@ -211,8 +211,10 @@ class PolicyTrainWorker(ModelWorker):
         lr = 0.0
         totals = None
         kept = self._kept = KeptRows(data) if RECORD_ROWS in data and self.role == "actor" else None
-        # The trainer's old log-probabilities are of before the first step, those of a later pass are not.
-        watches = kept is not None and ("old_log_probs" not in data or args.use_rollout_logprobs)
+        # The trainer's old log-probabilities are of before the first step. Those of a later pass are not, nor are those
+        # of the weights that generated the tokens.
+        own = "old_log_probs" in data and not (args.use_rollout_logprobs or args.keep_old_actor)
+        watches = kept is not None and not own
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
         # Until all steps are taken, nobody may take this for the state after a rollout.

@@ -163,3 +163,16 @@ def test_replay_stops_in_a_debugger(fsdp_groups, llama_folder, tmp_path):
 def test_run_that_was_profiled_can_be_replayed():
     profiled = {"profile_step_start": 0, "profile_step_end": 1, "profile_dir": "x"}
     assert read_args(replaying._args({"config": profiled})).profile_step_start is None
+
+
+def test_log_probs_are_of_the_trained_weights_with_keep_old_actor(fsdp_groups, llama_folder, tmp_path):
+    """Not those of the weights that generated the tokens, which are trained with."""
+    args = {"hf_checkpoint": llama_folder, "keep_old_actor": True}
+    for step, (data, log_probs) in enumerate(record(fsdp_groups(1), tmp_path, args, steps=3)):
+        file, _ = sample_files(tmp_path / "run", step)
+        arrays = np.load(file)
+        for row, number in enumerate(arrays["numbers"]):
+            begins, ends = arrays["offsets"][row : row + 2]
+            real = data["attention_mask"][number].bool()
+            found = torch.from_numpy(arrays["log_probs"][begins + 1 : ends])
+            torch.testing.assert_close(found, log_probs[number][real][1:], rtol=0, atol=1e-5)
