@@ -151,8 +151,11 @@ class WorkerFuture(Deferred, Generic[R_co]):
         try:
             self.result(timeout)
         except Exception as error:
-            refused = not isinstance(timeout, (int, float, type(None)))
-            if refused or (isinstance(error, CallTimeoutError) and error.call_goes_on):
+            if isinstance(error, SingleControllerError):
+                of_wait = isinstance(error, CallTimeoutError) and error.call_goes_on
+            else:  # a timeout that is none, or what the call's own functions raised
+                of_wait = not isinstance(timeout, (int, float, type(None))) or not self.done()
+            if of_wait:
                 raise
             return error.with_traceback(None)  # whose frames would keep the caller's variables alive
         return None

@@ -492,7 +492,7 @@ class WorkerGroup(VerlGroup, Closing):
             owner: Any = getattr(method._invoke, "__self__", self)  # the group that it was taken from
             if (owner._state, owner._role) != (self._state, self._role):
                 raise TypeError(
-                    f"map(): {method.__name__}() is a method of {owner.name}, not of {self.name}; use the map() of that"
+                    f"map(): {method.__name__}() is a method of {owner.name}, not of {self.name}; use its map()"
                 )
         name, options = (method, DECLARED) if isinstance(method, str) else (method.__name__, method._options)
         mapped = BatchMap(

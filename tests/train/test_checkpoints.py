@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from workers.train.checkpoints import CheckpointError, RolloutCheckpoints, complete_checkpoints
+from workers.train.checkpoints import POSITION, CheckpointError, RolloutCheckpoints, complete_checkpoints
 
 
 class Model:
@@ -226,6 +226,7 @@ def test_newer_of_two_checkpoints_of_a_step_is_read(alone, tmp_path, monkeypatch
     writing = RolloutCheckpoints(None, str(tmp_path), 0)
     for number, name in ((1, "rollout_0000003"), (2, "rollout_0000003_again"), (3, "rollout_0000003")):
         writing.save(Model(), 3, optimizer_step=number, weight_version=0, background=False)
+        os.utime(tmp_path / name / POSITION, (number, number))  # the clock of files is coarse
         found = RolloutCheckpoints(str(tmp_path), None, 0, step=3).find()
         assert (found.folder.name, found.optimizer_step) == (name, number)
         assert complete_checkpoints(str(tmp_path))[3].name == name

@@ -241,11 +241,3 @@ def test_replicas_on_one_of_several_hosts_are_no_copy():
     assert is_covered_by_replicas([0, 1], [0, 0])
     assert not is_covered_by_replicas([0, 1], [0, 0, 1, 1])
     assert is_covered_by_replicas([0, 2], [0, 0, 1, 1])
-
-
-def test_weights_of_a_checkpoint_that_were_sent_need_not_be_sent_again():
-    assert Progress(19, 19).from_checkpoint(20) == Progress(19, 19)
-    assert Progress(20, 19).from_checkpoint(20) == Progress(19, 19)
-    assert Progress(20, 20).from_checkpoint(20) == Progress(19, None)  # that training is lost
-    assert Progress(19, None).from_checkpoint(20) == Progress(19, None)
-    assert Progress(START, START).from_checkpoint(0) == Progress(-1, None)

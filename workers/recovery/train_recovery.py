@@ -39,11 +39,6 @@ class Progress:
         initial = not recovery.number and (len(recovery.sources) > 1 or self.trained == START)
         return self.sent_after == recovery.rollout_id or (self.sent_after == START and initial)
 
-    def from_checkpoint(self, begin: int) -> Progress:
-        """Return the progress of ranks that begin with a rollout again. Its ``sent_after`` is None unless the weights
-        that were sent last are those of the checkpoint before. Nothing is known of the initial ones."""
-        return Progress(begin - 1, self.sent_after if self.sent_after == begin - 1 >= 0 else None)
-
     def after(self, recovery: Recovery) -> Progress:
         """Return the progress of ranks that have restored a snapshot. Its ``sent_after`` is None if the rollout workers
         may have newer weights."""

@@ -193,9 +193,9 @@ class RayTrainGroup:
         else as the first time. They keep the weight version, the rollout manager and the critic. A connected
         group continues at its own rollout, until it is restarted too.
 
-        If the rollout workers may have weights of training that is lost, `update_weights` is called. If only that
-        fails, the new workers stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue with, and
-        the manager refuses tokens of the lost weights.
+        If the rollout workers have weights, `update_weights` is called, because theirs may be of training that is lost.
+        If only that fails, the new workers stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue
+        with, and the manager refuses tokens of the lost weights.
 
         Returns:
             By rank, the rollout id to continue with; None if the group was not initialized.
@@ -228,7 +228,7 @@ class RayTrainGroup:
             "group saved, or from the beginning if there is none; or close()"
         )
         self._made = self._group.workers
-        self._asleep, before, self._progress = False, self._progress, Progress()
+        self._asleep, self._progress = False, Progress()
         if self._with_ref is None:
             return None
         self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
@@ -244,9 +244,8 @@ class RayTrainGroup:
             self._group.close()  # the group is released again, as before the call
             raise
         self.next_rollout_id = begin[0]
-        self._progress = before.from_checkpoint(begin[0])
         self._leave()
-        if self._rollout is not None and self.weight_version and self._progress.sent_after is None:
+        if self._rollout is not None and self.weight_version:
             self._replace_lost_weights()
         return begin
 
@@ -287,7 +286,7 @@ class RayTrainGroup:
 
     def restart(self) -> list[int] | None:
         """`release`, then `create`. Use it when a worker has died. Training since the last checkpoint is lost, and the
-        rollout workers get the weights of the checkpoint, unless they have them.
+        rollout workers get the weights of the checkpoint.
 
         Returns:
             See `create`.
@@ -403,8 +402,8 @@ class RayTrainGroup:
         self._saved.interrupted(self.role)
         begin: list[int]
         if recovery is None:
+            self._progress = Progress()
             begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
-            self._progress = self._progress.from_checkpoint(begin[0])
             workers.set_weight_version(version)
         else:
             has_sent = self._progress.has_sent(recovery)

@@ -569,8 +569,11 @@ def extend(
         rest = given[count - len(digests) :]
         try:
             bridged = renderer.bridge_to_next_turn(before[:-own], before[-own:], rest, tools=listed)
-        except Exception:  # `_render` tells whether the messages can be rendered at all
-            logger.debug("the bridge of a renderer has failed", exc_info=True)
+        except RolloutError:
+            raise
+        except Exception:
+            _render(renderer, given, listed)  # tells whether the messages can be rendered at all
+            logger.warning("bridge_to_next_turn() of a renderer has failed", exc_info=True)
             bridged = None
         token_ids = None if bridged is None else list(bridged.token_ids)
     if token_ids is None or not _extends(token_ids, before):

@@ -55,8 +55,8 @@ def number_match(completion: str, label: Any, *, tolerance: float = 0.0) -> floa
 
     The answer is the last number in the last ``\\boxed{...}``, or without one after the last ``####``, or without that
     in the whole completion. Numbers are integers and decimals, with thousands separators (1,234.5) and exponents (1e3),
-    fractions (3/4, 1 1/2, ``\\frac{3}{4}``), amounts ($5) and percentages: 50% is both 50 and 0.5. Comparisons are
-    exact: 0.1 is 1/10.
+    fractions (3/4, 1 1/2, ``\\frac{3}{4}``), amounts ($5) and percentages: 50% is both 50 and 0.5, but compared with
+    another percentage only 50. Comparisons are exact: 0.1 is 1/10.
 
     Args:
         completion: what was generated.
@@ -92,7 +92,7 @@ def math_match(completion: str, label: Any, *, timeout: float = 5.0) -> float:
         timeout: seconds that a comparison may take.
 
     Raises:
-        ValueError: ``timeout`` is not above 0.
+        ValueError: ``timeout`` is not above 0, or above 1e9.
         ImportError: ``single-controller[math]`` is not installed.
     """
     return float(any(equal_mathematics(completion, str(one), timeout) for one in _labels(label)))

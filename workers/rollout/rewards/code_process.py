@@ -57,7 +57,7 @@ class CodeLimits:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"CodeLimits: {name}={value!r}; expected an integer of at least 1")
         if not 0 < self.seconds < float("inf"):
-            raise ValueError(f"CodeLimits: seconds={self.seconds!r}; expected a number above 0")
+            raise ValueError(f"CodeLimits: seconds={self.seconds!r}; expected a finite number above 0")
 
 
 class CodeResult(NamedTuple):
