@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
@@ -59,6 +59,14 @@ LONGEST_INTERVAL = 5.0
 are set again more often, and are gone 20 s after the group or the run."""
 
 
+class _Exported(NamedTuple):
+    """A group, and what Ray was told of it. By group, because names may be equal."""
+
+    group: weakref.ref[WorkerGroup]
+    counted: dict[tuple[str, str], float]  # (counter, method) -> total
+    deaths: set[tuple[int, int]]  # (rank, generation)
+
+
 class GroupMetrics(Closing):
     """Exports metrics of groups as Ray's own, until it is closed. Off unless you make one: a look takes some tens of
     microseconds for each method and group, in a thread of the driver.
@@ -74,8 +82,7 @@ class GroupMetrics(Closing):
 
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
         self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)
-        # Each group, what Ray was told of it, (counter, method) -> total, and its deaths, (rank, generation)
-        self._groups: list[tuple[weakref.ref[WorkerGroup], dict[tuple[str, str], float], set[tuple[int, int]]]] = []
+        self._groups: list[_Exported] = []
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
         self._run_gauges: dict[str, Gauge] = {}
@@ -96,8 +103,8 @@ class GroupMetrics(Closing):
                 f"GroupMetrics: expected worker groups, got {group!r:.80}; pass a RayTrainGroup's worker_group"
             )
         group = getattr(group, "_whole", group)  # a role's group is a new object each time, and may be gone soon
-        if all(weak() is not group for weak, _, _ in self._groups):
-            self._groups.append((weakref.ref(group), {}, set()))
+        if all(one.group() is not group for one in self._groups):
+            self._groups.append(_Exported(weakref.ref(group), {}, set()))
         self._start()
 
     def _start(self) -> None:
@@ -108,14 +115,13 @@ class GroupMetrics(Closing):
 
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""
-        for entry in list(self._groups):
-            weak, counted, deaths = entry
-            group = weak()
+        for exported in list(self._groups):
+            group = exported.group()
             closed = group is None or group.closed
             if group is not None:
-                self._look(group, closed, counted, deaths)
+                self._look(group, closed, exported)
             if closed:
-                self._groups.remove(entry)
+                self._groups.remove(exported)
         for run, (step, metrics) in list(self._runs.items()):
             self._tell_run(run, step, metrics)
 
@@ -148,18 +154,16 @@ class GroupMetrics(Closing):
                 self._thread.join(timeout=self._interval)
             self.look()
 
-    def _look(
-        self, group: WorkerGroup, closed: bool, counted: dict[tuple[str, str], float], deaths: set[tuple[int, int]]
-    ) -> None:
+    def _look(self, group: WorkerGroup, closed: bool, exported: _Exported) -> None:
         name = group._state.name
         if not closed:
             self._set_gauges(group)
         stats: Stats = group.stats()
         for method, of_method in stats.methods.items():
             for counter, total in _totals(of_method).items():
-                self._count(counted, counter, name, method, total)
-        deaths |= {(rank, death.generation) for rank, death in list(group._state.last_deaths.items())}
-        self._count(counted, "deaths", name, "", len(deaths))
+                self._count(exported, counter, name, method, total)
+        exported.deaths.update((rank, death.generation) for rank, death in list(group._state.last_deaths.items()))
+        self._count(exported, "deaths", name, "", len(exported.deaths))
 
     def _set_gauges(self, group: WorkerGroup) -> None:
         state, now = group._state, time.monotonic()
@@ -177,13 +181,11 @@ class GroupMetrics(Closing):
         for gauge, value in known.items():
             self._gauges[gauge].set(float(value), {"group": state.name})
 
-    def _count(
-        self, counted: dict[tuple[str, str], float], counter: str, group: str, method: str, total: float
-    ) -> None:
-        more = total - counted.get((counter, method), 0.0)
+    def _count(self, exported: _Exported, counter: str, group: str, method: str, total: float) -> None:
+        more = total - exported.counted.get((counter, method), 0.0)
         if more > 0:
             self._counters[counter].inc(more, {"group": group, "method": method})
-            counted[counter, method] = total
+            exported.counted[counter, method] = total
 
 
 def _totals(stats: MethodStats) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from single_controller.call.state import Closing
-from single_controller.ray.compat import interface_of, use_token_of_this_host
+from single_controller.ray.compat import deserted_address, interface_of, use_token_of_this_host
 from single_controller.view.group_watch import GroupWatch
 
 CONNECT_SECONDS = 5.0
@@ -39,8 +39,8 @@ def connect(address: str | None) -> None:
         ConnectionError: no cluster responds there.
     """
     address = address or os.environ.pop("RAY_ADDRESS", None) or "auto"
-    if address == "local":  # for other commands this means a new cluster
-        address = "auto"
+    if address in ("auto", "local"):  # for other commands the latter means a new cluster
+        address = deserted_address() or "auto"
     host, _, port = address.rpartition(":")
     if host and port.isdigit():  # Ray itself would try for a minute
         try:

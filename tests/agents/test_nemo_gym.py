@@ -136,52 +136,39 @@ def test_sessions_of_a_resources_server(monkeypatch):
     assert "there is no tool 'no_such_tool'" in seen and '{"detail": "wrong"}' in seen
 
 
+def play(server, script, limits=None, **client):
+    """The completion of one session."""
+    engine = AgentEngine(
+        ScriptEngine(script),
+        environment=lambda: NemoGymClient(server.url, **client),
+        renderer=TokenRenderer(Characters()),
+        **({} if limits is None else {"limits": limits}),
+    )
+    extras = {name: [value] for name, value in row(3, 8, 5).items()}
+    try:
+        (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
+    finally:
+        engine.close()
+    return done
+
+
 @pytest.mark.parametrize(("seconds", "reason"), [(10.0, "done"), (0.2, "error")])
 def test_verifying_has_a_limit_of_its_own(seconds, reason):
     with serving() as server:
         server.seconds = 1.3
-        engine = AgentEngine(
-            ScriptEngine(lambda *_: "8"),
-            environment=lambda: NemoGymClient(server.url, verify_seconds=seconds),
-            renderer=TokenRenderer(Characters()),
-            limits=SessionLimits(silence=1.0),
-        )
-        extras = {name: [value] for name, value in row(3, 8, 5).items()}
-        try:
-            (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
-        finally:
-            engine.close()
+        done = play(server, lambda *_: "8", SessionLimits(silence=1.0), verify_seconds=seconds)
     assert done.info["end_reason"] == reason
 
 
 def test_a_server_that_fails_ends_its_session_with_a_reason():
     with serving() as server:
         server.broken = True
-        engine = AgentEngine(
-            ScriptEngine(lambda *_: "8"),
-            environment=lambda: NemoGymClient(server.url),
-            renderer=TokenRenderer(Characters()),
-        )
-        extras = {name: [value] for name, value in row(3, 8, 5).items()}
-        try:
-            (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
-        finally:
-            engine.close()
+        done = play(server, lambda *_: "8")
     assert done.info["end_reason"] == "error" and "/verify: 500" in done.info["error"]
 
 
 def test_a_tool_that_fails_at_the_server_is_no_invalid_call():
     with serving() as server:
         server.down = True
-        engine = AgentEngine(
-            ScriptEngine(counts),
-            environment=lambda: NemoGymClient(server.url),
-            renderer=TokenRenderer(Characters()),
-            limits=SessionLimits(invalid=1),
-        )
-        extras = {name: [value] for name, value in row(3, 8, 5).items()}
-        try:
-            (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
-        finally:
-            engine.close()
+        done = play(server, counts, SessionLimits(invalid=1))
     assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)

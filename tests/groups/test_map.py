@@ -5,9 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
+from group_workers import Counter as Adder
 from map_workers import Scorer
 
-from single_controller import GroupClosedError, LocalWorkerGroup, WorkerDiedError, WorkerError
+from single_controller import (
+    GroupClosedError,
+    LocalWorkerGroup,
+    RayClassWithInitArgs,
+    WorkerDiedError,
+    WorkerError,
+    colocate,
+)
 
 TRANSPORTS = ("ray", "local-threads", "local")
 
@@ -211,3 +219,11 @@ def test_method_of_another_group_is_refused(scorers):
     one, other = scorers(), scorers()
     with pytest.raises(TypeError, match="is a method of"):
         one.map(other.score, [[1]])
+
+
+def test_method_of_another_role_is_refused():
+    roles = {role: RayClassWithInitArgs(Adder) for role in ("actor", "critic")}
+    with LocalWorkerGroup(2, colocate(roles)) as group:
+        assert list(group.actor.map(group.actor.add, [1, 2])) == [[1, 2], [3, 4]]
+        with pytest.raises(TypeError, match="is a method of"):
+            group.actor.map(group.critic.add, [1])

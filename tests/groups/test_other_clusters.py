@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from single_controller.ray.runtime import ensure_ray
+from single_controller.view.live import connect
 
 PREAMBLE = """
 import os, sys, time, ray
@@ -65,6 +66,8 @@ def test_cluster_that_was_killed_is_not_waited_for(monkeypatch, tmp_path, caplog
         assert not caplog.records
     ensure_ray()
     assert joined == ["auto", "auto", "local"] and "no Ray cluster runs any more at 127.0.0.1:" in caplog.text
+    with pytest.raises(ConnectionError, match=f"no Ray cluster responds at '{file.read_text()}'"):
+        connect(None)
     monkeypatch.setenv("RAY_ADDRESS", file.read_text())
     ensure_ray()
     assert joined[-1] == file.read_text()

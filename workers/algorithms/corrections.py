@@ -273,12 +273,12 @@ def correct(
     if correction.weight is None and correction.reject is not None and correction.reject != "error":
         level = correction.reject
     ratios = importance_ratios(old_log_probs, rollout_log_probs, counts, level)
-    within = (ratios >= correction.low) & (ratios <= correction.high)
     outside = counts & ((ratios < correction.low) | (ratios > correction.high))
     weights = torch.ones_like(ratios)
     if correction.weight is not None:
-        truncate = correction.outside == "truncate"
-        weights = ratios.clamp(correction.low, correction.high) if truncate else torch.where(within, ratios, 0.0)
+        weights = ratios.clamp(correction.low, correction.high)
+        if correction.outside == "mask":
+            weights = torch.where(weights == ratios, ratios, 0.0)
     rejected = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
     if correction.reject is not None:
         if correction.reject == "error":

@@ -406,9 +406,9 @@ class RayTrainGroup:
             begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
             workers.set_weight_version(version)
         else:
-            has_sent = self._progress.has_sent(recovery)
+            sent = self._progress.has_sent(recovery)
             self._progress = self._progress.after(recovery)
-            begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, has_sent)
+            begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
         self._asleep, self._progress.trained = False, begin[0] - 1
         self._leave()
         if self._rollout is not None:

@@ -569,13 +569,12 @@ def extend(
         rest = given[count - len(digests) :]
         try:
             bridged = renderer.bridge_to_next_turn(before[:-own], before[-own:], rest, tools=listed)
+            token_ids = None if bridged is None else list(bridged.token_ids)
         except RolloutError:
             raise
         except Exception:
-            _render(renderer, given, listed)  # tells whether the messages can be rendered at all
+            token_ids = _render(renderer, given, listed)  # raises if the messages cannot be rendered at all
             logger.warning("bridge_to_next_turn() of a renderer has failed", exc_info=True)
-            bridged = None
-        token_ids = None if bridged is None else list(bridged.token_ids)
     if token_ids is None or not _extends(token_ids, before):
         token_ids = _render(renderer, given, listed)
         last = trajectory.nodes[found]
