@@ -11,10 +11,7 @@ ROWS = 1024
 
 def batch(nbytes: int) -> torch.Tensor:
     """Return a float32 batch of 1,024 distinct rows and about ``nbytes`` bytes."""
-    columns = nbytes // 4 // ROWS
-    made = torch.empty(ROWS, columns)
-    made.copy_(torch.arange(columns) % 251)
-    return made.add_(torch.arange(ROWS).unsqueeze(1))
+    return shard(nbytes, 0, 1)
 
 
 def shard(nbytes: int, k: int, of: int) -> torch.Tensor:
@@ -24,6 +21,12 @@ def shard(nbytes: int, k: int, of: int) -> torch.Tensor:
     made = torch.empty(rows, columns)
     made.copy_(torch.arange(columns) % 251)
     return made.add_(torch.arange(k * rows, (k + 1) * rows).unsqueeze(1))
+
+
+def expected(nbytes: int, of: int) -> tuple[list[Any], list[Any]]:
+    """Return the `digest` and the `ends` of each shard of that batch."""
+    shards = [shard(nbytes, k, of) for k in range(of)]
+    return [digest(one) for one in shards], [ends(one) for one in shards]
 
 
 def by_type(nbytes: int) -> dict[str, Any]:

@@ -22,25 +22,19 @@ WORDS = 20  # of a message, five tokens each
 
 
 class Bytes:
-    """A tokenizer with a token for each byte, each role and the end of a message."""
+    """A tokenizer with a token for each byte, each role and the end of a message. It counts what it encodes."""
 
     eos_token_id = 256
+    rendered = 0
     roles = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
 
     def encode(self, text):
-        return [257 + self.roles.index(text)] if text in self.roles else list(text.encode())
+        ids = [257 + self.roles.index(text)] if text in self.roles else list(text.encode())
+        self.rendered += len(ids)
+        return ids
 
     def decode(self, ids):
         return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-
-class Counted(Bytes):
-    rendered = 0
-
-    def encode(self, text):
-        ids = super().encode(text)
-        self.rendered += len(ids)
-        return ids
 
 
 class Parrot(RequestEngine):
@@ -118,11 +112,11 @@ def measure(sessions, turns, routed, package):
     if package:
         tokenizer = qwen_tokenizer()
         renderer = load_renderer(tokenizer, "qwen3", thinking_retention="all")
-        reply = [*tokenizer.encode("word " * WORDS), tokenizer.eos_token_id]
     else:
-        tokenizer = Counted()
+        tokenizer = Bytes()
         renderer = TokenRenderer(tokenizer)
-        reply = [*Bytes().encode("word " * WORDS), Bytes.eos_token_id]
+    reply = [*tokenizer.encode("word " * WORDS), tokenizer.eos_token_id]
+    tokenizer.rendered = 0  # for `Bytes`, without the reply
     engine = Parrot(reply)
     gateway = Gateway(engine, renderer)
     gateway.start()

@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTLE = 0.05
 """Seconds between two runs, in which a contender frees the memory of the previous run."""
 SPARE = 3 * 1024**3 // 2
-"""Bytes of memory that must stay available. A contender that leaves less is stopped."""
 
 
 class ContenderError(Exception):
@@ -62,10 +61,14 @@ class Session:
         module: module of its adapter.
         env: environment variables, in addition to the command's own.
         log: file for its output.
+        spare: bytes of memory that must stay available. A contender that leaves less is stopped.
+
+    Attributes:
+        pid: of the process.
     """
 
-    def __init__(self, python: str, module: str, env: dict[str, str], log: Path) -> None:
-        self._log = log
+    def __init__(self, python: str, module: str, env: dict[str, str], log: Path, spare: int = SPARE) -> None:
+        self._log, self._spare = log, spare
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", module],
@@ -77,6 +80,7 @@ class Session:
                 text=True,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
 
     def ask(self, command: str, timeout: float, **arguments: Any) -> Any:
         """Send a command and wait for the response.
@@ -111,10 +115,10 @@ class Session:
                     self._kill()
                     raise ContenderError(f"no response to {command!r} within {timeout:.0f} s")
                 left = available_memory()
-                if left is not None and left < SPARE:
+                if left is not None and left < self._spare:
                     self._kill()
                     raise ContenderError(
-                        f"stopped, because it left less than {SPARE / 1024**3:.1f} GiB of memory available"
+                        f"stopped, because it left less than {self._spare / 1024**3:.1f} GiB of memory available"
                     )
 
     @property

@@ -49,11 +49,8 @@ def as_markdown(run: dict[str, Any], cases: list[Case], results: list[Measured])
         "|---|---|--:|--:|--:|--:|---|",
     ]
     for case in cases:
-        first = True
-        for found in results:
-            if found.case == case.name:
-                lines.append(_row(case, found, results, first))
-                first = False
+        of_case = [found for found in results if found.case == case.name]
+        lines += [_row(case, found, results, found is of_case[0]) for found in of_case]
     if run["quick"]:
         return "\n".join(lines) + "\n"
     lines += ["", "| aim | | aimed at | got | |", "|---|---|---|---|---|"]

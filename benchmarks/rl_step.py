@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,10 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.contenders.ours_steps import VLLM_PYTHON
-from benchmarks.contenders.steps import Task
-from benchmarks.machine import machine
+from benchmarks.contenders.steps import TASK, Task
+from benchmarks.machine import machine, memory
+from benchmarks.protocol import Session
 from benchmarks.roster import Contender
-from benchmarks.rounds import ENVIRONMENT
+from benchmarks.rounds import CALL_TIMEOUT, ENVIRONMENT
 from benchmarks.venvs import HERE, python_for
 
 VOCABULARY, LENGTH = 1024, 512
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 class Way:
     """A contender, and its measurements: one per turn."""
 
-    process: subprocess.Popen[str] = field(init=False)
+    session: Session = field(init=False)
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
     cpu: list[float] = field(default_factory=list)
@@ -76,18 +76,14 @@ class Way:
 
     def step(self, task: Task) -> dict[str, Any]:
         """Take a step, and check it."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
         stop = threading.Event()
         watch = threading.Thread(target=self._watch, args=(stop,))
         watch.start()
-        line = self.process.stdout.readline()
-        stop.set()
-        watch.join()
-        if not line:
-            raise RuntimeError(f"the process has ended with status {self.process.wait()}; see its log")
-        report: dict[str, Any] = json.loads(line)
+        try:
+            report: dict[str, Any] = self.session.ask("step", CALL_TIMEOUT)
+        finally:
+            stop.set()
+            watch.join()
         if report["tokens"] != task.tokens:
             raise RuntimeError(f"step {report['step']} has {report['tokens']} generated tokens, not {task.tokens}")
         self.rewards.append(report["reward"])
@@ -96,7 +92,7 @@ class Way:
 
     def _watch(self, stop: threading.Event) -> None:
         while not stop.wait(0.2):
-            self.memory = max(self.memory, sum(map(_own_memory, tree(self.process.pid))))
+            self.memory = max(self.memory, sum(map(_own_memory, tree(self.session.pid))))
 
 
 def turn(ways: list[Way], task: Task, steps: int) -> None:
@@ -106,9 +102,9 @@ def turn(ways: list[Way], task: Task, steps: int) -> None:
         way.step(task)
     for number in range(steps):
         for which in range(len(ways))[:: -1 if number % 2 else 1]:
-            before = cpu_seconds(ways[which].process.pid)
+            before = cpu_seconds(ways[which].session.pid)
             reports[which].append(ways[which].step(task))
-            cpu[which] += cpu_seconds(ways[which].process.pid) - before
+            cpu[which] += cpu_seconds(ways[which].session.pid) - before
     for way, seconds, found in zip(ways, cpu, reports, strict=True):
         way.cpu.append(seconds / steps)
         way.singles += [report["seconds"] for report in found]
@@ -144,10 +140,9 @@ def cpu_seconds(pid: int) -> float:
 def _own_memory(pid: int) -> float:
     """GiB of a process that are not files: anonymous and shared memory."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return sum(memory("RssAnon", "RssShmem", pid=pid)) / 2**30
     except OSError:
         return 0.0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 2**20
 
 
 def save_model(folder: str, name: str) -> None:
@@ -182,7 +177,8 @@ def measure(
     """Start the ways to train a model, and let them take turns; or start each for its turn, if ``apart``.
 
     Raises:
-        RuntimeError: a way has ended, or what it computes is not what the others do.
+        ContenderError: a way has ended.
+        RuntimeError: what a way computes is not what the others do.
     """
     ways = {name: Way() for name in names}
     alive: list[Way] = []
@@ -195,33 +191,17 @@ def measure(
 
         def begin(name: str) -> None:
             contender, threads = WAYS[name]
-            log = open(logs / f"{model}, {name}.log".replace(" ", "_"), "a")  # noqa: SIM115  (the process has it)
+            given = {"OMP_NUM_THREADS": str(threads), TASK: json.dumps(asdict(task) | {"variant": name})}
+            log = logs / f"{model}, {name}.log".replace(" ", "_")
             way = ways[name]
-            way.process = subprocess.Popen(
-                [python_for(contender), "-m", contender.module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=HERE.parent,
-                env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
-            )
+            way.session = Session(python_for(contender), contender.module, {**ENVIRONMENT, **given}, log, spare=0)
             alive.append(way)
-            assert way.process.stdin is not None
-            way.process.stdin.write(json.dumps(asdict(task) | {"variant": name}) + "\n")
             for _ in range(2):  # started and warm before the next begins
                 way.step(task)
 
         def end() -> None:
-            for way in alive:
-                assert way.process.stdin is not None
-                way.process.stdin.close()
-            for way in alive:
-                try:
-                    way.process.wait(60)
-                except subprocess.TimeoutExpired:
-                    way.process.kill()
-            alive.clear()
+            while alive:
+                alive.pop().session.close()
 
         try:
             for name in [] if apart else names:

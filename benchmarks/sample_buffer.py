@@ -14,6 +14,7 @@ import time
 import numpy as np
 import ray
 
+from benchmarks.machine import memory
 from workers.rollout.stream.sample_buffer import SampleBuffer
 
 SAMPLES, TOKENS = 8, 1024
@@ -22,9 +23,8 @@ STORE_BYTES = 1_000_000_000
 
 def private_mib() -> float:
     """Memory of this process in MiB without what it maps of Ray's store."""
-    with open("/proc/self/status") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return (int(fields["VmRSS"].split()[0]) - int(fields["RssShmem"].split()[0])) / 1024
+    resident, shared = memory("VmRSS", "RssShmem")
+    return (resident - shared) / 2**20
 
 
 def generate(buffer: SampleBuffer, total: int, store: bool) -> None:
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--no-store", action="store_true", help="the buffer alone: payloads are None")
     args = parser.parse_args()
     batches, store = args.groups // args.batch, not args.no_store
+    tenth = max(1, batches // 10)
     if store:
         ray.init(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False, log_to_driver=False)
     buffer = SampleBuffer(args.batch, max_staleness=2, order="window", num_batches=batches)
@@ -60,10 +61,10 @@ def main() -> None:
             if store and ray.get(reference)[0][0, 0] != number:
                 raise SystemExit(f"group {number} has another group's tokens")
         buffer.set_version(batch + 2)
-        if (batch + 1) % (batches // 10) == 0:
+        if (batch + 1) % tenth == 0:
             now = time.monotonic()
             held = sum(buffer.metrics()[f"buffer/{state}"] for state in ("pending", "in_flight", "ready"))
-            done, speed = (batch + 1) * args.batch, batches // 10 * args.batch / (now - last)
+            done, speed = (batch + 1) * args.batch, tenth * args.batch / (now - last)
             print(f"| {done:,} | {speed:,.0f} | {private_mib():.0f} | {held:.0f} |", flush=True)
             last = now
     taken, seconds = batches * args.batch, time.monotonic() - began

@@ -94,14 +94,8 @@ def draw(cases: dict[str, dict[str, Row]]) -> str:
             row = cases[case][name]
             length = _length(milliseconds(row.median))
             n = "" if row.n == "10" else f" (n = {row.n})"
-            lines.append(f'<text x="{left + LABEL - 6}" y="{y + 11}" text-anchor="end">{label}</text>')
-            lines.append(
-                f'<rect class="{colour}" x="{left + LABEL}" y="{y + 2}" width="{length:g}" height="{BAR - 4}" rx="2"/>'
-            )
-            lines.append(f'<text x="{left + LABEL + length + 5:g}" y="{y + 11}">{row.median}{n}</text>')
-    body = "\n".join(lines)
-    size = f'viewBox="0 0 {WIDTH} {2 * height}" width="{WIDTH}" height="{2 * height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
+            lines += _bar(left + LABEL, y, length, colour, label, f"{row.median}{n}")
+    return _svg(lines, 2 * height)
 
 
 def read_steps(text: str) -> dict[str, dict[str, float]]:
@@ -127,14 +121,23 @@ def draw_steps(models: dict[str, dict[str, float]]) -> str:
         for place, (name, seconds) in enumerate(rows.items()):
             y, length = top + 26 + place * BAR, round(3 * SPAN * seconds / max(rows.values()), 1)
             colour = "other" if name in PEERS else "ours"
-            lines.append(f'<text x="{LABEL + 34}" y="{y + 11}" text-anchor="end">{name}</text>')
-            lines.append(
-                f'<rect class="{colour}" x="{LABEL + 40}" y="{y + 2}" width="{length:g}" height="{BAR - 4}" rx="2"/>'
-            )
-            lines.append(f'<text x="{LABEL + 45 + length:g}" y="{y + 11}">{seconds:.2f}</text>')
+            lines += _bar(LABEL + 40, y, length, colour, name, f"{seconds:.2f}")
         top += 40 + len(rows) * BAR
+    return _svg(lines, top)
+
+
+def _bar(x: int, y: int, length: float, colour: str, label: str, value: str) -> list[str]:
+    """Return a bar that begins at ``x``, with its label before it and its value behind it."""
+    return [
+        f'<text x="{x - 6}" y="{y + 11}" text-anchor="end">{label}</text>',
+        f'<rect class="{colour}" x="{x}" y="{y + 2}" width="{length:g}" height="{BAR - 4}" rx="2"/>',
+        f'<text x="{x + length + 5:g}" y="{y + 11}">{value}</text>',
+    ]
+
+
+def _svg(lines: list[str], height: int) -> str:
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     body = "\n".join(lines)
-    size = f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
 
 

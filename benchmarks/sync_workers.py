@@ -15,6 +15,7 @@ import numpy
 import ray
 import torch
 
+from benchmarks.machine import memory
 from single_controller import Dispatch, Worker, register
 from workers import HFEngine, SamplingParams
 from workers.distributed import initialize_distributed
@@ -110,7 +111,7 @@ class Memory:
     """Measures the memory of this process at its peak."""
 
     def __init__(self) -> None:
-        self._before = self._now("VmRSS", "RssAnon", "RssShmem")
+        self._before = memory("VmRSS", "RssAnon", "RssShmem")
         self._most = [0, 0]
         self._over = threading.Event()
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
@@ -122,7 +123,7 @@ class Memory:
         keeps only the first peak; the others are looked at every 2 ms."""
         self._over.set()
         self._thread.join()
-        (peak,) = self._now("VmHWM")
+        (peak,) = memory("VmHWM")
         return [
             peak - self._before[0],
             *(most - began for most, began in zip(self._most, self._before[1:], strict=True)),
@@ -130,16 +131,11 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._over.wait(0.002):
-            self._most = [max(pair) for pair in zip(self._most, self._now("RssAnon", "RssShmem"), strict=True)]
-
-    @staticmethod
-    def _now(*fields: str) -> list[int]:
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return [int(lines[field].split()[0]) << 10 for field in fields]
+            self._most = [max(pair) for pair in zip(self._most, memory("RssAnon", "RssShmem"), strict=True)]
 
 
 class Measured(Worker):
-    """Can measure its memory."""
+    """Can measure its memory, and says where it is."""
 
     @register(Dispatch.ONE_TO_ALL)
     def watch_memory(self) -> None:
@@ -150,6 +146,12 @@ class Measured(Worker):
     def growth(self) -> list[int]:
         """End, and return `Memory.growth`."""
         return self.memory.growth()
+
+    @register(Dispatch.RANK_ZERO)
+    def place(self) -> str:
+        """Return the id of this worker's Ray node."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
 
 class Rollout(WeightReceiver, Measured):
@@ -174,12 +176,6 @@ class Rollout(WeightReceiver, Measured):
         threading.Thread(target=drain, daemon=True).start()  # ends with the connection
         address: tuple[str, int] = server.getsockname()
         return address
-
-    @register(Dispatch.ONE_TO_ALL)
-    def place(self) -> str:
-        """Return the id of this worker's Ray node."""
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
 
 
 class Generating(WeightReceiver):
@@ -285,12 +281,6 @@ class Train(Measured):
             while connection.recv(1):  # until the other side has read everything and closes
                 pass
         return Sent(time.perf_counter() - begun, self.array.nbytes, _sent("eth0") - before, 0, 0.0)
-
-    @register(Dispatch.RANK_ZERO)
-    def place(self) -> str:
-        """Return the id of this worker's Ray node."""
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
 
 
 @ray.remote(num_cpus=0)

@@ -22,11 +22,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from statistics import median
 from typing import Any
 
 import ray
@@ -67,11 +67,6 @@ def shapes_of(nbytes: int, dtype: torch.dtype) -> Shapes:
     return shapes
 
 
-def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
-    return statistics.median(values) if values else math.nan
-
-
 def show(*cells: Any) -> None:
     """Print a row."""
     text = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
@@ -95,15 +90,11 @@ def connected(
     train: RayWorkerGroup, pool: RayResourcePool, made: RayClassWithInitArgs, ways: dict[str, dict[str, Any]]
 ) -> Iterator[None]:
     """Make a sender and rollout workers of their own for each way."""
-    groups = []
-    try:
+    with ExitStack() as stack:
         for name, options in ways.items():
-            groups.append(RayWorkerGroup(pool, made))
-            train.connect(name, groups[-1], options.pop("transport"), {"double_buffer": True, **options})
+            group = stack.enter_context(RayWorkerGroup(pool, made))
+            train.connect(name, group, options.pop("transport"), {"double_buffer": True, **options})
         yield
-    finally:
-        for group in groups:
-            group.close()
 
 
 def take_turns(ways: dict[str, Way], number: int, found: dict[str, list[list[Sent]]], *, counts: bool) -> None:
@@ -249,14 +240,8 @@ def proof(train: RayWorkerGroup, names: Sequence[str], interface: str, label: st
             show(name, verify, median(seconds), spread, f"{share:+.1%}", f"{pairs - 1:+.1%}", rounds)
 
 
-def of_hosts(given: argparse.Namespace, arguments: list[str]) -> None:
-    """The third table: start the hosts, and this program again on the first of them."""
-    store = max(200, 3 * given.mb) * MIB
-    on_two_hosts("benchmarks.weight_sync", arguments, store=store, timeout=given.timeout, link=LINK)
-
-
 def between_hosts(given: argparse.Namespace) -> None:
-    """The third table, on the first host."""
+    """The third table, on the first of the two hosts."""
     transports = {name: True for name in given.transports if name in ("store", "group")}
     shapes = shapes_of(given.mb * MIB, torch.float32)
     spread = {"across_nodes": True, "strategy": "STRICT_SPREAD", "num_cpus": 0.5}
@@ -268,7 +253,7 @@ def between_hosts(given: argparse.Namespace) -> None:
         RayWorkerGroup(pool[1:2], RayClassWithInitArgs(Rollout, {}, torch.float32)) as other,
         connected(train, pool[1:2], RayClassWithInitArgs(Rollout, shapes, torch.float32), options_of(transports, "")),
     ):
-        (there,) = other.place()
+        there = other.place()
         hand = Hand.options(scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote(
             given.mb * MIB
         )
@@ -389,8 +374,9 @@ def main() -> None:
             )
             TABLES[name](given)
             ray.shutdown()
-    if "hosts" in given.only:
-        of_hosts(given, sys.argv[1:])
+    if "hosts" in given.only:  # this program again, on the first of them
+        store = max(200, 3 * given.mb) * MIB
+        on_two_hosts("benchmarks.weight_sync", sys.argv[1:], store=store, timeout=given.timeout, link=LINK)
 
 
 if __name__ == "__main__":

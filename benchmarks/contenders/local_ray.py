@@ -14,6 +14,8 @@ from typing import Any
 
 import ray
 
+from benchmarks.machine import memory
+
 STORE = 4 * 1024**3
 CLUSTER = "BENCHMARKS_CLUSTER"
 """Environment variable with the address of the Ray cluster to connect to, instead of starting one."""
@@ -56,11 +58,11 @@ def probe_driver(run: Callable[[], Any]) -> dict[str, Any]:
     try:
         with open("/proc/self/clear_refs", "w") as reset:
             reset.write("5")
-        before = _status("VmRSS")
+        (before,) = memory("VmRSS")
     except OSError:
         return {}
     run()
-    return {"driver_growth": _status("VmHWM") - before}
+    return {"driver_growth": memory("VmHWM")[0] - before}
 
 
 def probe_store(run: Callable[[], Any]) -> dict[str, Any]:
@@ -86,14 +88,6 @@ def probe_store(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 PROBES = {"driver": probe_driver, "store": probe_store}
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _store_free() -> float:

@@ -130,9 +130,7 @@ class Monarch:
 
     def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
         """Consumers pull from producers."""
-        shards = [data.shard(nbytes, k, second) for k in range(second)]
-        digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
-        del shards
+        digests, ends = data.expected(nbytes, second)
         with _mesh(Ranks, procs=first) as producers, _mesh(Consumers, procs=second) as consumers:
             producers.load.call(nbytes, first).get()
 

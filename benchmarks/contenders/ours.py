@@ -184,9 +184,7 @@ class Ours:
 
     def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
         """A result of one group as the argument of another."""
-        shards = [data.shard(nbytes, k, second) for k in range(second)]
-        digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
-        del shards
+        digests, ends = data.expected(nbytes, second)
         with _group(Flat, first) as producer, _group(Flat, second) as consumer:
             producer.load(nbytes)
             finish = functools.partial(data.same, wanted=ends)

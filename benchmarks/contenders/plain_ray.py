@@ -119,18 +119,15 @@ class PlainRay:
                     actor.echo.remote(refs[rank // model], rank % model == (pp - 1) * tp)
                     for rank, actor in enumerate(actors)
                 ]
-                got = ray.get([calls[k * model + (pp - 1) * tp] for k in range(dp)])
-                ray.get(calls[:-1:model])  # raises if one of the other ranks failed
-                return joined(got)
+                got = ray.get(calls)  # of all ranks, as the others may have failed
+                return joined(got[(pp - 1) * tp :: model])
 
             yield forms(run, functools.partial(data.same, wanted=batch))
 
     def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
         """Pass references from one set of actors to the other. Producers split their rows if there are more
         consumers."""
-        shards = [data.shard(nbytes, k, second) for k in range(second)]
-        digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
-        del shards
+        digests, ends = data.expected(nbytes, second)
         parts = max(1, second // first)
         with _actors(first) as producers, _actors(second) as consumers:
             ray.get([actor.load.remote(nbytes, k, first) for k, actor in enumerate(producers)])

@@ -48,13 +48,18 @@ class Task:
         return sum(token % 2 == 0 for token in completion) / len(completion)
 
 
+TASK = "BENCHMARKS_TASK"
+"""Environment variable with a `Task` as JSON."""
+
+
 class Commands:
-    """The contender's side. What else it prints goes to the log."""
+    """The contender's side of a `Session`, for contenders with a loop of their own. What else it prints goes to the
+    log."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self.task = Task(**json.loads(sys.stdin.readline()))
+        self.task = Task(**json.loads(os.environ[TASK]))
         self.began = 0.0
 
     def next(self) -> bool:
@@ -65,5 +70,5 @@ class Commands:
 
     def done(self, **report: Any) -> None:
         """Report a step."""
-        self._out.write(json.dumps({"seconds": time.monotonic() - self.began, **report}) + "\n")
+        self._out.write(json.dumps({"value": {"seconds": time.monotonic() - self.began, **report}}) + "\n")
         self._out.flush()

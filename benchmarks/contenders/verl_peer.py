@@ -130,9 +130,7 @@ class Verl:
 
     def chain(self, nbytes: int, first: int, second: int) -> Iterator[dict[str, Call]]:
         """A DataProtoFuture from one group to another."""
-        shards = [data.shard(nbytes, k, second) for k in range(second)]
-        digests, ends = [data.digest(shard) for shard in shards], [data.ends(shard) for shard in shards]
-        del shards
+        digests, ends = data.expected(nbytes, second)
         with _group(Flat, first) as producer, _group(Flat, second) as consumer:
             producer.load(nbytes)
 
