@@ -14,7 +14,6 @@ from dispatch.checks import is_count
 from dispatch.errors import DispatchError
 from dispatch.tables import aligned
 
-DATA_AXIS = "dp"
 AXES = ("dp", "cp", "tp", "pp", "sp")
 """The axes that the MEGATRON modes know. Ranks that differ in sp alone (Ulysses) get the same rows."""
 COLLECTS_LAST = "pp"
@@ -109,7 +108,7 @@ class Layout:
     @classmethod
     def flat(cls, world_size: int) -> Layout:
         """Every rank is a dp rank of its own."""
-        return cls({DATA_AXIS: range(world_size)})
+        return cls({"dp": range(world_size)})
 
     def size(self, axis: str) -> int:
         """Number of coordinates on an axis; 1 for an axis that nobody reported."""

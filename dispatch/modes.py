@@ -310,11 +310,6 @@ class _HasMesh:
         return self.name in layout.meshes
 
 
-def has_axes(layout: Layout) -> bool:
-    """Whether a layout has what the MEGATRON modes read."""
-    return layout.known
-
-
 def _custom(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> CustomMode:
     for what, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
         if not callable(function):
@@ -339,6 +334,8 @@ def _add(name: str, mode: AnyMode) -> DispatchMode:
     return member
 
 
+has_axes: Callable[[Layout], bool] = attrgetter("known")
+"""Whether a layout has what the MEGATRON modes read."""
 _to_rank_zero: Route = attrgetter("rank_zero")
 _to_all: Route = attrgetter("one_shard")
 _by_rank: Route = attrgetter("by_rank")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dispatch import batch
-from dispatch.batch import UNEVEN, Broadcast, Deferred, Share, described, share_rows
+from dispatch.batch import Broadcast, Deferred, Share, described, share_rows
 from dispatch.errors import BatchError, DispatchError, ResultError
 from dispatch.jagged import Made
 from dispatch.layout import Layout, Routing
@@ -99,7 +99,7 @@ def plan_call(
         layout: the group's layout. Modes without coordinates read only its world size.
         args: the driver's positional arguments.
         kwargs: the driver's keyword arguments.
-        uneven: overrides for this call what the method declared.
+        uneven: overrides for this call what the method declared; one of `batch.UNEVEN`.
         group: passed to the functions of a custom mode.
 
     Raises:
@@ -108,8 +108,6 @@ def plan_call(
     """
     declared = spec.registration
     uneven = declared.uneven if uneven is None else uneven
-    if uneven not in UNEVEN:
-        raise ValueError(f"uneven={uneven!r}: known are {', '.join(map(repr, UNEVEN))}")
     if uneven != declared.uneven:
         check_uneven(f"{spec.label}.options", uneven, declared.mode, declared.execute)
     mode = declared.mode.mode

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -144,7 +145,7 @@ def _text(seen: dict[str, Any]) -> str:
         step = "no step yet" if about["last_step"] is None else f"step {about['last_step']}"
         lines = [f"{about['name']}: {about['state']}, {step}"]
         for name, value in sorted(about["metrics"].items()):
-            lines.append(f"  {name} {'not finite' if value is None else f'{value:.6g}'}")
+            lines.append(f"  {name} {f'{value:.6g}' if math.isfinite(value) else 'not finite'}")
         lines += [f"  alarm at step {event.get('step')}: {event.get('text')}" for event in about["alarms"]]
         parts.append("\n".join(lines))
     if seen["problems"]:

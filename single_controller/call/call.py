@@ -28,7 +28,6 @@ from typing import Any
 from dispatch.batch import UNEVEN, Uneven
 from dispatch.checks import check_seconds
 from dispatch.errors import ResultError, SingleControllerError
-from dispatch.modes import Join
 from dispatch.move import check_device, move
 from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec, label
@@ -262,7 +261,7 @@ class Call:
             values = [
                 decode_result(self.label, result.rank, result.value, private=True, shared=False)
                 for result in results
-                if not (result.empty and self.join is Join.ROWS)
+                if not result.empty
             ]
             value = join_values(self.label, values, self.join)
         if self.collect is not None:
@@ -311,7 +310,7 @@ class Call:
             if result.failure is None and result.died is None and not result.empty:
                 with contextlib.suppress(ResultError):  # the error of the call matters more
                     values[result.rank] = (
-                        self.results.only([k]).values([0], private=True)[0]
+                        self.results.values([k], private=True)[0]
                         if result.kept
                         else decode_result(self.label, result.rank, result.value, private=True)
                     )

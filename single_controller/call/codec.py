@@ -128,7 +128,11 @@ def encode(value: Any, *, in_process: bool = False, futures: bool = True) -> Enc
     """
     out = io.BytesIO()
     buffers: list[Any] = []
-    encoder = (_encoder or _default_encoder())(out, protocol=5, buffer_callback=buffers.append)
+    if _encoder is None:
+        import cloudpickle  # imported here: a process whose transport has its own copy does not need it
+
+        use_pickler(cloudpickle.CloudPickler)
+    encoder = _encoder(out, protocol=5, buffer_callback=buffers.append)
     encoder.reference_types = _reference_types + _in_process_types if in_process else _reference_types
     if not futures:
         encoder.reference_types += (Deferred,)
@@ -177,13 +181,6 @@ _reference_types: tuple[type[Any], ...] = ()
 _in_process_types: tuple[type[Any], ...] = ()
 _decoding = threading.local()
 """``current``: (private, references) of the `Encoded` being decoded in this thread. ``keep``: see `keep_encoded`."""
-
-
-def _default_encoder() -> Any:
-    import cloudpickle  # imported here: a process whose transport has its own copy does not need it
-
-    use_pickler(cloudpickle.CloudPickler)
-    return _encoder
 
 
 class _Reducers:

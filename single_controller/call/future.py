@@ -168,7 +168,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     @property
     def failed(self) -> Exception | None:
-        found = self._call if self._sending is None else None if self.unsent else self._sending[1].result()
+        found = None if self.unsent else self.wait_sent()
         return found.error if isinstance(found, Call) else cast("Exception | None", found)
 
     def wait_sent(self) -> Call | BaseException | None:
@@ -362,7 +362,7 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
     __repr__ = WorkerFuture.__repr__
 
 
-class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
+class ComputedFuture(Future[R], WorkerFuture[R]):
     """A future of what a thread of this process computes. As an argument it is its value: the call waits for it before
     it is sent, also with ``.remote()``.
 
@@ -385,6 +385,12 @@ class ComputedFuture(Future[R], WorkerFuture[R]):  # type: ignore[misc]
         except TimeoutError:
             if self.done():  # it is the error of the computation
                 raise
+            raise CallTimeoutError.of_wait(self.label, timeout) from None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:  # type: ignore[override]
+        try:
+            return Future.exception(self, timeout)
+        except TimeoutError:
             raise CallTimeoutError.of_wait(self.label, timeout) from None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import threading
 import time
@@ -43,9 +44,6 @@ Invoke = Callable[[MethodSpec, tuple[Any, ...], dict[str, Any], CallOptions], An
 ERROR_GRACE_SECONDS = 5.0
 
 Planner = Callable[[MethodSpec, Layout, tuple[Any, ...], dict[str, Any]], CallPlan]
-
-RESERVED = frozenset({"resource_pool"})
-"""Names that a group uses, besides the attributes of its class."""
 
 
 class _Replay(NamedTuple):
@@ -203,7 +201,7 @@ class WorkerGroup(VerlGroup, Closing):
     ) -> None:
         self._role: str | None = None
         self._worker_classes = {role: WorkerClass(cls, role) for role, cls in classes.items()}
-        reserved = RESERVED.union(dir(type(self)))
+        reserved = frozenset(dir(type(self)))
         for role, worker_class in self._worker_classes.items():
             worker_class.check_names(reserved)
             if role in reserved:
@@ -212,7 +210,6 @@ class WorkerGroup(VerlGroup, Closing):
         self._state = GroupState(name, check_seconds("error_grace", error_grace))
         # By role and method; their arguments are kept. Protected by the lock of the state.
         self._replays: dict[tuple[str | None, str], _Replay] = {}
-        self._collectives = True
 
     # --- what a group knows -------------------------------------------------------------------------------------------
 
@@ -234,7 +231,7 @@ class WorkerGroup(VerlGroup, Closing):
     @property
     def collectives(self) -> bool:
         """Whether ranks may wait for each other in collectives, so that none can be replaced without the others."""
-        return self._collectives
+        return not self._state.independent
 
     def advise(self, advice: str) -> None:
         """Set what `GroupBrokenError` recommends, for wrappers that recover in another way than `restart`."""
@@ -567,12 +564,15 @@ class WorkerGroup(VerlGroup, Closing):
             return True
         if state.transport is None or state.transport.synchronous or state.closed:
             return False
+        # The call of a handed-out reference may have ended by a death that the group does not know of.
+        if state.recovers and (state.dead or state.referred):
+            return True
         # The call takes the values of the futures of this process, and a dispatch_fn those of all.
         custom = isinstance(mode, CustomMode)
         takes, values = WorkerFuture if custom else ComputedFuture, arguments.values()
         found = (*deferred_in(arguments), *(one for value in values for one in futures_in(value, everywhere=custom)))
         futures = [one for one in found if isinstance(one, WorkerFuture)]
-        if self._must_recover() or any(one.unsent or (isinstance(one, takes) and not one.done()) for one in futures):
+        if any(one.unsent or (isinstance(one, takes) and not one.done()) for one in futures):
             return True
         needed = mode.in_layout if isinstance(mode, Mode) and not spec.registration.execute.rank_zero else None
         return needed is not None and self._known_layout(needed) is None
@@ -587,10 +587,6 @@ class WorkerGroup(VerlGroup, Closing):
                     return
                 self._state.unsent.append(lambda: reached.set_result(None))
             reached.result()
-
-    def _must_recover(self) -> bool:
-        # The call of a handed-out reference may have ended by a death that the group does not know of.
-        return self._state.recovers and bool(self._state.dead or self._state.referred)
 
     def _send_later(self, spec: MethodSpec, invoke: Callable[[], Call]) -> WorkerFuture[Any]:
         """Have a thread send a call, after those that it has to send already."""
@@ -818,7 +814,7 @@ class WorkerGroup(VerlGroup, Closing):
         if ranks is None:
             return None
         chosen = check_ranks("restart", ranks, self.world_size)
-        if self._collectives:
+        if self.collectives:
             raise ValueError(
                 f"restart(ranks={list(chosen)}): the ranks of {self.name} may use collectives, and a new process is "
                 f"not in their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart "
@@ -935,7 +931,10 @@ class WorkerGroup(VerlGroup, Closing):
 def check_ranks(method: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
     """Return the ranks that a method of a group was given. Raises a `ValueError` unless they are distinct ranks of the
     group."""
-    chosen = tuple(ranks) if isinstance(ranks, Iterable) else ()
+    try:
+        chosen = tuple(-1 if isinstance(rank, bool) else operator.index(rank) for rank in ranks)
+    except TypeError:  # not iterable, or of something that is no integer
+        chosen = ()
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(world_size)):
         raise ValueError(
             f"{method}(ranks={ranks!r}): expected a non-empty list of distinct ranks from 0 to {world_size - 1}"
@@ -966,7 +965,6 @@ class RoleGroup(WorkerGroup):
         self._worker_classes = whole._worker_classes
         self._state = whole._state
         self._replays = whole._replays
-        self._collectives = whole._collectives
 
     @property
     def name(self) -> str:

@@ -29,7 +29,8 @@ class RankResult(NamedTuple):
     value: Encoded | None = None  # the encoded result, if this rank collects. None also stands for a result of None.
     rows: int | None = None  # rows of the result, if it is a batch
     not_rows: str | None = None  # why the result cannot be cut into rows
-    empty: bool = False  # whether all rows of this rank's shard were padding, so that there is nothing to join
+    # Whether results are joined along rows, and all rows of this rank's shard were padding: there is nothing to join
+    empty: bool = False
     nbytes: int = 0  # bytes of the encoded result
     clock: tuple[float, float, float, float] | None = None  # the fields of a `Clock`; None if the method raised
     failure: Failure | None = None  # the exception that the method raised
@@ -70,17 +71,17 @@ class CallResults(Protocol):
         ...
 
 
-def join_results(source: CallResults, results: Sequence[RankResult], join: Join, *, private: bool = True) -> Any:
+def join_results(source: CallResults, results: Sequence[RankResult], join: Join) -> Any:
     """The whole value of a call, as its mode promises it.
 
     Raises:
         ResultError: the results cannot be joined.
     """
-    which = [k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)]
-    return _fetch_and_join(source, which, join, private)
+    which = [k for k, result in enumerate(results) if not result.empty]
+    return _fetch_and_join(source, which, join, private=True)
 
 
-def _fetch_and_join(source: CallResults, which: Sequence[int], join: Join, private: bool) -> Any:
+def _fetch_and_join(source: CallResults, which: Sequence[int], join: Join, *, private: bool) -> Any:
     if join is Join.ROWS and len(which) > 1:
         values, _ = _values_to_join(source, which, private)
     else:
@@ -114,7 +115,7 @@ class Located:
         if self.item:
             return source.values(self.which, private=private)[0]
         if self.cuts is None:
-            return _fetch_and_join(source, self.which, self.join, private)
+            return _fetch_and_join(source, self.which, self.join, private=private)
         if self.join is Join.LIST:
             items = source.values(self.which, private=private)
             return [items[k] for k, start, stop in self.cuts if stop > start]
@@ -317,7 +318,7 @@ def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[
     """
     results, count = source.wait(), argument.count
     if argument.kind == "whole":
-        return [Located(join, tuple(k for k, result in enumerate(results) if not (join is Join.ROWS and result.empty)))]
+        return [Located(join, tuple(k for k, result in enumerate(results) if not result.empty))]
     if argument.kind == "item":
         if join is not Join.LIST or len(results) != count:
             promised = f"a list of {len(results)}" if join is Join.LIST else "not a list of results by rank"

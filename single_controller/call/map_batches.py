@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from dispatch.modes import Join
@@ -116,9 +115,9 @@ class BatchMap:
 
     def _send_parts(self, batch: _Batch) -> None:
         self._group._check()  # has dead ranks replaced, if the group does
-        plan = batch.plan
+        plan, spec, args, options = batch.plan, self._spec, (batch.batch,), self._options
         if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards
-            plan = batch.plan = self._group._plan(self._spec, (batch.batch,), {}, self._options)
+            plan = batch.plan = self._group._plan(spec, args, {}, options)
             # What was cut by the old plan is no part of the new one. A death among it counts all the same.
             for call in batch.calls.values():
                 batch.deaths += call.settled and isinstance(call.error, WorkerDiedError)
@@ -127,13 +126,13 @@ class BatchMap:
         for part in self._parts(plan):
             if part not in batch.calls and part not in batch.values:
                 batch.restarts = self._group._state.restarts
-                of_part, options = plan, self._options
+                of_part, how = plan, options
                 if not _is_whole(part, plan):  # `_take` collects the parts, and moves the value then
-                    of_part, options = replace(plan.only(part), collect=None), replace(options, device=None)
-                call = batch.calls[part] = self._group._send(self._spec, of_part, options)
-                if self._spec.registration.replay:
-                    again = partial(_plan_again, self._spec, batch.batch, options)
-                    self._group._log_replay(call, self._spec, options, again)
+                    of_part, how = replace(plan.only(part), collect=None), replace(options, device=None)
+                call = batch.calls[part] = self._group._send(spec, of_part, how)
+                if spec.registration.replay:  # its only part is the whole
+                    # The function must not refer to this object, and with it to the group that it is logged with.
+                    self._group._log_replay(call, spec, options, lambda group: group._plan(spec, args, {}, options))
 
     def _wait(self) -> _Batch:
         """Wait until the next batch to yield, or any, is done. An error of one call ends the wait."""
@@ -223,13 +222,6 @@ class BatchMap:
         return None
 
 
-def _plan_again(spec: MethodSpec, batch: Any, options: CallOptions, group: Any) -> CallPlan:
-    """Plan a call that is repeated after a restart. A function of the module: what is repeated must not refer to the
-    group that is logged with it."""
-    plan: CallPlan = group._plan(spec, (batch,), {}, options)
-    return plan
-
-
 def _is_whole(part: Part, plan: CallPlan) -> bool:
     return len(part) == len(plan.ranks)
 
@@ -239,9 +231,7 @@ def _value_of(part: Part, call: Call, plan: CallPlan | None) -> Any:
     if plan is None or _is_whole(part, plan):
         return call.value()
     if part[0] not in plan.collecting:
-        call.wait()
-        if call.error is not None:
-            raise call.error
+        call.check()
         return None
     value = call.value()
     return value[0] if plan.join is Join.LIST else value

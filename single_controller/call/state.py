@@ -20,7 +20,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from dispatch.checks import check_seconds
@@ -54,9 +53,7 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -533,7 +530,10 @@ class GroupStatus:
 
 
 def rank_statuses(
-    processes: Sequence[RankProcess], living: Sequence[int], running: Mapping[int, Running], deaths: Mapping[int, Death]
+    processes: Sequence[RankProcess],
+    living: Collection[int],
+    running: Mapping[int, Running],
+    deaths: Mapping[int, Death],
 ) -> tuple[RankStatus, ...]:
     """The status of each rank. ``running`` has the living ranks that were asked, ``deaths`` each rank's last one."""
     statuses = []

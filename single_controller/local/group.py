@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from dispatch.checks import check_seconds
 from dispatch.plan import CallPlan
-from single_controller.call.codec import Encoded, encode
+from single_controller.call.codec import encode
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
-from single_controller.call.worker.worker import Worker
+from single_controller.call.worker.executor import Constructor
 from single_controller.call.worker.worker_class import ClassWithInitArgs, Colocated, constructors
 from single_controller.local.transport import LocalRank, LocalTransport
 
@@ -27,13 +27,9 @@ _ON_RAY_ONLY = {
 """Attributes that only a group on Ray has, and why this one does not."""
 
 
-class _OnRayOnly:
-    """Reserves a name that a group on Ray uses. `LocalWorkerGroup.__getattr__` then says why there is no value."""
-
-    def __get__(self, group: object, owner: type) -> _OnRayOnly:
-        if group is None:
-            return self
-        raise AttributeError
+def _on_ray_only(group: object) -> NoReturn:
+    """Reserve a name that a group on Ray uses. `LocalWorkerGroup.__getattr__` then says why there is no value."""
+    raise AttributeError
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -77,7 +73,7 @@ class LocalWorkerGroup(WorkerGroup):
         ValueError: an option has an invalid value.
     """
 
-    workers = worker_names = resource_pool = plan = detached = master_address = master_port = _OnRayOnly()
+    workers = worker_names = resource_pool = plan = detached = master_address = master_port = property(_on_ray_only)
 
     def __init__(
         self,
@@ -110,10 +106,10 @@ class LocalWorkerGroup(WorkerGroup):
         for role in self._constructors.values():
             role.check_arguments()
         name = made.name if isinstance(made, Colocated) else made.cls.__name__
-        super().__init__(self._classes(), f"group {name_prefix or ''}{name}", error_grace)
+        classes = {role: made.cls for role, made in self._constructors.items()}
+        super().__init__(classes, f"group {name_prefix or ''}{name}", error_grace)
         self._size = world_size
         self._threads = bool(threads)
-        self._collectives = bool(collectives)
         self._state.independent = not collectives
         self._start_timeout = None if start_timeout is None else check_seconds("start_timeout", start_timeout)
         self._start_workers(None)
@@ -142,11 +138,8 @@ class LocalWorkerGroup(WorkerGroup):
             raise AttributeError(f"a LocalWorkerGroup has no {name}: {_ON_RAY_ONLY[name]}")
         return super().__getattr__(name)
 
-    def _classes(self) -> dict[str | None, type[Worker]]:
-        return {role: made.cls for role, made in self._constructors.items()}
-
     def _start_workers(self, ranks: tuple[int, ...] | None) -> None:
-        arguments = self._encode_arguments()
+        encoded = self._encode_constructors()
         before = self._state.transport
         known = before.ranks if isinstance(before, LocalTransport) else ()
         chosen = range(self._size) if ranks is None else ranks
@@ -160,7 +153,7 @@ class LocalWorkerGroup(WorkerGroup):
         transport = LocalTransport([new.get(rank) or known[rank] for rank in range(self._size)], self._threads)
         try:
             plan = CallPlan.empty(self._size).only(chosen)
-            send = functools.partial(transport.start, self._classes(), arguments, chosen)
+            send = functools.partial(transport.start, encoded, chosen)
             self._wait_for_constructors(transport, plan, send, self._start_timeout)
         except BaseException:
             for rank in new.values():
@@ -168,13 +161,21 @@ class LocalWorkerGroup(WorkerGroup):
             raise
         self._state.transport = transport
 
-    def _encode_arguments(self) -> Encoded:
-        """role -> (args, kwargs) of its constructor. The classes are encoded only to find out whether they can be."""
-        arguments = {role: (made.args, made.kwargs) for role, made in self._constructors.items()}
+    def _encode_constructors(self) -> Callable[[], dict[str | None, Constructor]]:
+        """Encode the arguments of the constructors. Returns what gives a rank the constructors, with its own arguments.
+        The classes are encoded only to find out whether they can be."""
+        classes = {role: made.cls for role, made in self._constructors.items()}
         try:
-            encode(list(self._classes().values()))
-            return encode(arguments, in_process=True)
+            encode(list(classes.values()))
+            arguments = {role: (made.args, made.kwargs) for role, made in self._constructors.items()}
+            encoded = encode(arguments, in_process=True)
         except Exception as error:
             for made in self._constructors.values():
                 made.check_encodable(error)
             raise
+
+        def decode() -> dict[str | None, Constructor]:
+            own = encoded.decode()
+            return {role: (cls, *own[role]) for role, cls in classes.items()}
+
+        return decode

@@ -40,7 +40,7 @@ from single_controller.call.transport import (
     Transport,
 )
 from single_controller.call.worker.executor import Constructor, Executor
-from single_controller.call.worker.worker import RankInfo, Worker
+from single_controller.call.worker.worker import RankInfo
 
 HOST = f"{socket.gethostname()}, in the driver's process"
 """The host of every rank, for messages."""
@@ -88,13 +88,8 @@ class LocalRank:
         self._finalize = weakref.finalize(self, _release, self._jobs, self.executor, rendezvous)
         self._finalize.atexit = False
 
-    def start(self, classes: Mapping[str | None, type[Worker]], arguments: Encoded) -> cf.Future[RankResult]:
-        """Create the workers of these classes; ``arguments`` has those of their constructors by role, encoded."""
-
-        def constructors() -> dict[str | None, Constructor]:
-            given = arguments.decode()
-            return {role: (cls, *given[role]) for role, cls in classes.items()}
-
+    def start(self, constructors: Callable[[], Mapping[str | None, Constructor]]) -> cf.Future[RankResult]:
+        """Create the workers. See `Executor.start`."""
         return self.submit(lambda: self.executor.start(self._info, constructors))
 
     def call(
@@ -167,10 +162,10 @@ class LocalTransport(Transport):
         return HOST
 
     def start(
-        self, classes: Mapping[str | None, type[Worker]], arguments: Encoded, ranks: Sequence[int], call: Receiver
+        self, constructors: Callable[[], Mapping[str | None, Constructor]], ranks: Sequence[int], call: Receiver
     ) -> Sent:
         """Run the constructors on some ranks. See `LocalRank.start`."""
-        futures = {rank: self.ranks[rank].start(classes, arguments) for rank in ranks}
+        futures = {rank: self.ranks[rank].start(constructors) for rank in ranks}
         return _sent("__init__", futures, (), {}, call)
 
     def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:

@@ -1,7 +1,10 @@
-"""Every use of Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is tested.
+"""The functions that use Ray's internals, which is why `pyproject.toml` admits only the minor release of Ray that is
+tested. Replace a function when Ray offers a public way to the same thing.
 
-Replace a function when Ray offers a public way to the same thing. One is elsewhere: `python_env.command` extends
-PYTHONPATH on the node, because a shell runs the ``py_executable`` of a runtime_env.
+Elsewhere are only an actor's ``_actor_id``; ``core_worker`` and ``connected`` of `ray_worker` (`ray/transport.py`);
+``_soft_target_node_id`` of placement groups (`ray/placement/reservation.py`); ``_system_config`` of ``ray.init``
+(`ray/runtime.py`); the argument ``_ray_trace_ctx`` of traced methods (`dispatch/register.py`); and that a shell runs
+the ``py_executable`` of a runtime_env, so that `python_env.command` can extend PYTHONPATH on the node.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import ray
+import ray._raylet
+from ray._private import accelerators, services, state, utils
+from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
+from ray._private.worker import global_worker
 from ray.actor import ActorClass
+from ray.core.generated import gcs_pb2
 
 from single_controller.call.errors import ControlStoreError
 from single_controller.call.future import in_own_thread
@@ -25,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Type checkers know neither what is generated at run time, nor what is written in Cython.
+_tables: Any = gcs_pb2
+_raylet: Any = ray._raylet
 
 DIAL_SECONDS = 5.0
 """How long the control store may take to accept a connection, before nothing is known of it."""
@@ -57,11 +69,8 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
 def deserted_address() -> str | None:
     """The address of the cluster that Ray's folder names, if nothing listens there: the cluster was killed, or the host
     was. `ray.init` would wait for it. Not needed if ``ray.init(address="auto")`` fails at once then."""
-    from ray._private.services import find_gcs_addresses
-    from ray._private.utils import read_ray_address
-
-    address: str | None = read_ray_address()
-    if address is None or find_gcs_addresses():  # `ray.init` joins what runs here
+    address: str | None = utils.read_ray_address()
+    if address is None or services.find_gcs_addresses():  # `ray.init` joins what runs here
         return None
     host, _, port = address.rpartition(":")
     try:
@@ -83,16 +92,12 @@ def death_of(actor: Any) -> str | None:
     Raises:
         ControlStoreError: it has not answered, and the actor is not known to be dead.
     """
-    from ray._private.state import actors
-    from ray.core.generated import gcs_pb2
-
-    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (as in all_actors)
-    if actor._get_local_state() == data.ALIVE:
+    if actor._get_local_state() == _tables.ActorTableData.ALIVE:
         return None
     try:
-        info = ask_store(actors, actor_id=actor._actor_id.hex())
+        info = ask_store(state.actors, actor_id=actor._actor_id.hex())
     except ControlStoreError:
-        if actor._get_local_state() == data.DEAD:
+        if actor._get_local_state() == _tables.ActorTableData.DEAD:
             return "its process has ended"
         raise
     if not info:
@@ -105,10 +110,7 @@ def death_of(actor: Any) -> str | None:
 def state_is_unknown(actor: Any) -> bool:
     """Whether the control store does not tell this process what becomes of an actor, which it does after a first call
     of its methods: `death_of` then has to ask."""
-    from ray.core.generated import gcs_pb2
-
-    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (as in all_actors)
-    return actor._get_local_state() not in (data.ALIVE, data.DEAD)
+    return actor._get_local_state() not in (_tables.ActorTableData.ALIVE, _tables.ActorTableData.DEAD)
 
 
 def node_services() -> dict[str, tuple[str, int]]:
@@ -122,9 +124,7 @@ def death_seconds() -> float:
     Known are Ray's defaults and what ``ray start --head`` was given with ``--system-config``. Settings in the
     environment of the control store's process (``RAY_health_check_*``) are not.
     """
-    import ray._raylet as raylet
-
-    config: Any = getattr(raylet, "Config")  # noqa: B009  (Ray fills it in C++ when this process connects to a cluster)
+    config = _raylet.Config  # Ray fills it in C++ when this process connects to a cluster
     once: int = config.health_check_period_ms() + config.health_check_timeout_ms()
     return config.health_check_failure_threshold() * once / 1000
 
@@ -144,20 +144,16 @@ class ActorInfo(NamedTuple):
 
 def all_actors() -> dict[str, ActorInfo]:
     """id -> actor, of all that Ray knows, dead ones too. Asks the control store; needs no dashboard."""
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
-
-    data: Any = getattr(gcs_pb2, "ActorTableData")  # noqa: B009  (generated at run time, invisible to type checkers)
     found = {}
-    for binary in ask_store(lambda: state._connect_and_get_accessor().get_actor_table(None, None)):
-        table = data.FromString(binary)
+    for binary in ask_store(lambda: state.state._connect_and_get_accessor().get_actor_table(None, None)):
+        table = _tables.ActorTableData.FromString(binary)
         death = table.death_cause.actor_died_error_context
         found[table.actor_id.hex()] = ActorInfo(
             table.name,
             table.ray_namespace,
             table.is_detached,
             table.placement_group_id.hex(),
-            table.state != data.DEAD,
+            table.state != _tables.ActorTableData.DEAD,
             table.end_time / 1000,
             exit_detail(death.error_message) or "its process has ended",
             death.reason in (death.RAY_KILL, death.OUT_OF_SCOPE, death.REF_DELETED),
@@ -167,9 +163,7 @@ def all_actors() -> dict[str, ActorInfo]:
 
 def living_jobs() -> frozenset[str]:
     """Ids, in hex, of the jobs whose driver is running. Asks the control store; needs no dashboard."""
-    from ray._private.state import jobs
-
-    return frozenset(job["JobID"] for job in ask_store(jobs) if not job["IsDead"])
+    return frozenset(job["JobID"] for job in ask_store(state.jobs) if not job["IsDead"])
 
 
 _RECORDS = b"single_controller"
@@ -179,23 +173,19 @@ RECORD_SECONDS = 5.0
 """How long the control store may take to read or write a record."""
 
 
-def _control_store() -> Any:
-    return ray_worker().gcs_client
-
-
 def write_record(key: str, value: bytes) -> None:
     """Write a value to the control store."""
-    _control_store().internal_kv_put(key.encode(), value, True, _RECORDS, RECORD_SECONDS)
+    ray_worker().gcs_client.internal_kv_put(key.encode(), value, True, _RECORDS, RECORD_SECONDS)
 
 
 def delete_record(key: str) -> None:
     """Remove a value from the control store, if it is there."""
-    _control_store().internal_kv_del(key.encode(), False, _RECORDS, RECORD_SECONDS)
+    ray_worker().gcs_client.internal_kv_del(key.encode(), False, _RECORDS, RECORD_SECONDS)
 
 
 def read_records(prefix: str) -> dict[str, bytes]:
     """key -> value of all keys with a prefix."""
-    store = _control_store()
+    store = ray_worker().gcs_client
     keys = store.internal_kv_keys(prefix.encode(), _RECORDS, RECORD_SECONDS)
     found = {key: store.internal_kv_get(key, _RECORDS, RECORD_SECONDS) for key in keys}
     return {key.decode(): value for key, value in found.items() if value is not None}  # None: removed meanwhile
@@ -214,13 +204,10 @@ def worker_pools(creators: Collection[str]) -> list[str]:
     Args:
         creators: ids, in hex, of actors that are being ended.
     """
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
-
-    data: Any = getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009  (as in all_actors)
+    data = _tables.PlacementGroupTableData
     tables = [
         data.FromString(table)
-        for table in ask_store(lambda: state._connect_and_get_accessor().get_placement_group_table())
+        for table in ask_store(lambda: state.state._connect_and_get_accessor().get_placement_group_table())
     ]
     job = ray.get_runtime_context().get_job_id()
     return [
@@ -243,28 +230,21 @@ def _is_actor(binary: bytes) -> bool:
 
 def free_resources() -> dict[str, dict[str, float]]:
     """Ray's node id -> resource -> amount that is not reserved. Asks the control store; needs no dashboard."""
-    from ray._private.state import available_resources_per_node
-
-    free: dict[str, dict[str, float]] = ask_store(available_resources_per_node)
+    free: dict[str, dict[str, float]] = ask_store(state.available_resources_per_node)
     return free
 
 
 def accelerator_names() -> frozenset[str]:
     """The resources besides GPU whose units are devices with ids. A worker gets an id only for what it takes."""
-    from ray._private.accelerators import get_all_accelerator_resource_names
-
-    return frozenset(get_all_accelerator_resource_names()) - {"GPU"}
+    return frozenset(accelerators.get_all_accelerator_resource_names()) - {"GPU"}
 
 
 def device_lists_before() -> dict[str, str | None]:
     """Variable -> the list of visible devices with which this process started; None if it was not set. Not needed if an
     actor can have RAY_EXPERIMENTAL_NOSET_* without a runtime_env."""
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-    from ray._private.worker import global_worker
-
     before = {}
     for kind, ids in global_worker.original_visible_accelerator_ids.items():
-        manager = get_accelerator_manager_for_resource(kind)
+        manager = accelerators.get_accelerator_manager_for_resource(kind)
         name = None if manager is None else manager.get_visible_accelerator_ids_env_var()
         if name is not None:
             before[name] = None if ids is None else ",".join(ids)
@@ -279,8 +259,6 @@ def name_lines(name: str) -> None:
     subprocesses gets the name too. Ray shows a line that several workers print only once, with their number, unless
     ``RAY_DEDUP_LOGS=0``.
     """
-    from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
-
     for stream in (sys.stdout, sys.stderr):
         stream.write(f"{LOG_PREFIX_ACTOR_NAME}{name}\n")
         stream.flush()
@@ -305,8 +283,6 @@ def resident_memory() -> int:
 
 def ray_worker() -> Any:
     """Ray's state in this process. Its ``core_worker`` is the connection to a cluster, and missing without one."""
-    from ray._private.worker import global_worker
-
     return global_worker
 
 
@@ -315,13 +291,10 @@ def use_token_of_this_host() -> None:
 
     Ray does that for clusters that it starts or finds itself, but not for an explicit address.
     """
-    import ray._raylet as raylet
-
-    loader: Any = getattr(raylet, "AuthenticationTokenLoader")  # noqa: B009  (written in Cython, without types)
-    config: Any = getattr(raylet, "Config")  # noqa: B009  (likewise)
+    loader = _raylet.AuthenticationTokenLoader
     if "RAY_AUTH_MODE" not in os.environ and loader.instance().has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"
-        config.initialize("")
+        _raylet.Config.initialize("")
 
 
 def exit_process(error: SystemExit) -> None:

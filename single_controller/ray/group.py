@@ -169,7 +169,6 @@ class RayWorkerGroup(WorkerGroup):
         if on_death not in ON_DEATH:
             raise ValueError(f"on_death={on_death!r}: expected one of {', '.join(map(repr, ON_DEATH))}")
         super().__init__(process.classes, f"group {name_prefix or ''}{process.name}", error_grace)
-        self._collectives = bool(collectives)
         self._state.independent = not collectives
         self._state.recovers = on_death != "error"
         use_gpu = resource_pool.use_gpu if use_gpu is None else bool(use_gpu)
@@ -197,7 +196,7 @@ class RayWorkerGroup(WorkerGroup):
             name=self.name,
             namespace=namespace,
             standby=standby,
-            collectives=self._collectives,
+            collectives=self.collectives,
             start_timeout=None if start_timeout is None else check_seconds("start_timeout", start_timeout),
             error_grace=self._state.error_grace,
             on_death=on_death,
@@ -293,7 +292,7 @@ class RayWorkerGroup(WorkerGroup):
         """A group of workers that another driver started."""
         self = cls.__new__(cls)
         WorkerGroup.__init__(self, classes, name, error_grace)
-        self._collectives, self._state.independent = collectives, not collectives
+        self._state.independent = not collectives
         self._state.transport, self._rendezvous = RayTransport(ranks), rendezvous
         return self
 
@@ -303,8 +302,7 @@ class RayWorkerGroup(WorkerGroup):
         classes = {role: one.cls for role, one in self._worker_classes.items()}
         ranks = [Rank(rank.actor, rank.name, rank.location) for rank in self._ray.ranks]
         name = f"{self.name.removesuffix(' (attached)')} (attached)"
-        grace, collectives = self._state.error_grace, self._collectives
-        return type(self)._attached, (classes, name, ranks, self._rendezvous, grace, collectives)
+        return type(self)._attached, (classes, name, ranks, self._rendezvous, self._state.error_grace, self.collectives)
 
     # --- for users of Ray ---------------------------------------------------------------------------------------------
 
@@ -638,7 +636,7 @@ class RayWorkerGroup(WorkerGroup):
             change()
             self._state.reopen()
             self._replay(self._ray.fresh)
-            if self._collectives:
+            if self.collectives:
                 self._run_in_each_role("_change_membership", _left(end), self.generation + 1)
 
     def _keep_standbys(self, tries: int = TRIES) -> None:
@@ -743,7 +741,7 @@ class RayWorkerGroup(WorkerGroup):
         plan, transport = self._owned_plan(), self._ray
         wait = partial(self._wait_for_constructors, timeout=timeout)
         everyone = range(self.world_size) if chosen is None else chosen
-        if not self._collectives:
+        if not self.collectives:
             self._rendezvous = join(plan, transport, everyone, encoded, wait, self._rendezvous, leave=False)
             return
         moved = transport.ranks[0].location.node_id != before.ranks[0].location.node_id

@@ -254,7 +254,7 @@ def find_takeover(
         actor = records.actors.get(record.ranks[0].actor)
         if (
             (of_group == stem if name_prefix is None else of_group.startswith(name_prefix))
-            and (class_name is None or of_group == f"{name_prefix or ''}{class_name}")
+            and (class_name is None or name_prefix is None or of_group == name_prefix + class_name)
             and (namespace is None or (actor is not None and actor.namespace == namespace))
         ):
             found[key] = record

@@ -12,8 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from single_controller.call.errors import show_stacks
 from single_controller.call.state import GroupStatus, rank_statuses
 from single_controller.call.transport import MAX_STACK_SECONDS, Death
-from single_controller.ray.compat import ActorInfo
-from single_controller.ray.group_records import GroupRecord, Records, read
+from single_controller.ray.group_records import GroupRecord, RankRecord, Records, read
 from single_controller.ray.rank import frames
 from single_controller.ray.rank.actor import running_calls
 from single_controller.ray.results import one_line
@@ -49,14 +48,11 @@ def living_ranks(record: GroupRecord, records: Records) -> dict[int, WireAddress
 
 def status_from(record: GroupRecord, records: Records, answers: Mapping[int, Answer]) -> GroupStatus:
     """The status of a group, from the answers of its ranks to the command "status"."""
-    deaths, living = dict(record.deaths), []
+    deaths, living = dict(record.deaths), living_ranks(record, records)
     for number, rank in enumerate(record.ranks):
-        actor = records.actors.get(rank.actor)
-        if actor is not None and actor.alive:
-            living.append(number)
-        elif number not in deaths or deaths[number].generation != record.generation:
-            at, reason = (0.0, "Ray no longer knows it") if actor is None else (actor.ended, actor.reason)
-            deaths[number] = Death(at, reason, record.generation)
+        known = deaths.get(number)
+        if number not in living and (known is None or known.generation != record.generation):
+            deaths[number] = Death(*_end_of(rank, records), record.generation)
     note = f"driver: {record.driver}" + ("" if record.job in records.jobs else ", which has ended")
     return GroupStatus(
         record.name,
@@ -71,6 +67,12 @@ def status_from(record: GroupRecord, records: Records, answers: Mapping[int, Ans
         ),
         note,
     )
+
+
+def _end_of(rank: RankRecord, records: Records) -> tuple[float, str]:
+    """When a rank's process has ended, and why."""
+    actor = records.actors.get(rank.actor)
+    return (0.0, "Ray no longer knows it") if actor is None else (actor.ended, actor.reason)
 
 
 def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = False) -> str:
@@ -88,7 +90,7 @@ def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = Fa
     records = read()
     groups = chosen(records, name)
     shown = zip(distinct_names(groups), groups, strict=True)
-    return "\n\n".join(_stacks_of(title, group, records.actors, ranks, native) for title, group in shown)
+    return "\n\n".join(_stacks_of(title, group, records, ranks, native) for title, group in shown)
 
 
 def chosen(records: Records, name: str | None) -> list[GroupRecord]:
@@ -118,30 +120,24 @@ def distinct_names(records: Sequence[GroupRecord]) -> list[str]:
     return found
 
 
-def _stacks_of(
-    name: str, record: GroupRecord, actors: dict[str, ActorInfo], ranks: Collection[int] | None, native: bool
-) -> str:
+def _stacks_of(name: str, record: GroupRecord, records: Records, ranks: Collection[int] | None, native: bool) -> str:
     asked = range(len(record.ranks)) if ranks is None else sorted(set(ranks))
     wrong = [rank for rank in asked if not 0 <= rank < len(record.ranks)]
     if wrong:
         raise ValueError(f"{record.name} has the ranks 0 to {len(record.ranks) - 1}, not {wrong}")
-    shown: dict[int, str] = {}
-    addresses = {}
+    living = {rank: address for rank, address in living_ranks(record, records).items() if rank in asked}
+    answers = ask_at(living, "stacks", MAX_STACK_SECONDS)
+    shown = {rank: answer.text for rank, answer in answers.items() if answer.ok}
+    shown |= _dumped(record, {rank: address for rank, address in living.items() if rank not in shown}, native)
     for rank in asked:
-        actor, control = actors.get(record.ranks[rank].actor), record.ranks[rank].location.wire
-        if actor is None or not actor.alive:
-            shown[rank] = f"  dead: {'Ray no longer knows it' if actor is None else actor.reason}"
-        elif control is not None:
-            addresses[rank] = control
-    answers = ask_at(addresses, "stacks", MAX_STACK_SECONDS)
-    shown |= {rank: answer.text for rank, answer in answers.items() if answer.ok}
-    shown |= _dumped(record, [rank for rank in addresses if rank not in shown], native)
+        if rank not in living:
+            shown[rank] = f"  dead: {_end_of(record.ranks[rank], records)[1]}"
     return f"{name}\n{show_stacks(shown, len(shown))}"
 
 
-def _dumped(record: GroupRecord, ranks: Sequence[int], native: bool) -> dict[int, str]:
+def _dumped(record: GroupRecord, addresses: Mapping[int, WireAddress], native: bool) -> dict[int, str]:
     """The frames of ranks that do not answer, read by a task on each of their hosts."""
-    tasks = dump_tasks(record, ranks, native)
+    tasks = dump_tasks(record, addresses, native)
     found: dict[int, str] = {}
     ray.wait(list(tasks), num_returns=len(tasks), timeout=DUMP_SECONDS) if tasks else None
     for task, on_node in tasks.items():
@@ -149,16 +145,15 @@ def _dumped(record: GroupRecord, ranks: Sequence[int], native: bool) -> dict[int
     return found
 
 
-def dump_tasks(record: GroupRecord, ranks: Sequence[int], native: bool) -> dict[Any, list[int]]:
+def dump_tasks(record: GroupRecord, addresses: Mapping[int, WireAddress], native: bool) -> dict[Any, list[int]]:
     """Start a task on each host of these ranks that reads their frames. Returns task -> its ranks, for `dumped`."""
     by_node: dict[str, list[int]] = {}
-    for rank in ranks:
+    for rank in sorted(addresses):
         by_node.setdefault(record.ranks[rank].location.node_id, []).append(rank)
     tasks: dict[Any, list[int]] = {}
     for node, on_node in by_node.items():
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        controls = [record.ranks[rank].location.wire for rank in on_node]
-        processes = [(control.pid, control.frames) for control in controls if control is not None]
+        processes = [(addresses[rank].pid, addresses[rank].frames) for rank in on_node]
         dump = ray.remote(num_cpus=0, max_retries=0)(_dump).options(scheduling_strategy=where)
         tasks[dump.remote(processes, native)] = on_node
     return tasks

@@ -268,9 +268,7 @@ class RayResults:
         entry = self._entries[k]
         dead = entry.link.dead if isinstance(entry, RankReply) else None
         if dead is not None and not ray.wait([ref], timeout=DEAD_SECONDS)[0]:
-            rank, host = self._ranks[k], self._hosts[k]
-            text = f"the result of rank {rank} of {self.label}() ({host}) is lost with its rank, which has died: {dead}"
-            raise ResultError(text, method=self.label, rank=rank, host=host)
+            raise self._lost(k, f"is lost with its rank, which has died: {dead}")
 
     def _kept(self, k: int) -> Kept:
         """The result of a rank that has ended, and the reference to its value where the rank keeps it."""
@@ -285,7 +283,7 @@ class RayResults:
         try:
             return entry.fetch()
         except RayError as error:
-            raise self._lost(k, error) from error
+            raise self._lost(k, what_is_lost(error)) from error
 
     def _get(self, k: int, ref: ray.ObjectRef) -> Any:
         rank, host = self._ranks[k], self._hosts[k]
@@ -302,14 +300,14 @@ class RayResults:
         except RayActorError as error:
             raise self._died(k, one_line(error)) from error
         except RayError as error:
-            raise self._lost(k, error) from error
+            raise self._lost(k, what_is_lost(error)) from error
 
     def _died(self, k: int, reason: str) -> WorkerDiedError:
         return WorkerDiedError.during(self.label, self._ranks[k], self._hosts[k], reason)
 
-    def _lost(self, k: int, error: RayError) -> ResultError:
+    def _lost(self, k: int, why: str) -> ResultError:
         rank, host = self._ranks[k], self._hosts[k]
-        text = f"the result of rank {rank} of {self.label}() ({host}) {what_is_lost(error)}"
+        text = f"the result of rank {rank} of {self.label}() ({host}) {why}"
         return ResultError(text, method=self.label, rank=rank, host=host)
 
     def _elsewhere(self, k: int) -> Kept | ray.ObjectRef:

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from single_controller.ray import python_env
 from single_controller.ray.class_with_args import ProcessSpec, check_one_python
 from single_controller.ray.compat import death_of
 from single_controller.ray.placement.pool import RayResourcePool, local_ranks
-from single_controller.ray.placement.reservation import node_locations, remove_pools_of, wait_started
+from single_controller.ray.placement.reservation import known_locations, node_locations, remove_pools_of, wait_started
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import Location, actor_class
 from single_controller.ray.rank.devices import before_start
@@ -166,13 +166,10 @@ def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
     """Return the slots on living nodes in which the group has no process."""
     used = {(one.slot.placement_group, one.slot.bundle) for one in transport.everyone if one.slot is not None}
     alive = {node.node_id for node in nodes()}
-    vacant = []
-    for slot in plan.pool.slots():
-        if (slot.placement_group, slot.bundle) not in used:
-            with suppress(PlacementError):  # Ray has found no node for it since its node died
-                if node_locations([slot], plan.name)[0].node_id in alive:
-                    vacant.append(slot)
-    return vacant
+    free = [slot for slot in plan.pool.slots() if (slot.placement_group, slot.bundle) not in used]
+    return [
+        slot for slot, at in zip(free, known_locations(free), strict=True) if at is not None and at.node_id in alive
+    ]
 
 
 def living_standbys(transport: RayTransport) -> list[Standby]:

@@ -259,7 +259,11 @@ class RayTransport(Transport):
                 if replies:
                     raise PartlySentError(list(replies), rank) from error
                 if isinstance(error, RayError):
-                    raise _not_sent(label, error) from error
+                    raise DispatchError(
+                        f"{label}() could not be sent: {type(error).__name__}: {one_line(error)}. No rank received "
+                        "the call",
+                        method=label.rpartition(".")[2],
+                    ) from error
                 raise
             replies[rank] = reply
         return replies
@@ -504,11 +508,3 @@ def _responding(addresses: set[tuple[str, int]]) -> set[tuple[str, int]]:
                     found.add(key.data)
         _silent.update((key.data, time.monotonic()) for key in selector.get_map().values())
     return found
-
-
-def _not_sent(label: str, error: RayError) -> DispatchError:
-    """The error of a call that has reached no rank."""
-    what = f"{type(error).__name__}: {one_line(error)}"
-    return DispatchError(
-        f"{label}() could not be sent: {what}. No rank received the call", method=label.rpartition(".")[2]
-    )

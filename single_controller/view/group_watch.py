@@ -21,7 +21,7 @@ from single_controller.ray.group_records import GroupRecord, read
 from single_controller.ray.rank.frames import frames_of
 from single_controller.view.rank_waits import Wait, waits
 from single_controller.wire.handshake import WireAddress
-from single_controller.wire.link import Link, ask, wait_open
+from single_controller.wire.link import Answer, Link, ask, wait_open
 
 LOOK_SECONDS = 0.4
 """How long the ranks may take to answer in one look. Each command has this limit."""
@@ -159,24 +159,20 @@ class GroupWatch(Closing):
         living = [inspect_groups.living_ranks(record, records) for record in groups]
         self._connect({address for addresses in living for address in addresses.values()}, seconds)
         running = self._ask(living, "status", seconds)
-        statuses = []
-        for number, (name, record) in enumerate(zip(inspect_groups.distinct_names(groups), groups, strict=True)):
-            of_group = {rank: answer for (group, rank), answer in running.items() if group == number}
-            statuses.append(replace(inspect_groups.status_from(record, records, of_group), name=name))
+        statuses = [
+            replace(inspect_groups.status_from(record, records, answers), name=name)
+            for name, record, answers in zip(inspect_groups.distinct_names(groups), groups, running, strict=True)
+        ]
         busy = [
             {rank: address for rank, address in addresses.items() if status.ranks[rank].running}
             for status, addresses in zip(statuses, living, strict=True)
         ]
-        stacks = {key: one.text for key, one in self._ask(busy, "stacks", seconds).items() if one.ok}
+        stacks = self._ask(busy, "stacks", seconds)
         looks = []
-        for number, (record, status, addresses) in enumerate(zip(groups, statuses, living, strict=True)):
-            of_group = {rank: text for (group, rank), text in stacks.items() if group == number}
-            silent = [
-                rank
-                for rank in addresses
-                if status.ranks[rank].running is None or (rank in busy[number] and rank not in of_group)
-            ]
-            shown = of_group | self._dumped(record, silent, addresses)
+        for record, status, addresses, answers in zip(groups, statuses, living, stacks, strict=True):
+            shown = {rank: answer.text for rank, answer in answers.items() if answer.ok}
+            silent = [rank for rank in addresses if status.ranks[rank].running != () and rank not in shown]
+            shown |= self._dumped(record, silent, addresses)
             looks.append(GroupLook(status, waits(status.ranks, shown), shown))
         return _across(looks)
 
@@ -193,11 +189,11 @@ class GroupWatch(Closing):
         new = [self._links.setdefault(address, Link(address)) for address in addresses - self._links.keys()]
         wait_open(new, seconds)
 
-    def _ask(self, groups: list[dict[int, WireAddress]], command: str, seconds: float) -> dict[tuple[int, int], Any]:
-        """(number of the group, rank) -> its answer."""
-        keys = [(number, rank) for number, addresses in enumerate(groups) for rank in addresses]
-        links = {index: self._links[groups[number][rank]] for index, (number, rank) in enumerate(keys)}
-        return {keys[index]: answer for index, answer in ask(links, command, seconds).items()} if links else {}
+    def _ask(self, groups: list[dict[int, WireAddress]], command: str, seconds: float) -> list[dict[int, Answer]]:
+        """The answers of each group's ranks, which are all asked at once."""
+        links = {address: self._links[address] for addresses in groups for address in addresses.values()}
+        answers = ask(links, command, seconds)
+        return [{rank: answers[address] for rank, address in addresses.items()} for addresses in groups]
 
     def _dumped(self, record: GroupRecord, ranks: list[int], addresses: Mapping[int, WireAddress]) -> dict[int, str]:
         """The frames of ranks that do not answer: read here if they run on this host, otherwise by tasks on theirs,
@@ -217,7 +213,8 @@ class GroupWatch(Closing):
         ]
         places = {rank: record.ranks[rank].location for rank in due}
         here = [rank for rank, place in places.items() if (place.node_id, place.hostname) == (self._node, self._here)]
-        for task, on_node in inspect_groups.dump_tasks(record, sorted(set(due) - set(here)), native=False).items():
+        elsewhere = {rank: addresses[rank] for rank in due if rank not in here}
+        for task, on_node in inspect_groups.dump_tasks(record, elsewhere, native=False).items():
             self._tasks[task] = [addresses[rank] for rank in on_node]
         for rank in here:
             if time.monotonic() - now < DUMP_SECONDS:  # the rest in the next look

@@ -233,7 +233,6 @@ class Metrics:
 
         Returns:
             ``x``, the step or seconds since the epoch where each bucket ends, with ``mean``, ``min`` and ``max`` in it.
-            None stands for a value that is not finite.
         """
         values = np.full(len(self.steps), np.nan)
         column, begin = self.columns.get(name, array("d")), self._first.get(name, 0)
@@ -252,11 +251,11 @@ class Metrics:
         with np.errstate(invalid="ignore", over="ignore"):
             mean = np.add.reduceat(values, starts) / counts
         low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-        return {"x": x[ends].tolist(), "mean": _finite(mean), "min": _finite(low), "max": _finite(high)}
+        return {"x": x[ends].tolist(), "mean": mean.tolist(), "min": low.tolist(), "max": high.tolist()}
 
-    def latest(self) -> dict[str, float | None]:
-        """The last value of each metric; None if it is not finite."""
-        return {name: column[-1] if math.isfinite(column[-1]) else None for name, column in self.columns.items()}
+    def latest(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: column[-1] for name, column in self.columns.items()}
 
 
 class RunReader:
@@ -483,9 +482,7 @@ class RunReader:
         parts = []
         for line in text[text.find(b"\n") + 1 if low > 2**16 else 0 : text.rfind(b"\n") + 1].splitlines():
             one = _object(line)
-            if one is not None and _end(one) >= begin:
-                if _begin(one) > end:
-                    continue
+            if one is not None and _end(one) >= begin and _begin(one) <= end:
                 parts.append(one)
         return parts, more and bool(parts) and _end(parts[-1]) < end
 
@@ -679,10 +676,6 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]
-
-
 def _parts(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """The parts of a timeline with times; those of the driver alone if there are any: clocks of ranks may be wrong."""
     found = [one for line in lines if (one := _object(line)) is not None]
@@ -691,10 +684,8 @@ def _parts(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def _begin(part: Mapping[str, Any]) -> float:
-    begin = part.get("start")
-    return as_number(begin if begin is not None else part.get("sent"))
+    return as_number(part.get("start"))
 
 
 def _end(part: Mapping[str, Any]) -> float:
-    end = part.get("end")
-    return as_number(end) if end is not None else _begin(part)
+    return as_number(part.get("end"))

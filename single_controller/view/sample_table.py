@@ -143,7 +143,7 @@ def select(
     groups = np.unique(np.stack([columns["step"][rows], columns["group"][rows], columns["equal"][rows]]), axis=1)
     return {
         "rows": [
-            {name: _plain(columns[name][row]) for name in NUMBERS} | {"finish": finish[row]} for row in shown.tolist()
+            {name: columns[name][row].item() for name in NUMBERS} | {"finish": finish[row]} for row in shown.tolist()
         ],
         "total": len(rows),
         "all": len(finish),
@@ -218,8 +218,3 @@ def _equal(groups: np.ndarray, rewards: np.ndarray) -> np.ndarray:
         np.maximum.at(high, of_row, rewards)
     equal: np.ndarray = ((low == high) & (counts > 1))[of_row] & (groups != -1)
     return equal
-
-
-def _plain(value: Any) -> Any:
-    plain = value.item()
-    return plain if not isinstance(plain, float) or np.isfinite(plain) else None

@@ -7,7 +7,7 @@ the page come from a fixed list, files of runs from fixed names and numbers of s
 path. Answers are JSON, which the page inserts as text; its policy forbids scripts and styles in the page itself, and
 any other host.
 
-Threads: `http.server` starts one for each request. They end with their request; `ViewServer.close` waits for none.
+Threads: `http.server` starts one for each connection. They end with it; `ViewServer.close` waits for none.
 Lock: ``_reading`` protects the readers of the runs. No other lock is acquired while it is
 held.
 """
@@ -135,16 +135,12 @@ class ViewServer(Closing):
         self.runs = [RunReader(folder) for folder in folders]
         self._live = Live()
         self._address = address
-        server = self
-
-        class Handler(_Handler):
-            view = server
-
         self._serving = False
         try:
-            self._server = _Server(("127.0.0.1", port), Handler)
+            self._server = _Server(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
             raise OSError(f"port {port} of 127.0.0.1 cannot be used: {error}. Choose another one, or 0") from error
+        self._server.view = self
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/{self.token}/"
 
     def serve(self) -> None:
@@ -317,7 +313,7 @@ class ViewServer(Closing):
         text = texts[row] if row < len(texts) else {}
         groups = table.columns["group"]
         same_group = np.flatnonzero(groups == groups[row])[:256].tolist() if groups[row] >= 0 else []
-        versions = sorted({one for one in per_token.get("versions", []) if one is not None and one >= 0})
+        versions = sorted({one for one in per_token.get("versions", []) if isinstance(one, int) and one >= 0})
         return {
             "step": step,
             "row": row,
@@ -468,6 +464,7 @@ class Query:
 class _Server(ThreadingHTTPServer):
     """Answers each connection in a thread of its own."""
 
+    view: ViewServer
     daemon_threads = True  # a request that waits for Ray must not keep the process from ending
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -477,7 +474,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
-    view: ViewServer
+    server: _Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "view", ""
     timeout = REQUEST_SECONDS  # of the socket: an idle connection, too, holds its thread no longer
@@ -509,7 +506,7 @@ class _Handler(BaseHTTPRequestHandler):
         if root:
             raise RequestError(403, "an address begins with /")
         token, slash, name = rest.partition("/")
-        if not slash or not hmac.compare_digest(token.encode(), self.view.token.encode()):
+        if not slash or not hmac.compare_digest(token.encode(), self.server.view.token.encode()):
             raise RequestError(
                 403, "the address has no token, or a wrong one: open the address that the command printed"
             )
@@ -523,7 +520,7 @@ class _Handler(BaseHTTPRequestHandler):
             query = urllib.parse.parse_qs(text, keep_blank_values=True, max_num_fields=200)
         except ValueError as error:
             raise RequestError(400, f"the query cannot be read: {error}") from None
-        answer = self.view.answer(name.removeprefix("api/"), query)
+        answer = self.server.view.answer(name.removeprefix("api/"), query)
         self._send(200, "application/json", json.dumps(finite(answer), allow_nan=False).encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
@@ -574,9 +571,9 @@ def finite(value: Any) -> Any:
 
 
 def _plain(values: np.ndarray) -> list[Any]:
-    """Numbers as Python's, rounded to what float32 holds; None for those that are not finite."""
+    """Numbers as Python's, rounded to what float32 holds."""
     if values.dtype.kind == "f":
-        return [float(f"{one:.7g}") if math.isfinite(one) else None for one in values.tolist()]
+        return [float(f"{one:.7g}") for one in values.tolist()]
     if values.dtype.kind not in "bui":
         return [str(one)[:200] for one in values.tolist()]
     # JavaScript's numbers have 53 bits

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from single_controller.view.run_reader import as_number
+
 MAX_LANES = 2_000
 """Lanes that are shown at most."""
 
@@ -30,12 +32,12 @@ def bars_of(
     """
     found: dict[tuple[str, int], list[tuple[float, float, str, float, bool]]] = {}
     for part in parts:
-        start, stop = _seconds(part.get("start")), _seconds(part.get("end"))
+        start, stop = as_number(part.get("start")), as_number(part.get("end"))
         if not begin <= stop < math.inf or not -math.inf < start <= end:  # also if one is no number
             continue
         rank = part.get("rank")
         waits = part.get("waits")
-        waited = sum(_seconds(waits.get(name, 0.0)) for name in ("queue", "open")) if isinstance(waits, dict) else 0.0
+        waited = sum(as_number(waits.get(name, 0.0)) for name in ("queue", "open")) if isinstance(waits, dict) else 0.0
         key = str(part.get("group") or ""), rank if isinstance(rank, int) else -1
         found.setdefault(key, []).append((start, stop, str(part.get("method"))[:80], waited, bool(part.get("failed"))))
     lanes: list[dict[str, Any]] = []
@@ -60,7 +62,3 @@ def bars_of(
     if len(bars) > most:
         bars = sorted(bars, key=lambda bar: bar[1] - bar[2])[:most]
     return lanes, bars
-
-
-def _seconds(value: Any) -> float:
-    return value if isinstance(value, (int, float)) and abs(value) < 2**53 else math.nan

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
 from single_controller.wire.handshake import (
@@ -32,6 +32,8 @@ from single_controller.wire.handshake import (
 )
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
 
 CONNECT_SECONDS = 2.0
 """How long one attempt to connect may take, with its handshake."""
@@ -282,8 +284,7 @@ class Link:
         if code not in (0, errno.EINPROGRESS):
             self._dial_failed(sock, code)
             return
-        weak = weakref.ref(self)
-        hub.later(CONNECT_SECONDS, lambda: _too_late(weak, sock))
+        hub.later(CONNECT_SECONDS, _if_alive(self._abort, sock))
         hub.add(sock, selectors.EVENT_WRITE, lambda _: self._connected(sock))
 
     def _connected(self, sock: socket.socket) -> None:
@@ -314,8 +315,7 @@ class Link:
         )
         with self.lock:
             self._dialling = connection
-        weak = weakref.ref(self)
-        hub.later(2 * CONNECT_SECONDS, lambda: _too_late(weak, connection))
+        hub.later(2 * CONNECT_SECONDS, _if_alive(self._abort, connection))
 
     def _open(self, connection: Connection, received: int) -> None:
         connection.max_bytes = MAX_FRAME_BYTES
@@ -369,31 +369,30 @@ class Link:
     def _redial(self, reason: str, *, tried: bool) -> None:
         logger.debug("no connection to port %d of %s: %s", self.address.port, self.address.host, reason)
         self._failures += tried
-        weak = weakref.ref(self)  # a timer must not keep a link that nobody has
-
-        def again() -> None:
-            link = weak()
-            if link is not None:
-                link._dial()
-
-        hub.later(min(0.02 * 2 ** min(self._failures, 10), MAX_PAUSE_SECONDS), again)
+        hub.later(min(0.02 * 2 ** min(self._failures, 10), MAX_PAUSE_SECONDS), _if_alive(self._dial))
 
     def _abort(self, dialling: Connection | socket.socket) -> None:
         """An attempt has taken too long."""
-        if isinstance(dialling, socket.socket):
-            if self._dialling is dialling:
-                hub.remove(dialling)
-                self._dial_failed(dialling, errno.ETIMEDOUT)
+        if self._dialling is not dialling:
             return
-        if self._dialling is dialling:  # it is accepted, but says nothing: the process is stopped, or is another one
+        if isinstance(dialling, socket.socket):
+            hub.remove(dialling)
+            self._dial_failed(dialling, errno.ETIMEDOUT)
+        else:  # it is accepted, but says nothing: the process is stopped, or is another one
             self._lost(dialling, "no handshake")
             dialling.close()
 
 
-def _too_late(weak: weakref.ref[Link], dialling: Connection | socket.socket) -> None:
-    link = weak()
-    if link is not None:
-        link._abort(dialling)
+def _if_alive(method: Callable[..., None], *args: Any) -> Callable[[], None]:
+    """What calls a method unless its object is gone: a timer must not keep a link that nobody has."""
+    weak = weakref.WeakMethod(method)
+
+    def run() -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*args)
+
+    return run
 
 
 class Session:
@@ -489,9 +488,9 @@ def _no_answer(answer: Future[Answer], reason: str) -> None:
         answer.set_result(Answer(f"unknown: {reason}", ok=False, told=False))
 
 
-def ask(links: Mapping[int, Link], command: str, seconds: float) -> dict[int, Answer]:
-    """Send a command to ranks at once, each over its link, and return rank -> its answer within ``seconds``, or why
-    there is none."""
+def ask(links: Mapping[K, Link], command: str, seconds: float) -> dict[K, Answer]:
+    """Send a command to ranks at once, each over its link, and return the answer of each within ``seconds``, or why
+    there is none. ``links``: by rank, or by what else names it."""
     end = time.monotonic() + seconds
     asked = {rank: link.ask(command) for rank, link in links.items()}
     wait(asked.values(), max(0.0, end - time.monotonic()))

@@ -63,10 +63,9 @@ class Listener:
         self._on_call, self._commands = on_call, dict(commands)
         self._sessions: dict[bytes, Session] = {}
         self._strangers: dict[Connection, None] = {}
-        self._listener = listen(host)
+        self._listener, address = listen(host)
         self._listener.setblocking(False)
-        port = self._listener.getsockname()[1]
-        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid(), frames)  # where it listens
+        self.address = address._replace(frames=frames)  # where it listens
         hub.add(self._listener, selectors.EVENT_READ, self._accept)
 
     def session(self, key: bytes) -> Session:
@@ -181,15 +180,15 @@ class Listener:
                     del self._sessions[key]
 
 
-def listen(host: str) -> socket.socket:
-    """Listen on a port that the system chooses, at an address of this host."""
+def listen(host: str) -> tuple[socket.socket, WireAddress]:
+    """Listen on a port that the system chooses, at an address of this host, with a key of its own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, 0), family=family, backlog=4096)
     except OSError:  # the address is not one of this process's network namespace
         sock = socket.create_server(("", 0), backlog=4096)
     _listening.add(sock)
-    return sock
+    return sock, WireAddress(host, sock.getsockname()[1], secrets.token_bytes(KEY_BYTES), os.getpid())
 
 
 def _leave_to_parent() -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
 import socket
 import threading
 import time
@@ -22,7 +20,6 @@ from typing import Self
 from single_controller.wire.connection import tls_context
 from single_controller.wire.handshake import (
     HELLO_BYTES,
-    KEY_BYTES,
     NONCE_BYTES,
     WELCOME_BYTES,
     WireAddress,
@@ -116,9 +113,7 @@ class StreamListener:
 
     def __init__(self, host: str, serve: Callable[[Stream], None], name: str) -> None:
         self._serve, self._name, self._closed = serve, name, False
-        self._listener = listen(host)
-        port = self._listener.getsockname()[1]
-        self.address = WireAddress(host, port, secrets.token_bytes(KEY_BYTES), os.getpid())  # what `connect` needs
+        self._listener, self.address = listen(host)  # the address is what `connect` needs
         threading.Thread(target=self._accept, name=f"{name}-server", daemon=True).start()
 
     def close(self) -> None:

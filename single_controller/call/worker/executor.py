@@ -71,7 +71,6 @@ class Executor:
         reraise: Callable[[BaseException], bool] = lambda error: isinstance(error, SystemExit),
     ) -> None:
         self.workers: dict[str | None, Worker] = {}  # by role, in the order of creation; a single worker's is None
-        self.starting: str | None = None  # the role whose constructor runs, or ran last
         self.info: RankInfo | None = None  # None until `start`
         self._host = host
         self._fetch = fetch
@@ -94,9 +93,9 @@ class Executor:
         self.refusing = False  # the process may have been told to leave after its constructors failed
         begun = time.time()
         entry = object()
+        role: str | None = None
         try:
             for role, (cls, args, kwargs) in roles().items():
-                self.starting = role
                 self._calls[entry] = role, "__init__", time.monotonic()
                 with assign(info, self._role_workers):
                     self.workers[role] = worker = cls(*args, **kwargs)
@@ -107,7 +106,7 @@ class Executor:
             self._role_workers.clear()
             if self._reraise(error):
                 raise
-            return self.failed(error, "__init__", self.starting)
+            return self.failed(error, "__init__", role)
         finally:
             self._calls.pop(entry, None)
         ended = time.time()
@@ -126,9 +125,9 @@ class Executor:
         former process groups; None keeps them."""
         begun = time.time()
         try:
-            for worker in self.workers.values() if leave is not None else ():
-                worker._leave_process()
             if leave is not None:
+                for worker in self.workers.values():
+                    worker._leave_process()
                 leave()
         except Exception as error:
             return self.failed(error, "on_membership_change", None)
@@ -222,7 +221,10 @@ class Executor:
                 value = None
             elif message.joins and rows is not None and real is not None and real != rows:
                 empty = real == 0
-                value = self._trim(message.method, value, rows, real)
+                try:
+                    value = None if empty else batch.trim(value, rows, real)
+                except BatchError as error:
+                    raise ResultError(f"{message.method}(): {error}", method=message.method) from None
             length = not_rows = encoded = None
             if value is not None:
                 try:
@@ -385,13 +387,6 @@ class Executor:
                     arguments[key] = self._fetch(value)
             except SingleControllerError as error:
                 raise error.of_consumer(label(message.role, message.method)) from error
-
-    def _trim(self, method: str, value: Any, rows: int, real: int) -> Any:
-        """Remove padding from a result. A shard of nothing but padding has no result."""
-        try:
-            return batch.trim(value, rows, real) if real else None
-        except BatchError as error:
-            raise ResultError(f"{method}(): {error}", method=method) from None
 
     def _await(self, worker: Worker, awaitable: Any) -> Any:
         """Run a coroutine on the process's event loop, where tasks that it starts may continue between calls. The

@@ -253,9 +253,10 @@ class Worker(VerlWorker):
                 not given has size 1.
 
         Raises:
-            ValueError: no axis is given, or a coordinate is not an integer >= 0 and below its size.
+            ValueError: no axis is given, a size is not an integer >= 1, or a coordinate not one >= 0 and below its
+                size.
         """
-        sizes = dict(sizes or {})
+        sizes = {axis: check_count(f"register_layout(): size of {axis}", size) for axis, size in (sizes or {}).items()}
         if not axes:
             raise ValueError("register_layout() takes at least one axis, for example dp=0")
         for axis, coordinate in axes.items():

@@ -32,14 +32,14 @@ class PoolOptions:
     name_prefix: str
     max_colocate_count: int
     detached: bool
-    accelerator_type: str | None
     resources: Mapping[str, float]
     num_cpus: float
     num_gpus: float
     memory: float
-    strategy: str | None
-    across_nodes: bool
     placement_timeout: float
+    accelerator_type: str | None = None
+    strategy: str | None = None
+    across_nodes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("name_prefix", "accelerator_type"):

@@ -222,17 +222,28 @@ class Reservation:
 
 
 def node_locations(slots: Sequence[Slot], label: str) -> list[Location]:
-    """Return the node of each reserved slot, without devices; a `PlacementError` if one is on no living node."""
+    """Return the node of each reserved slot, without devices; a `PlacementError` if one has none. A node
+    may have died: Ray then looks for another one."""
+    locations = []
+    for slot, location in zip(slots, known_locations(slots), strict=True):
+        if location is None:
+            raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
+        locations.append(location)
+    return locations
+
+
+def known_locations(slots: Sequence[Slot]) -> list[Location | None]:
+    """Return the node of each slot, without devices; None for a slot that has none."""
     known = {node["NodeID"]: node for node in ask_store(ray.nodes)}
     groups = {slot.placement_group for slot in slots if slot.placement_group is not None}
     homes = {group: ask_store(placement_group_table, group).get("bundles_to_node_id", {}) for group in groups}
-    locations = []
-    for slot in slots:
-        node = known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None
-        if node is None:
-            raise PlacementError(f"{label}: bundle {slot.bundle} is not on any node")
-        locations.append(Location(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"]))
-    return locations
+    found = [
+        known.get(homes[slot.placement_group].get(slot.bundle, "")) if slot.placement_group else None for slot in slots
+    ]
+    return [
+        None if node is None else Location(node["NodeManagerAddress"], node["NodeManagerHostname"], node["NodeID"])
+        for node in found
+    ]
 
 
 def wait_started(refs: Sequence[ray.ObjectRef], timeout: float, name: str) -> None:
@@ -377,8 +388,5 @@ def _options(bundles: Sequence[Mapping[str, float]], use_gpu: bool | None, **opt
         num_cpus=least.pop("CPU", 0),
         memory=least.pop("memory", 0),
         resources=least,
-        accelerator_type=None,
-        strategy=None,
-        across_nodes=False,
         **options,
     )

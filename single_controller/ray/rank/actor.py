@@ -237,10 +237,9 @@ class RankActor:
     def _sc_result(self, session: bytes, number: int) -> Kept:
         """The result of a call, once it has ended, and the reference to what the rank keeps of it: in a list, so that
         Ray does not resolve it."""
-        result, ref = self._listener.session(session).take_kept(number)
-        return RankResult(*pickle.loads(result)) if isinstance(result, bytes) else result, None if ref is None else [
-            ref
-        ]
+        kept, ref = self._listener.session(session).take_kept(number)
+        result = RankResult(*pickle.loads(kept)) if isinstance(kept, bytes) else kept
+        return result, None if ref is None else [ref]
 
     def _sc_value(self, kept: list[ray.ObjectRef] | Kept) -> Any:
         """The value of a call, or its exception: what ``ray.get(future.refs[0])`` gives. ``kept`` is what `_sc_result`

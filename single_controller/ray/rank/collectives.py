@@ -55,15 +55,12 @@ def abort_collectives(known_ports: Collection[int]) -> None:
         known_ports: `listening_ports` before the user's code ran: those of Ray and of the rank's listener.
     """
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        groups = []
-    else:
-        groups = list(dist.distributed_c10d._world.pg_map)
-    for group in groups:
-        try:
-            group.abort()
-        except Exception:  # the other groups must still be aborted
-            logger.warning("a process group could not be aborted", exc_info=True)
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            try:
+                group.abort()
+            except Exception:  # the other groups must still be aborted
+                logger.warning("a process group could not be aborted", exc_info=True)
     ports = listening_ports() - frozenset(known_ports)
     for one in _tcp_sockets():
         if one.getsockname()[1] in ports and not _listens(one):
