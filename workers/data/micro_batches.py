@@ -235,13 +235,8 @@ def restore_routes(
             continue
         of_places = of_tokens[: part.computed]
         if (packed := part.packed) is not None:
-            tokens = packed.places.cpu()
-            # `places` has no token for the first of a row; it is what predicts the second.
-            before = torch.cat([packed.predictors.cpu(), tokens.new_tensor([part.computed])])
-            second = tokens[:, 1:2] if tokens.shape[1] > 1 else tokens[:, :1]
-            tokens = torch.cat([before[second], tokens[:, 1:]], dim=1)
             nothing = of_places.new_full((1, *of_places.shape[1:]), NATIVE)
-            of_places = torch.cat([of_places, nothing])[tokens.flatten()]
+            of_places = torch.cat([of_places, nothing])[packed.every_place().cpu().flatten()]
         for row, own in zip(part.rows.tolist(), of_places.unflatten(0, part.input_ids.shape), strict=True):
             rows[row] = own[: lengths[row]]
     offsets = torch.tensor([0, *accumulate(lengths)])

@@ -94,6 +94,14 @@ class PackedRows:
             (*self.segments, Segment(count, count + padding)) if padding else self.segments,
         )
 
+    def every_place(self) -> torch.Tensor:
+        """Return `places` with the first token of each row, too. Not of a slice."""
+        width = self.places.shape[1]
+        begins = (self.owners % width == 0).nonzero()[:, 0]
+        # A row without a first token of its own shares that of the row before it.
+        last = torch.bucketize(torch.arange(len(self.places)), self.owners[begins] // width, right=True) - 1
+        return torch.cat([to_device(begins[last, None], self.places.device), self.places[:, 1:]], dim=1)
+
     def of_rows(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """Return what is at each place of the rows.
 

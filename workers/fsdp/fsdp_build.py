@@ -31,11 +31,7 @@ equal, but the process groups of a former mesh may have been destroyed."""
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
     """Create the device mesh: one dimension over all ranks, or, with ``shard_size``, replicas of that many ranks each
-    (HSDP).
-
-    Raises:
-        ValueError: ``shard_size`` does not divide the number of ranks.
-    """
+    (HSDP). It must divide the number of ranks."""
     global _cached_for
     if shard_size is None or shard_size == world_size:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -44,8 +40,6 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int | None) -> De
             _cached_for = weakref.ref(mesh.get_group())
         return mesh
     _clear_cache()
-    if world_size % shard_size:
-        raise ValueError(f"fsdp_shard_size={shard_size} does not divide the group's {world_size} ranks")
     ranks = torch.arange(world_size).view(-1, shard_size)
     groups = [new_rows(rows.tolist()) for rows in (ranks.t(), ranks)]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))

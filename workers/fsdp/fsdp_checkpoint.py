@@ -14,9 +14,9 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
 from workers.background import in_thread
@@ -49,18 +49,8 @@ class FSDPCheckpoints:
             CheckpointException: on all ranks: one could not write. In the background, `wait` raises it.
         """
         self.wait()
-        fresh = not self._optimizer.state
-        try:
-            with all_or_none(RuntimeError, f"{str(folder)!r} could not be written"):
-                model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
-        finally:
-            # Without optimizer state, `get_state_dict` takes a step with zero gradients to create some. That step would
-            # count, so drop the state.
-            if fresh:
-                self._optimizer.state.clear()
-        state = {"model": model, "optimizer": optimizer}
-        if fresh:
-            del state["optimizer"]
+        with all_or_none(RuntimeError, f"{str(folder)!r} could not be written"):
+            state = self._state(optimizer=bool(self._optimizer.state))
         if not background:
             dcp.save(state, checkpoint_id=folder)
             return
@@ -91,29 +81,26 @@ class FSDPCheckpoints:
             if not (folder / ".metadata").exists():
                 raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no .metadata")
             written = _with_optimizer_state(folder) if optimizer else set()
-        if optimizer and not written:
-            optimizer = False
-            self._optimizer.state.clear()
-        if optimizer:
-            model_state, optimizer_state = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
-            # `get_state_dict` has made state of all parameters. One that has never had a gradient has none in the file.
-            of_parameters: dict[str, Any] = optimizer_state["state"]  # type: ignore[assignment]
+        state = self._state(optimizer=bool(written))
+        if written:
+            # A parameter that has never had a gradient has no state in the file.
+            of_parameters = state["optimizer"]["state"]
             for name in of_parameters.keys() - written:
                 del of_parameters[name]
-            state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-            dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self._model, state["model"], options=_OPTIONS)
+        if written:
             with own_settings(self._optimizer):
-                set_state_dict(
-                    self._model,
-                    self._optimizer,
-                    model_state_dict=state["model"],
-                    optim_state_dict=state["optimizer"],
-                    options=_OPTIONS,
-                )
-        else:
-            state = {"model": get_model_state_dict(self._model, options=_OPTIONS)}
-            dcp.load(state, checkpoint_id=folder)
-            set_model_state_dict(self._model, state["model"], options=_OPTIONS)
+                set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=_OPTIONS)
+        elif optimizer:
+            self._optimizer.state.clear()
+
+    def _state(self, *, optimizer: bool) -> dict[str, Any]:
+        """Return what is saved, and loaded in place. Optimizer state that does not exist is created."""
+        state: dict[str, Any] = {"model": get_model_state_dict(self._model, options=_OPTIONS)}
+        if optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        return state
 
 
 def _with_optimizer_state(folder: Path) -> set[str]:

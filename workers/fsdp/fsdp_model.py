@@ -255,9 +255,8 @@ class FSDPTrainModel(TrainModel):
         parts = self._cut(inputs_of(data))
         with self._running():
             outputs = [run(part.to(self.device)).float() for part in parts]
-        shape = tuple(data["input_ids"].shape)
-        whole = restore(outputs, parts, (shape[0], shape[1]))
-        return whole.masked_fill_(_first_tokens(data["attention_mask"]), 0.0)
+        rows, tokens = data["input_ids"].shape
+        return restore(outputs, parts, (rows, tokens))
 
     def train_step(
         self,
@@ -625,12 +624,6 @@ def local_shard(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Shard:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _first_tokens(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return (B, T) bool, true at the first real token of each row, which nothing predicts."""
-    real = attention_mask.bool().cpu()
-    return real & (real.cumsum(1) == 1)
 
 
 def _present(tensor: _T | None) -> _T:

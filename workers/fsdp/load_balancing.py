@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from workers.algorithms.expert_losses import expert_losses
 from workers.data.micro_batches import MicroBatch
-from workers.data.packing import PackedRows
 from workers.hf_routing import Routers
 
 
@@ -60,7 +59,7 @@ class LoadBalancing:
         """
         of_layers, self._logits = self._logits, []
         real = part.attention_mask * (not part.is_filler)
-        places = None if part.packed is None else _places(part.packed).to(real.device)
+        places = None if part.packed is None else part.packed.every_place()
         total = torch.zeros([], device=real.device)
         for logits in of_layers:
             of_rows = _of_rows(logits.float(), places, real.shape)
@@ -74,18 +73,6 @@ class LoadBalancing:
         dist.all_reduce(self._sums)
         balance, z = (self._sums / self._total).tolist()
         return {"moe/load_balancing_loss": balance, "moe/z_loss": z}
-
-
-def _places(rows: PackedRows) -> torch.Tensor:
-    """Return the token at each place of packed rows, (b, s), N for padding. `PackedRows.places` leaves out the first
-    token of each row, which nothing predicts."""
-    places, width = rows.places.clone(), rows.places.shape[1]
-    firsts = {owner // width: index for index, owner in enumerate(rows.owners.tolist()) if not owner % width}
-    first = 0
-    for row in range(len(places)):
-        first = firsts.get(row, first)  # otherwise it is the row's before, with which it shares its beginning
-        places[row, 0] = first
-    return places
 
 
 def _of_rows(of_tokens: torch.Tensor, places: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:

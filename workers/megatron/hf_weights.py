@@ -17,16 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from workers.distributed import gathered
 from workers.extras import require
-from workers.megatron.config import (
-    check_names,
-    experts_of,
-    has_qk_norm,
-    has_qkv_bias,
-    head_dim,
-    key_value_heads,
-    tied,
-)
+from workers.megatron.config import Experts, check_names, experts_of, has_qk_norm, key_value_heads, tied
 from workers.megatron.gpt import ValueHead
 from workers.weight_sync.weight_plan import Shard
 
@@ -127,7 +120,7 @@ def _tensor_parallel_group(expert: bool) -> Any:
 
 def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
     """The weights of one pipeline stage: a GPTModel on megatron's local layer spec."""
-    vocab, groups = int(hf_config.vocab_size), key_value_heads(hf_config)
+    vocab, groups, experts = int(hf_config.vocab_size), key_value_heads(hf_config), experts_of(hf_config)
     # Megatron stores the queries of a key-value head next to its key and its value, and splits by key-value head.
     qkv = {"blocks": groups // _tensor_parallel()[1], "ratio": (hf_config.num_attention_heads // groups, 1, 1)}
 
@@ -141,8 +134,8 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
         if has_qk_norm(hf_config):
             yield Weight(attention.q_layernorm.weight, (f"{at}self_attn.q_norm.weight",), None)
             yield Weight(attention.k_layernorm.weight, (f"{at}self_attn.k_norm.weight",), None)
-        if hasattr(mlp, "router"):
-            yield from _experts(mlp, hf_config, at)
+        if experts is not None and hasattr(mlp, "router"):
+            yield from _experts(mlp, experts, at)
         for kind in ("weight", "bias"):
             q, k, v, o = (f"{at}self_attn.{name}_proj.{kind}" for name in "qkvo")
             gate, up, down = (f"{at}mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
@@ -166,13 +159,10 @@ def weights_of(model: Any, hf_config: Any) -> Iterator[Weight]:
             yield Weight(model.output_layer.weight, (EMBEDDING if tied(hf_config) else HEAD,), rows=vocab)
 
 
-def _experts(layer: Any, hf_config: Any, at: str) -> Iterator[Weight]:
+def _experts(layer: Any, experts: Experts, at: str) -> Iterator[Weight]:
     """The weights of a mixture of experts. A rank has some of the experts, and of each a share."""
     from workers.megatron.moe import expert_linears
 
-    experts = experts_of(hf_config)
-    if experts is None:
-        raise ValueError(f"{at} has experts, but the Hugging Face config of {hf_config.model_type!r} has none")
     at += f"{experts.block}."
     yield Weight(layer.router.weight, (f"{at}gate.weight",), None)
     for number, (fc1, fc2) in zip(layer.local_expert_indices, expert_linears(layer), strict=True):
@@ -195,58 +185,20 @@ def distinct_weights(models: Sequence[Any], hf_config: Any) -> Iterator[Weight]:
                 yield weight
 
 
-def hf_shapes(hf_config: Any, critic: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the Hugging Face model, including a tied ``lm_head.weight``; for a critic also
-    those of the value head."""
-    hidden, wide, head = int(hf_config.hidden_size), int(hf_config.intermediate_size), head_dim(hf_config)
-    heads, key_value = hf_config.num_attention_heads * head, key_value_heads(hf_config) * head
-    linear = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (key_value, hidden),
-        "self_attn.v_proj": (key_value, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
+def hf_shapes(models: Sequence[Any], hf_config: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the Hugging Face model, including a ``lm_head.weight`` that is tied, or that a
+    critic does not have. All ranks call it together, because each knows those of its own stages and experts."""
+    from megatron.core import parallel_state
+
+    own = {
+        shard.name: shard.shape
+        for model in models
+        for weight in weights_of(model, hf_config)
+        for shard in weight.shards()
     }
-    all_biases = bool(getattr(hf_config, "attention_bias", False))
-    with_bias = {name for name in linear if all_biases or (has_qkv_bias(hf_config) and name[-6:-5] in "qkv")}
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
-    layer |= {f"{name}.bias": linear[name][:1] for name in with_bias}
-    layer |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    if has_qk_norm(hf_config):
-        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    vocab = (int(hf_config.vocab_size), hidden)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocab, "model.norm.weight": (hidden,), HEAD: vocab}
-    of_experts, layers_with = _expert_shapes(hf_config)
-    for number in range(hf_config.num_hidden_layers):
-        own = layer
-        if number in layers_with:
-            own = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")} | of_experts
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
-    if critic:
-        shapes |= {SCORE: (1, hidden), SCORE_BIAS: (1,)}
-    return shapes
-
-
-def _expert_shapes(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], set[int]]:
-    """The tensors of a layer's mixture of experts, and the numbers of the layers that have one."""
-    experts = experts_of(hf_config)
-    if experts is None:
-        return {}, set()
-    hidden, at = int(hf_config.hidden_size), experts.block
-    shapes: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (experts.shape.experts, hidden)}
-    widths = {f"{at}.experts.{number}": experts.width for number in range(experts.shape.experts)}
-    names = dict.fromkeys(widths, experts.names)
-    if experts.shared_width is not None:
-        widths[f"{at}.shared_expert"] = experts.shared_width
-        names[f"{at}.shared_expert"] = ("gate_proj", "up_proj", "down_proj")
-        shapes[f"{at}.shared_expert_gate.weight"] = (1, hidden)
-    for expert, width in widths.items():
-        gate, up, down = names[expert]
-        shapes |= {f"{expert}.{gate}.weight": (width, hidden), f"{expert}.{up}.weight": (width, hidden)}
-        shapes[f"{expert}.{down}.weight"] = (hidden, width)
-    return shapes, set(experts.shape.sparse)
+    of_ranks = gathered(own, parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    shapes = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
+    return {HEAD: shapes[EMBEDDING], **shapes}
 
 
 # --- reading and writing --------------------------------------------------------------------------------
@@ -254,7 +206,10 @@ def _expert_shapes(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], set[int]
 
 @torch.no_grad()
 def load_hf(
-    models: Sequence[Any], hf_config: Any, state_dict: Mapping[str, torch.Tensor], critic: bool = False
+    models: Sequence[Any],
+    hf_config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    state_dict: Mapping[str, torch.Tensor],
 ) -> None:
     """Load the weights of a Hugging Face causal language model; each rank copies its shards.
 
@@ -264,15 +219,15 @@ def load_hf(
     Args:
         models: this rank's GPTModels.
         hf_config: their Hugging Face config.
+        shapes: what `hf_shapes` returned.
         state_dict: the whole model's tensors, or a mapping that reads a tensor when it is accessed.
-        critic: whether the models have a value head.
 
     Raises:
         ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
     """
-    optional = {HEAD, SCORE, SCORE_BIAS} if critic else {HEAD} if tied(hf_config) else set()
+    optional = {HEAD, SCORE, SCORE_BIAS} if SCORE in shapes else {HEAD} if tied(hf_config) else set()
     known = {name: value for name, value in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
-    check_state_dict("load_hf_state_dict()", known, hf_shapes(hf_config, critic), optional)
+    check_state_dict("load_hf_state_dict()", known, shapes, optional)
     for model in models:
         for weight in weights_of(model, hf_config):
             if weight.names[0] in state_dict:

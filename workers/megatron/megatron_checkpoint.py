@@ -106,9 +106,11 @@ class Checkpoints:
         from megatron.core import dist_checkpointing
 
         self.wait()
-        if not (folder / COMPLETE).exists():
-            raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no {COMPLETE}")
-        content = dist_checkpointing.load_content_metadata(str(folder)) or {}
+        # What follows is a collective. A rank may see another disk.
+        with all_or_none(FileNotFoundError, f"{str(folder)!r} could not be read"):
+            if not (folder / COMPLETE).exists():
+                raise FileNotFoundError(f"{str(folder)!r} is not a complete checkpoint: it has no {COMPLETE}")
+            content = dist_checkpointing.load_content_metadata(str(folder)) or {}
         self._check(folder, content, optimizer)
         with_state = optimizer and content["optimizer"] not in NO_STATE
         loaded = dist_checkpointing.load(self._state(optimizer=with_state, loading=True), str(folder))

@@ -3,7 +3,7 @@ dp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from workers.device import current_device, to_device
 from workers.extras import require
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
-from workers.megatron.hf_weights import distinct_weights, gather, load_hf, read_hf
+from workers.megatron.hf_weights import distinct_weights, gather, hf_shapes, load_hf, read_hf
 from workers.megatron.megatron_checkpoint import Checkpoints
 from workers.megatron.megatron_optimizer import (
     AdamOptions,
@@ -92,6 +92,8 @@ class MegatronTrainModel(TrainModel):
             for model in self.models:
                 if model.post_process:
                     compute_output_in_float32(model.output_layer)
+        # Here and not before a load: all ranks create the model together, but one alone may fail to read a file.
+        self._hf_shapes = hf_shapes(self.models, hf_config)
         self._interleaved = len(self.models) > 1
         self._routing: Any = None
         if (shape := RoutingShape.of(hf_config)) is not None:
@@ -384,9 +386,19 @@ class MegatronTrainModel(TrainModel):
             self._optimizer.reload_model_params()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """As in `TrainModel`: one flat tensor over each storage. Covers parameters, Megatron's buffers of parameters,
-        the optimizer's float32 parameters and its state."""
-        return self._storages(self._held())
+        """As in `TrainModel`: parameters, Megatron's buffers of parameters, the optimizer's float32 parameters and its
+        state."""
+        for model in self.models:
+            yield from model.parameters()
+            yield from model.buffers()
+        if self._optimizer is None:
+            return
+        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+        for inner in inner_optimizers(self._optimizer):
+            for state in inner.state.values():  # without counts of steps, which are in host memory
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights()
@@ -429,34 +441,13 @@ class MegatronTrainModel(TrainModel):
 
     def scratch(self) -> Iterator[torch.Tensor]:
         """As in `TrainModel`: Megatron's buffers of gradients, which `train_step` sets to 0 first."""
-        return self._storages(buffer.grad_data for buffer in self._buffers())
-
-    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        seen = set()
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device.type == self.device.type and storage._cdata not in seen:
-                seen.add(storage._cdata)
-                yield torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+        yield from (buffer.grad_data for buffer in self._buffers())
 
     def _buffers(self) -> Iterator[Any]:
         """Megatron's buffers, which its DistributedDataParallel creates: none without an optimizer."""
         if self._optimizer is not None:
             for chunk in self._chunks:
                 yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        for model in self.models:
-            yield from model.parameters()
-            yield from model.buffers()
-        if self._optimizer is None:
-            return
-        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
-        for inner in inner_optimizers(self._optimizer):
-            for state in inner.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def hf_shards(self) -> list[Shard]:
         shards = [shard for weight in distinct_weights(self.models, self.hf_config) for shard in weight.shards()]
@@ -471,7 +462,7 @@ class MegatronTrainModel(TrainModel):
         Raises:
             ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
         """
-        load_hf(self.models, self.hf_config, state_dict, critic=self.role == "critic")
+        load_hf(self.models, self.hf_config, self._hf_shapes, state_dict)
         self.weights_changed()
 
     # --- checkpoints ------------------------------------------------------------------------------------

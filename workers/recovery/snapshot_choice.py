@@ -76,18 +76,14 @@ def _sources(versions: Sequence[Versions], owners: Collection[int], number: int)
     used = [0] * len(versions)
     sources = []
     for owner in owners:
-        have = [rank for rank, held in enumerate(versions) if _has(held, owner, number, len(owners))]
+        found = [held.get(owner, {}).get(number) for held in versions]
+        have = [rank for rank, taken in enumerate(found) if taken is not None and taken.ranks == len(owners)]
         if not have:
             return None
         source = owner if owner in have else min(have, key=lambda rank: (used[rank], rank))
         used[source] += source != owner
         sources.append(source)
     return tuple(sources)
-
-
-def _has(held: Versions, owner: int, number: int, ranks: int) -> bool:
-    taken = held.get(owner, {}).get(number)
-    return taken is not None and taken.ranks == ranks
 
 
 def buddies(hosts: Sequence[int], dp_ranks: Sequence[int] | None = None) -> list[int]:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from dispatch.checks import naming_keywords
+from dispatch.checks import check_count, naming_keywords
 from workers.data.rollout_data import of_rollouts
 from workers.rollout.rewards.reward_calls import RewardFunction
 from workers.rollout.rewards.reward_runner import RewardRunner
@@ -75,6 +75,7 @@ def evaluate(
         raise TypeError(f"evaluate(): manager is {manager!r:.80}; pass a RolloutManager of this process")
     check_sampling_params(sampling_params)
     how = sampling_params or manager.sampling_params
+    check_count("evaluate(): samples_per_prompt", samples_per_prompt)
     ks = [2**power for power in range(samples_per_prompt.bit_length())] if ks is None else ks
     rewards = manager.rewards if reward_function is None else reward_function
     if rewards is None:

@@ -12,13 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from dispatch.checks import check_seconds, is_count, naming_keywords
+from dispatch.checks import check_count, check_seconds, is_count, naming_keywords
 from single_controller import WorkerFuture
 from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
-from workers.data.collate import collate
+from workers.data.collate import collate, with_versions
 from workers.data.rollout_data import unique_groups
 from workers.rollout.agents.environment import COUNTED, session_metrics
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams, as_integer
@@ -35,15 +35,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEPT_SESSIONS = 100_000
+"""Of how many sessions that have ended something is known at most, until `RolloutManager.reward_metrics`."""
+
+
+class GroupData(NamedTuple):
+    """All samples of one prompt.
+
+    Attributes:
+        prompt: token ids.
+        completions: one per sample; each with the versions of its tokens.
+        rewards: one per sample; None if there is no reward function, or if the group is not complete.
+        greedy: whether the last sample is the greedy one, which is no row but gives the others' baseline.
+    """
+
+    prompt: list[int]
+    completions: list[Completion]
+    rewards: list[float] | None = None
+    greedy: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number of samples that are rows."""
+        return len(self.completions) - self.greedy
+
 
 @dataclass(frozen=True)
 class _Sent:
-    """A rollout that was sent to the workers. Its samples have no completion yet; the greedy ones are at the end.
-    ``calls`` generate them."""
+    """A rollout that was sent to the workers. Its samples have no completion yet; with ``greedy``, the greedy ones are
+    at the end. ``calls`` generate them."""
 
     samples: list[Sample]
-    prompts: int
-    each: int
+    prompts: list[list[int]]
+    greedy: bool
     extras: dict[str, Sequence[Any]]
     expected_version: int | None
     calls: list[WorkerFuture]
@@ -132,7 +156,7 @@ class RolloutManager:
                 timeout=reward_timeout,
                 on_timeout=on_reward_timeout,
             )
-        self.samples_per_prompt = _positive(samples_per_prompt)
+        self.samples_per_prompt = check_count("samples_per_prompt", samples_per_prompt)
         self.seed = seed
         if greedy_baselines and reward_function is None:
             raise ValueError("RolloutManager: greedy_baselines=True needs a reward function")
@@ -145,7 +169,7 @@ class RolloutManager:
         self.weight_version: int | None = None
         self.refresh: Callable[[], Any] | None = None
         self.stream: Any = None  # the `RolloutStream`, while there is one
-        self.sessions: deque[Mapping[str, Any]] = deque(maxlen=100_000)
+        self.sessions: deque[Mapping[str, Any]] = deque(maxlen=KEPT_SESSIONS)
         """What is known of sessions that have ended, until `reward_metrics`. Appended to by any thread."""
         self.row_notes = RowNotes()
         """What is known of the rows of the latest batches, for a `RunLog`."""
@@ -290,7 +314,8 @@ class RolloutManager:
             self.rewards.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"refresh": None, "stream": None, "row_notes": RowNotes()}  # of this process
+        anew = {"row_notes": RowNotes(), "sessions": deque[Mapping[str, Any]](maxlen=KEPT_SESSIONS)}
+        return vars(self) | {"refresh": None, "stream": None} | anew  # of this process
 
     # --- the inside -------------------------------------------------------------------------------------
 
@@ -323,27 +348,27 @@ class RolloutManager:
             raise TypeError(f"rollout_id={rollout_id!r:.80}; pass the number of the rollout, an integer")
         if extras is not None and not isinstance(extras, Mapping):
             raise TypeError(f"extras is {extras!r:.80}; pass a dict with one value per prompt: {{'label': labels}}")
-        each = self.samples_per_prompt if samples_per_prompt is None else _positive(samples_per_prompt)
+        each = check_count(
+            "samples_per_prompt", self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
+        )
         given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
         samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
         generate = self.group.generate
         if self.timeout is not None:
             generate = generate.options(timeout=self.timeout)
-        columns = self.for_engine(given) if self.engine_extras else {}
+        columns = self.for_engine(given)
         if self.rewards is not None:
             self.rewards.check_columns(given)
 
         def send(some: list[Sample], how: SamplingParams) -> WorkerFuture:
-            for_engine: dict[str, Any] = {}
-            if self.engine_extras:
-                for_engine["extras"] = {name: [of[one.prompt] for one in some] for name, of in columns.items()}
+            extras = {name: [of[one.prompt] for one in some] for name, of in columns.items()}
             future: WorkerFuture = generate.remote(
                 [one.prompt_ids for one in some],
                 how,
                 [mixed_seed(self.seed, rollout_id, one.prompt, one.sample) for one in some],
                 self.weight_version,
-                **for_engine,
+                **({"extras": extras} if extras else {}),
             )
             return future
 
@@ -354,12 +379,12 @@ class RolloutManager:
             calls.append(send(greedy, how.greedy()))
             samples = [*samples, *greedy]
         # The version as of now: until the completions arrive, an update that is sent later may change it.
-        return _Sent(samples, len(ids), each, given, self.weight_version, calls)
+        return _Sent(samples, ids, self.greedy_baselines, given, self.weight_version, calls)
 
     def _finish(self, sent: _Sent) -> TensorDict:
         generated: list[Generated] = [*chain(*(call.result() for call in sent.calls))]
         _raise_refused(generated, sent.samples)
-        completions, versions = _checked(generated, sent.expected_version)
+        completions = _checked(generated, sent.expected_version)
         self.note_sessions(completions)
         check_sessions(completions)
         samples = [
@@ -367,25 +392,43 @@ class RolloutManager:
             for one, completion in zip(sent.samples, completions, strict=True)
         ]
         rewards = None if self.rewards is None else self.rewards.compute(samples, sent.extras)
-        first_group = unique_groups()
-        rows = samples
+        of_prompt: list[list[int]] = [[] for _ in sent.prompts]
+        for number, one in enumerate(samples):
+            of_prompt[one.prompt].append(number)
+        groups = [
+            GroupData(prompt, [completions[k] for k in of], rewards and [rewards[k] for k in of], sent.greedy)
+            for prompt, of in zip(sent.prompts, of_prompt, strict=True)
+        ]
+        columns = [{name: values[prompt] for name, values in sent.extras.items()} for prompt in range(len(groups))]
+        return self.batch_of(range(len(groups)), groups, columns)
+
+    def batch_of(
+        self, numbers: Sequence[int], groups: Sequence[GroupData], columns: Sequence[Mapping[str, Any]]
+    ) -> TensorDict:
+        """Return the rows of groups.
+
+        Args:
+            numbers: of the groups, which `group_numbers` of the rows' ``group_ids`` are.
+            groups: complete ones.
+            columns: what the prompt of each had besides its tokens.
+        """
+        of_row = [place for place, group in enumerate(groups) for _ in range(group.rows)]
+        completions = [one for group in groups for one in group.completions[: group.rows]]
+        rewards = [reward for group in groups for reward in (group.rewards or ())[: group.rows]]
         baselines: list[float] | None = None
-        if self.greedy_baselines and rewards is not None:
-            rows = [one for one in samples if one.sample < sent.each]
-            baselines = [rewards[len(rows) + one.prompt] for one in rows]
-            of = [one.prompt for one in rows]
-            completions = with_baselines(completions[: len(rows)], completions[len(rows) :], of)
+        if self.greedy_baselines:
+            completions = _with_baselines(completions, [group.completions[-1] for group in groups], of_row)
+            baselines = [group.rewards[-1] for group in groups if group.rewards for _ in range(group.rows)]
+        first_group = unique_groups()
         batch = collate(
-            [one.prompt_ids for one in rows],
+            [groups[place].prompt for place in of_row],
             completions,
-            group_ids=[first_group + one.prompt for one in rows],
-            weight_versions=versions[: len(rows)],
-            rewards=None if rewards is None else rewards[: len(rows)],
+            group_ids=[first_group + numbers[place] for place in of_row],
+            rewards=None if self.rewards is None else rewards,
             reward_baselines=baselines,
             pad_token_id=self.pad_token_id,
         )
-        columns = [{name: values[prompt] for name, values in sent.extras.items()} for prompt in range(sent.prompts)]
-        self.row_notes.put(batch, completions[: len(rows)], [columns[one.prompt] for one in rows])
+        self.row_notes.put(batch, completions, [columns[place] for place in of_row])
         return batch
 
 
@@ -420,7 +463,7 @@ def check_sessions(completions: Sequence[Completion]) -> None:
         )
 
 
-def with_baselines(
+def _with_baselines(
     completions: Sequence[Completion], greedy: Sequence[Completion], which: Sequence[int]
 ) -> list[Completion]:
     """Return completions as they are trained: not at all if the session of their greedy baseline has failed, as if they
@@ -440,22 +483,21 @@ def with_baselines(
     ]
 
 
-def _checked(generated: Sequence[Generated], expected: int | None) -> tuple[list[Completion], list[int]]:
-    """Return the completions and their weight versions.
+def _checked(generated: Sequence[Generated], expected: int | None) -> list[Completion]:
+    """Return the completions, with the weight versions of their tokens.
 
     Raises:
         WeightVersionError: a rank generated nothing, or with another version.
     """
-    completions, versions = [], []
+    completions = []
     wrong: dict[int, int | None] = {}
     for completion, version, rank, _ in generated:
         if completion is None or version is None or expected not in (None, version):
             wrong[rank] = version
         else:
-            completions.append(completion)
-            versions.append(version)
+            completions.append(with_versions(completion, version))
     if not wrong:
-        return completions, versions
+        return completions
     found = ", ".join(
         f"rank {rank} has {'none' if version is None else f'version {version}'}"
         for rank, version in sorted(wrong.items())
@@ -500,9 +542,3 @@ def checked_values(name: str, values: Any, prompts: int) -> Sequence[Any]:
 def check_sampling_params(given: Any) -> None:
     if given is not None and not isinstance(given, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams or None, got {given!r:.80}")
-
-
-def _positive(number: int) -> int:
-    if not isinstance(number, int) or number < 1:
-        raise ValueError(f"samples_per_prompt={number!r}: expected an integer of at least 1")
-    return number

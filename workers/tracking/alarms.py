@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice, pairwise
+from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -185,7 +185,7 @@ class Alarms:
     def _difference(self, differences: list[float]) -> Iterator[Alarm]:
         if len(differences) <= WINDOW:
             return
-        usual = median(islice(differences, max(0, len(differences) - 51), len(differences) - 1))
+        usual = median(differences[-51:-1])
         self._jumped = self._jumped + 1 if differences[-1] > max(5 * usual, 0.02) else 0
         if self._jumped >= 2:
             yield Alarm(

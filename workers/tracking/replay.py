@@ -12,9 +12,9 @@ rank has the same numbers, bit for bit. With more ranks, sums are taken in anoth
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ import numpy as np
 
 from dispatch import jagged
 from dispatch.batch import share_rows
+from dispatch.tables import aligned
 from single_controller import ClassWithInitArgs, LocalWorkerGroup, SingleControllerError
 from single_controller.local.debugger import set_trace
 from single_controller.view.run_files import METRICS, read_lines, read_run, sample_files, sample_steps
@@ -83,18 +84,15 @@ class Replayed:
     def __str__(self) -> str:
         rows = [("metric", "recorded", "replayed")]
         rows += [(name, repr(value), repr(self.metrics[name])) for name, value in self.recorded.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         how = "bit for bit" if self.exact else f"within {TOLERANCE:g}"
         different = self.different
         said = f"{', '.join(different)} differ" if different else f"all {len(self.recorded)} metrics are equal {how}"
-        return "\n".join([*lines, f"step {self.step}, from step {self.begun} on: {said}"])
+        return "\n".join([*aligned(rows), f"step {self.step}, from step {self.begun} on: {said}"])
 
 
 def _same(left: float, right: float, tolerance: float) -> bool:
-    if math.isnan(left) or math.isnan(right):
-        return math.isnan(left) and math.isnan(right)
-    return left == right or abs(left - right) <= tolerance * max(abs(left), abs(right), tolerance)
+    both_nan = math.isnan(left) and math.isnan(right)
+    return both_nan or math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance**2)
 
 
 def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | None = None) -> Replayed:
@@ -157,12 +155,9 @@ def _args(run: Mapping[str, Any]) -> Any:
 
 def _class(path: str) -> type[Any]:
     """Import the class of the run's train workers."""
-    module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ReplayError(
             f"the run's train workers are of the class {path}, which cannot be imported here: {error}. Run the replay "
             "from the script's folder, and define the class in a module of its own"

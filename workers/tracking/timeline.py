@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from heapq import nlargest
 from typing import Any
 
 from single_controller.call.stats import CallRecord
@@ -30,24 +31,23 @@ class CallLines:
     def __init__(self, group: Any, first: int = 0) -> None:
         self._group = group
         self.count = first
-        self._written: set[tuple[float, str]] = set()
-        self._numbers: dict[tuple[float, str], int] = {}
+        self._last: CallRecord | None = None
+        self._running: list[tuple[int, CallRecord]] = []  # the group keeps the latest calls alone
 
     def new(self) -> list[dict[str, Any]]:
         """Return the lines of the calls that have ended since the last call."""
         calls = list(self._group.stats().calls)
-        known = {(call.begun, call.method) for call in calls}
-        self._written &= known
-        self._numbers = {key: number for key, number in self._numbers.items() if key in known}
+        known = next((number for number, call in enumerate(calls, 1) if call is self._last), 0)
+        candidates = [*self._running, *enumerate(calls[known:], self.count)]
+        self.count += len(calls) - known
+        self._last = calls[-1] if calls else self._last
+        self._running = []
         lines: list[dict[str, Any]] = []
-        for call in calls:
-            key = call.begun, call.method
-            if key not in self._numbers:
-                self._numbers[key], self.count = self.count, self.count + 1
-            if call.settled and key not in self._written:
-                self._written.add(key)
-                if call.failed or call.settled - call.begun >= SHORT_SECONDS:
-                    lines += call_lines(self._group.name, self._numbers[key], call)
+        for number, call in candidates:
+            if not call.settled:
+                self._running.append((number, call))
+            elif call.failed or call.settled - call.begun >= SHORT_SECONDS:
+                lines += call_lines(self._group.name, number, call)
         return lines
 
 
@@ -65,12 +65,9 @@ def call_lines(group: str, number: int, call: CallRecord) -> Iterator[dict[str, 
     yield whole | ({"failed": call.failed} if call.failed else {})
     if call.settled - call.begun < LONG_SECONDS:
         return
-    ranks = [(rank, part) for rank, part in call.ranks.items() if part.clock is not None]
-    ranks.sort(key=lambda one: one[1].clock.began - one[1].clock.ended if one[1].clock else 0.0)  # longest first
-    for rank, part in sorted(ranks[:MOST_RANKS], key=lambda one: one[0]):
-        if part.clock is None:
-            continue
-        received, began, ended, _ = part.clock
+    ranks = [(rank, part, part.clock) for rank, part in call.ranks.items() if part.clock is not None]
+    longest = nlargest(MOST_RANKS, ranks, key=lambda one: one[2].ended - one[2].began)
+    for rank, part, (received, began, ended, _) in sorted(longest, key=lambda one: one[0]):
         waits = {"queue": received - call.dispatched, "open": began - received, "return": part.arrived - ended}
         line = {"group": group, "rank": rank, "method": call.method, "call": number, "sent": call.begun}
         yield line | {

@@ -123,26 +123,21 @@ def check_together(args: Any) -> None:
     _check_exports(args)
     _check_lora(args)
     _check_exact(args)
-    if args.sequence_packing and (args.exact or args.train_backend != "fsdp"):
-        raise TrainArgsError(
-            "args.sequence_packing=True does not go with exact=True: its attention needs rows of their own"
-            if args.exact
-            else "args.sequence_packing=True needs train_backend='fsdp': megatron packs with Transformer Engine only"
-        )
+    for name, off, why in (
+        ("sequence_packing", (None, False), "megatron packs with Transformer Engine only"),
+        ("sequence_parallel_size", (1,), "megatron's own context parallelism needs Transformer Engine"),
+    ):
+        if args[name] not in off and args.exact:
+            raise TrainArgsError(
+                f"args.{name}={args[name]} does not go with exact=True: its attention needs rows of their own"
+            )
+        if args[name] not in off and args.train_backend != "fsdp":
+            raise TrainArgsError(f"args.{name}={args[name]} needs train_backend='fsdp': {why}")
     cost = args.sequence_cost
     if cost is not None and not (len(cost) == 2 and all(0 <= one < math.inf for one in cost) and any(cost)):
         raise TrainArgsError(
             f"args.sequence_cost={list(cost)}: expected two numbers, a and b of the cost a L + b L^2 of a row of L "
             "tokens, at least 0 and not both 0"
-        )
-    if args.sequence_parallel_size > 1 and (args.exact or args.train_backend != "fsdp"):
-        raise TrainArgsError(
-            f"args.sequence_parallel_size={args.sequence_parallel_size} "
-            + (
-                "does not go with exact=True: its attention needs rows of their own"
-                if args.exact
-                else "needs train_backend='fsdp': megatron's own context parallelism needs Transformer Engine"
-            )
         )
     if (args.profile_step_start is None) != (args.profile_step_end is None):
         raise TrainArgsError("set both args.profile_step_start and args.profile_step_end, or neither")
@@ -484,18 +479,16 @@ def check_effects(given: Collection[str], args: Any) -> None:
             "gae_lambda_value, which replaces it for the critic",
             stacklevel=3,
         )
-    if args.rollout_data is None and args.eval_data is None and (idle := [key for key in _DATA if key in given]):
-        verb = "has" if len(idle) == 1 else "have"
-        warnings.warn(f"args: {', '.join(idle)} {verb} no effect without rollout_data or eval_data", stacklevel=3)
-    if not (args.async_rollout or args.dynamic_sampling) and (idle := [key for key in _STREAM if key in given]):
-        verb = "has" if len(idle) == 1 else "have"
-        warnings.warn(
-            f"args: {', '.join(idle)} {verb} no effect without async_rollout or dynamic_sampling", stacklevel=3
-        )
-    for name, is_off, keys in _FEATURES:
-        if is_off(args[name]) and (idle := [key for key in keys if key in given]):
+    off: list[tuple[str, tuple[str, ...]]] = []
+    if args.rollout_data is None and args.eval_data is None:
+        off.append(("without rollout_data or eval_data", _DATA))
+    if not (args.async_rollout or args.dynamic_sampling):
+        off.append(("without async_rollout or dynamic_sampling", _STREAM))
+    off += [(f"with {name}={args[name]!r}", keys) for name, is_off, keys in _FEATURES if is_off(args[name])]
+    for why, keys in off:
+        if idle := [key for key in keys if key in given]:
             verb = "has" if len(idle) == 1 else "have"
-            warnings.warn(f"args: {', '.join(idle)} {verb} no effect with {name}={args[name]!r}", stacklevel=3)
+            warnings.warn(f"args: {', '.join(idle)} {verb} no effect {why}", stacklevel=3)
 
 
 _DATA = (

@@ -74,13 +74,23 @@ def _unfinished(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.unfinished")
 
 
+def _note_of(load: Path, step: int) -> Path:
+    """The note of the newest checkpoint of a step; a `ValueError` if there is none."""
+    names = folder_of(step), folder_of(step, again=True)
+    if notes := [note for name in names if (note := load / name / POSITION).exists()]:
+        # Two, if the older one could not be deleted.
+        return max(notes, key=lambda note: note.stat().st_mtime)
+    existing = ", ".join(sorted(note.parent.name for note in load.glob(f"*/{POSITION}"))) or "none"
+    raise ValueError(f"there is no complete checkpoint of ckpt_step={step}; found: {existing}")
+
+
 def complete_checkpoints(folder: str | None) -> dict[int, Path]:
     """Return the complete checkpoints of a folder: the last rollout that each was trained on -> its own folder."""
     if folder is None:
         return {}
     by_age = sorted(Path(folder).glob(f"*/{POSITION}"), key=lambda note: note.stat().st_mtime)  # the newest counts
-    notes = [(note.parent, json.loads(note.read_text())) for note in by_age]
-    return {about["rollout_id"]: path for path, about in notes if _FOLDER.fullmatch(path.name)}
+    notes = [note for note in by_age if _FOLDER.fullmatch(note.parent.name)]
+    return {json.loads(note.read_text())["rollout_id"]: note.parent for note in notes}
 
 
 def noted(folder: str | Path | None) -> str | None:
@@ -156,14 +166,16 @@ class RolloutCheckpoints:
         Raises:
             CheckpointError: the JSON file cannot be read, or there is no checkpoint of that step.
         """
-        note: list[Any] = [None]
+        found: list[Position | str | None] = [None]
         if self._load is not None and not self._rank:
             try:
-                note = [self._read(self._load)]
+                found = [self._read(self._load)]
             except (OSError, ValueError) as error:
-                note = [str(error)]
-        dist.broadcast_object_list(note, src=0)
-        if note[0] is None or self._load is None:
+                found = [str(error)]
+            except (KeyError, TypeError) as error:
+                found = [f"its note of the position is damaged: {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(found, src=0)
+        if found[0] is None:
             if self._load is not None and not self._rank:
                 logger.warning("load=%s has no complete checkpoint; the run starts with rollout 0", self._load)
             elif self._save is not None and not self._rank and (self._save / LATEST).exists():
@@ -175,9 +187,11 @@ class RolloutCheckpoints:
                     "" if self._keep is None else " or deletes",
                 )
             return None
-        if isinstance(note[0], str):
-            raise CheckpointError(f"cannot determine which checkpoint to load from load={str(self._load)!r}: {note[0]}")
-        self._found = Position(**{**note[0], "folder": self._load / note[0]["folder"]})
+        if isinstance(found[0], str):
+            raise CheckpointError(
+                f"cannot determine which checkpoint to load from load={str(self._load)!r}: {found[0]}"
+            )
+        self._found = found[0]
         return self._found
 
     def driver_state(self) -> bytes | None:
@@ -193,15 +207,12 @@ class RolloutCheckpoints:
         except OSError as error:
             raise CheckpointError(f"the state of the driver cannot be read: {error}") from error
 
-    def _read(self, load: Path) -> Any:
-        if self._step is None:
-            return json.loads((load / LATEST).read_text()) if (load / LATEST).exists() else None
-        names = folder_of(self._step), folder_of(self._step, again=True)
-        if notes := [note for name in names if (note := load / name / POSITION).exists()]:
-            # Two, if the older one could not be deleted.
-            return json.loads(max(notes, key=lambda note: note.stat().st_mtime).read_text())
-        existing = ", ".join(sorted(note.parent.name for note in load.glob(f"*/{POSITION}"))) or "none"
-        raise ValueError(f"there is no complete checkpoint of ckpt_step={self._step}; found: {existing}")
+    def _read(self, load: Path) -> Position | None:
+        note = load / LATEST if self._step is None else _note_of(load, self._step)
+        if not note.exists():
+            return None
+        about = json.loads(note.read_text())
+        return Position(**{**about, "folder": load / about["folder"]})
 
     def save(
         self,
@@ -322,23 +333,22 @@ class RolloutCheckpoints:
     def _to_delete(self, save: Path, others: set[Path], keep: int) -> list[Path]:
         """Return the folders to delete, besides ``others``: complete ones that are not kept, and what interrupted saves
         have left. The latest checkpoint is one of ``others``."""
-        complete: list[tuple[float, Path]] = []
+        complete: list[tuple[float, Path, int]] = []
         delete = []
         for folder in save.iterdir():
             name = _FOLDER.fullmatch(folder.name)
             if folder in others or name is None or name[3]:
                 continue
             if (folder / POSITION).exists():
-                complete.append(((folder / POSITION).stat().st_mtime, folder))
+                complete.append(((folder / POSITION).stat().st_mtime, folder, int(name[1])))
             elif _unfinished(folder).exists():
                 delete.append(folder)
         # By age, not by number: a run that continued from an earlier checkpoint counts from there again.
-        older = [folder for _, folder in sorted(complete)][: max(len(complete) - keep + 1, 0)]
-        return delete + [folder for folder in older if not self._is_kept_for_good(folder)]
+        older = sorted(complete)[: max(len(complete) - keep + 1, 0)]
+        return delete + [folder for _, folder, step in older if not self._is_kept_for_good(step)]
 
-    def _is_kept_for_good(self, folder: Path) -> bool:
-        step = _FOLDER.fullmatch(folder.name)
-        return self._keep_every is not None and step is not None and (int(step[1]) + 1) % self._keep_every == 0
+    def _is_kept_for_good(self, step: int) -> bool:
+        return self._keep_every is not None and (step + 1) % self._keep_every == 0
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Weight sync: bring a train group's weights to rollout workers.
 
-`WeightSender` is the train side, `WeightReceiver` the rollout side, and `protocol` is what they agree on. Each
+`WeightSender` is the train side, `WeightReceiver` the rollout side, and `sync_protocol` is what they agree on. Each
 transport is one file with both halves: a `Transport` that sends, and the `Message` that it has the receivers handle.
 """
 

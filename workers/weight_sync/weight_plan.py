@@ -176,12 +176,9 @@ def _ranges(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[str, 
     for names in itertools.zip_longest(*queues.values()):
         for name in names:
             if name is not None:
-                yield from _cut(name, held[name], bucket_bytes)
-
-
-def _cut(name: str, one: Held, bucket_bytes: int) -> Iterator[tuple[str, Box, int]]:
-    for box in _divided(whole(one.shape), one.itemsize, bucket_bytes):
-        yield name, box, volume(box) * one.itemsize
+                shape, itemsize, _ = held[name]
+                for box in _divided(whole(shape), itemsize, bucket_bytes):
+                    yield name, box, volume(box) * itemsize
 
 
 def _divided(box: Box, itemsize: int, bucket_bytes: int, dim: int = 0) -> Iterator[Box]:

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -220,15 +220,8 @@ class WeightReceiver(Worker):
             proved = None if verify is None else self._prove(update, every=verify == "full")
             # First: a completion that ends right after the update needs it.
             self._remember(update.version, fingerprint)
-            try:
+            with self._engine_does(update, "finish the update to"):
                 self.engine.finish_update(update.version)
-            except Exception as error:
-                self.fail_update(
-                    key,
-                    f"rollout rank {self.rank}: {type(self.engine).__name__} could not finish the update to version "
-                    f"{update.version}: {type(error).__name__}: {error}",
-                    error,
-                )
             self._version, self._update = update.version, None
             self._base = key if update.buffered else None
         for channel in self.channels.values():
@@ -279,31 +272,25 @@ class WeightReceiver(Worker):
 
     def _load(self, update: _Progress, tensors: Iterable[Pair], load: Callable[[list[Pair]], None]) -> None:
         """Pass complete tensors to the engine, in buckets."""
-        bucket: list[Pair] = []
-        try:
-            for bucket in iter_buckets(tensors, BUCKET_BYTES):
+        for bucket in iter_buckets(tensors, BUCKET_BYTES):
+            with self._engine_does(update, "load weights of", f" ({some(name for name, _ in bucket)})"):
                 load(bucket)
+
+    @contextlib.contextmanager
+    def _engine_does(self, update: _Progress, what: str, which: str = "", hint: str = "") -> Iterator[None]:
+        """Inside, the engine is called. If it raises, the update fails."""
+        try:
+            yield
         except Exception as error:
-            self.fail_update(
-                update.key,
-                f"rollout rank {self.rank}: {type(self.engine).__name__} could not load weights of version "
-                f"{update.version} ({some(name for name, _ in bucket)}): {type(error).__name__}: {error}",
-                error,
-            )
+            why = f"could not {what} version {update.version}{which}: {type(error).__name__}: {error}{hint}"
+            self.fail_update(update.key, f"rollout rank {self.rank}: {type(self.engine).__name__} {why}", error)
 
     def _prove(self, update: _Progress, *, every: bool) -> str:
         """Compare what the engine holds with what was sent."""
         if self.engine.weight_dtypes() is None:
             return "received"  # compared when they arrived
-        try:
+        with self._engine_does(update, "read back weights of", hint=". verify='none' updates without proof"):
             differing = self._arrivals.differing(self.engine.read_weights, every=every)
-        except Exception as error:
-            self.fail_update(
-                update.key,
-                f"rollout rank {self.rank}: {type(self.engine).__name__} could not read back weights of version "
-                f"{update.version}: {type(error).__name__}: {error}. verify='none' updates without proof",
-                error,
-            )
         if differing:
             self.fail_update(
                 update.key,

@@ -238,23 +238,16 @@ class WeightSender:
     # --- begin ------------------------------------------------------------------------------------------
 
     def _begin(self, update: Update, weights: Iterable[Shard | tuple[str, torch.Tensor]]) -> None:
-        error: WeightSyncError | None = None
-        about: Any = None
-        own: list[ReceiverInfo] = []
-        shards: list[Shard] = []
-        try:
+        with update.attempt(f"train rank {update.rank} could not begin to send version {update.version}"):
             shards = [one if isinstance(one, Shard) else Shard.whole(*one) for one in weights]
             layout = layout_of(shards)
             layout_id = hashlib.sha256(pickle.dumps(layout)).hexdigest()
             base = self._packer.base
             # Rank 0 keeps the layouts, so that they travel only when they change.
             self._receivers.look_up(update.budget)
-            if self._receivers.neighbour is not None:
-                own = self._begin_receivers(update)
+            own = [] if self._receivers.neighbour is None else self._begin_receivers(update)
             about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
             self._layout_id = layout_id
-        except Exception as failed:
-            error = sync_error(f"train rank {update.rank} could not begin to send version {update.version}", failed)
 
         def begin(values: list[Any]) -> Any:
             infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
@@ -281,16 +274,14 @@ class WeightSender:
             plan = None if rounds is None else (update.tensors, rounds)
             return infos, classes, plan_id, plan, self._transport.prepare(update)
 
-        infos, classes, self._plan_id, plan, shared = update.agree("begin", about, error, begin)
+        infos, classes, self._plan_id, plan, shared = update.agree("begin", about, begin)
         self._plan = self._plan if plan is None else plan
         update.infos, update.classes, update.shared = infos, classes, shared
         update.tensors, update.rounds = self._plan
-        try:
+        with update.attempt():
             self._packer.begin(ExpertNames(infos[0].shapes).shards(shards))
             self._transport.begin(update)
-        except Exception as failed:
-            error = update.error(failed)
-        update.agree("begun", error=error)
+        update.agree("begun")
 
     def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
         update.begun = True
@@ -305,11 +296,10 @@ class WeightSender:
         """Send this rank's pieces of all rounds. Returns their bytes, and the fingerprint of all ranks' weights."""
         nbytes = 0
         digests: list[tuple[str, tuple[int, ...], int]] = []
-        error: WeightSyncError | None = None
         for number, pieces in enumerate(update.rounds):
             payloads: dict[int, Payload] = {}
             headers: dict[int, Header] = {}
-            try:
+            with update.attempt():
                 for index, receivers in enumerate(update.classes):
                     if (update.rank, index) in pieces:
                         made = pieces[update.rank, index]
@@ -317,9 +307,7 @@ class WeightSender:
                         headers[index] = payloads[index].header()
                 self._packer.next_round()
                 update.budget.left()
-            except Exception as failed:
-                error = update.error(failed)
-            gathered = update.agree(f"round {number}", headers, error, list)
+            gathered = update.agree(f"round {number}", headers, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
                 for expert, one in enumerate(piece.digests or ()):
@@ -327,30 +315,22 @@ class WeightSender:
                     if expert:
                         begin[0] += expert
                     digests.append((piece.name, tuple(begin), one))
-            try:
+            with update.attempt():  # others may be waiting for what this rank did not send
                 self._transport.transfer(update, number, payloads, gathered)
-            except Exception as failed:
-                error = update.error(failed)
-                update.agree("transfer", error=error)  # now: others may be waiting for what this rank did not send
-        try:
+        with update.attempt():
             self._transport.flush(update)
-        except Exception as failed:
-            error = update.error(failed)
-        fingerprint = update.agree("sent", digests, error, lambda of_ranks: combine(itertools.chain(*of_ranks)))
+        fingerprint = update.agree("sent", digests, lambda of_ranks: combine(itertools.chain(*of_ranks)))
         return nbytes, None if update.verify is None else fingerprint
 
     def _finish(self, update: Update, fingerprint: int | None) -> list[Finished]:
         """Have the receivers take the version. Returns what they say."""
         said: list[Finished] = []
-        error: WeightSyncError | None = None
         # Each rank's own receiver, or rank 0 for all.
         if not update.rank or self._receivers.neighbour is not None:
-            try:
+            with update.attempt():
                 self._transport.finish(update)
                 said = call_all(update, "finish_weights", update.key, update.verify, fingerprint)
-            except Exception as failed:
-                error = update.error(failed)
-        of_ranks: list[list[Finished]] = update.agree("finish", said, error, list)
+        of_ranks: list[list[Finished]] = update.agree("finish", said, list)
         return [one for finished in of_ranks for one in finished]
 
     def _abandon(self, update: Update, failed: BaseException) -> None:
@@ -398,23 +378,19 @@ def merge_layouts(layouts: Sequence[Layout]) -> tuple[dict[str, Held], dict[str,
     Raises:
         WeightSyncError: the shape or dtype of a tensor is another one on another rank.
     """
-    held: dict[str, Held] = {}
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     boxes: dict[str, dict[Box, list[int]]] = {}
     for rank, layout in enumerate(layouts):
         for name, (shape, dtype, own) in layout.items():
-            if name not in held:
-                boxes[name], tensors[name] = {}, (shape, dtype)
-                held[name] = Held(shape, dtype.itemsize, boxes[name])
-            if tensors[name] != (shape, dtype):
+            known = tensors.setdefault(name, (shape, dtype))
+            if known != (shape, dtype):
                 raise WeightSyncError(
-                    f"train rank {rank} has {name!r} with shape and dtype {(shape, dtype)}, and another rank "
-                    f"{tensors[name]}"
+                    f"train rank {rank} has {name!r} with shape and dtype {(shape, dtype)}, and another rank {known}"
                 )
-            for box in own:
-                if volume(box):
-                    boxes[name].setdefault(box, []).append(rank)
-    return held, tensors
+            of_name = boxes.setdefault(name, {})
+            for box in filter(volume, own):
+                of_name.setdefault(box, []).append(rank)
+    return {name: Held(shape, dtype.itemsize, boxes[name]) for name, (shape, dtype) in tensors.items()}, tensors
 
 
 def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverClass]:

@@ -17,6 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,8 +31,6 @@ from workers.rollout.engines.rollout_engine import Completion, EngineLoad, Pause
 from workers.rollout.rollout_errors import RolloutError
 
 if TYPE_CHECKING:
-    import torch
-
     from workers.rollout.agents.rendering import Renderer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ LAG_SECONDS = 1.0
 
 
 def _inner(name: str) -> Any:
-    """A property that is the inner engine's."""
+    """An attribute or a method that is the inner engine's."""
     return property(lambda self: getattr(self.engine, name))
 
 
@@ -209,13 +208,11 @@ class AgentEngine(RolloutEngine):
             sampling_params,
             int(seed),
             extras or {},
-            submit=self.engine.submit,
-            abort=self.engine.abort,
+            engine=self.engine,
             unavailable=lambda: self._unavailable(request_id),
             environment=self._make,
             renderer=self.renderer,
             limits=self.limits,
-            positions=self.engine.max_positions,
             turn_discount=self.turn_discount,
             train_failed=self.train_failed,
             report=self._report,
@@ -337,7 +334,8 @@ class AgentEngine(RolloutEngine):
             loop = self._loop
         for session in sessions:
             if loop is not None:
-                _call_in(loop, session.abort)
+                with suppress(RuntimeError):  # the loop was closed meanwhile, and has ended its sessions
+                    loop.call_soon_threadsafe(session.abort)
         self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
 
     def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
@@ -370,9 +368,6 @@ class AgentEngine(RolloutEngine):
             waiting, self._waiting = self._waiting, []
             for session in waiting:
                 self._running_loop().call_soon_threadsafe(self._start, session)
-
-    def resume(self) -> None:
-        self.engine.resume()
 
     def load(self) -> EngineLoad:
         """See `RolloutEngine.load`. A session is running unless it waits for the engine."""
@@ -425,39 +420,18 @@ class AgentEngine(RolloutEngine):
     exact_digest = _inner("exact_digest")
     keeps_weights = _inner("keeps_weights")
     weights_id = _inner("weights_id")
-
-    def begin_update(self) -> None:
-        self.engine.begin_update()
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.engine.load_weights(weights)
-
-    def finish_update(self, version: int) -> None:
-        self.engine.finish_update(version)
-
-    def abandon_update(self) -> None:
-        self.engine.abandon_update()
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.engine.weight_shapes()
-
-    def weight_dtypes(self) -> dict[str, torch.dtype] | None:
-        return self.engine.weight_dtypes()
-
-    def weight_slices(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        return self.engine.weight_slices()
-
-    def read_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
-        return self.engine.read_weights(names)
-
-    def raw_weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return self.engine.raw_weights()
-
-    def read_raw(self, names: Sequence[str]) -> list[torch.Tensor]:
-        return self.engine.read_raw(names)
-
-    def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.engine.load_raw(weights)
+    resume = _inner("resume")
+    begin_update = _inner("begin_update")
+    load_weights = _inner("load_weights")
+    finish_update = _inner("finish_update")
+    abandon_update = _inner("abandon_update")
+    weight_shapes = _inner("weight_shapes")
+    weight_dtypes = _inner("weight_dtypes")
+    weight_slices = _inner("weight_slices")
+    read_weights = _inner("read_weights")
+    raw_weights = _inner("raw_weights")
+    read_raw = _inner("read_raw")
+    load_raw = _inner("load_raw")
 
     def sleep(self) -> None:
         self._asleep = True
@@ -480,10 +454,3 @@ def _check_environment(made: Any, by: Any, renderer: Renderer | None) -> None:
             raise TypeError(f"AgentEngine: {name} is a ToolEnvironment, which needs messages: pass a renderer")
     if wrong := [one for one in made.tools if not isinstance(one, Tool)]:
         raise TypeError(f"AgentEngine: {name}.tools has {wrong[0]!r:.80}; expected a Tool: Tool(function)")
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:  # the loop was closed meanwhile, and has ended its sessions
-        logger.debug("an event loop has ended before %r", function)

@@ -327,12 +327,13 @@ class ToolEnvironment(Environment):
             return f"Error: {error}", False
         try:
             result = await tool.call(arguments)
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
         except RolloutError:  # not the policy's fault
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # The policy's arguments may be the reason: it sees the error, as it would see the one of a real tool.
             return self._shortened(f"Error: {type(error).__name__}: {error}"), True
-        return self._shortened(result if isinstance(result, str) else json.dumps(result, default=str)), True
+        return self._shortened(text), True
 
     def _shortened(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # half of an emoji, which the policy has written, is no text

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from workers.extras import require
@@ -250,22 +251,14 @@ class TemplateRenderer:
 
     def __init__(self, inner: Any, tokenizer: Any) -> None:
         self._inner, self._tokenizer = inner, tokenizer
+        self.parse_response = inner.parse_response
+        self.get_stop_token_ids = inner.get_stop_token_ids
 
     def render(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> HasTokens:
         """See `Renderer.render`."""
         return Rendered(self._inner.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt))
-
-    def parse_response(
-        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
-    ) -> Any:
-        """See `Renderer.parse_response`."""
-        return self._inner.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
-
-    def get_stop_token_ids(self) -> list[int]:
-        """See `Renderer.get_stop_token_ids`."""
-        return list(self._inner.get_stop_token_ids())
 
     def bridge_to_next_turn(
         self,
@@ -348,7 +341,8 @@ class _Memoized:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[Any, Any] = {}
+        self._encode = lru_cache(REMEMBERED)(tokenizer.encode)
+        self._call = lru_cache(REMEMBERED)(lambda *given, **options: tokenizer(*given, **options))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._tokenizer,)
@@ -357,20 +351,14 @@ class _Memoized:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: Any, *args: Any, **options: Any) -> list[int]:
-        return list(self._remembered(self._tokenizer.encode, text, *args, **options))
+        return list((self._encode if _is_short(text) else self._tokenizer.encode)(text, *args, **options))
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
-        return self._remembered(self._tokenizer, text, *args, **options)
+        return (self._call if _is_short(text) else self._tokenizer)(text, *args, **options)
 
-    def _remembered(self, function: Callable[..., Any], text: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(text, str) or len(text) > SHORT:
-            return function(text, *args, **options)
-        key = (function is self._tokenizer, text, args, tuple(options.items()))
-        if key not in self._known:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            self._known[key] = function(text, *args, **options)
-        return self._known[key]
+
+def _is_short(text: Any) -> bool:
+    return isinstance(text, str) and len(text) <= SHORT
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def _returns(
 
 def _row(trajectory: Trajectory, path: Sequence[int], own: set[int], returns: Mapping[int, float] | None) -> Row:
     """Return the row of a path, in which the nodes ``own`` are trained."""
-    nodes = {number: trajectory.nodes[number] for number in path}
+    nodes = trajectory.nodes
     begin = next(at for at, number in enumerate(path) if nodes[number].sampled)
     behind = path[begin:]
     token_ids: list[int] = []

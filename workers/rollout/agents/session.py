@@ -26,6 +26,7 @@ from workers.rollout.agents.rendering import check_prompt, read_response, unread
 from workers.rollout.agents.rows import completion_of
 from workers.rollout.agents.tools import ToolCall
 from workers.rollout.agents.trajectory import Node, Trajectory
+from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, FinishReason, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.seeds import mixed_seed
@@ -121,13 +122,11 @@ class Session:
         sampling_params: of each turn.
         seed: of the session.
         row: for the environment.
-        submit: begins a turn at the engine, as `RolloutEngine.submit`.
-        abort: ends one, by its name.
+        engine: for the turns.
         unavailable: whether the engine has no weights at the moment, but may have them again.
         environment: makes the environment.
         renderer: None if observations are token ids.
         limits: see `SessionLimits`.
-        positions: how many tokens the engine has room for; None for no limit.
         turn_discount: of the rewards of turns, for `Completion.token_rewards`; None for one reward.
         train_failed: see `AgentEngine`.
         report: logs (name, what happened, error or None) of a session that failed.
@@ -148,13 +147,11 @@ class Session:
         seed: int,
         row: Mapping[str, Any],
         *,
-        submit: Callable[..., Future[Completion]],
-        abort: Callable[[Sequence[str]], None],
+        engine: RequestEngine,
         unavailable: Callable[[], bool],
         environment: Callable[[], Environment],
         renderer: Renderer | None,
         limits: SessionLimits,
-        positions: int | None,
         turn_discount: float | None,
         train_failed: bool,
         report: Callable[[str, str, BaseException | None], None],
@@ -164,10 +161,9 @@ class Session:
         self.saved: SessionState | None = None
         self.turn, self.aborting = "", False
         self._prompt, self._row, self._seed = list(prompt), Columns(row), seed
-        self._submit, self._abort, self._unavailable = submit, abort, unavailable
+        self._engine, self._unavailable = engine, unavailable
         self._make, self._renderer, self._limits = environment, renderer, limits
-        self._positions, self._turn_discount = positions, turn_discount
-        self._train_failed, self._report = train_failed, report
+        self._turn_discount, self._train_failed, self._report = turn_discount, train_failed, report
         if renderer is not None:
             stops = dict.fromkeys((*sampling_params.stop_token_ids, *renderer.get_stop_token_ids()))
             sampling_params = replace(sampling_params, stop_token_ids=tuple(stops))
@@ -175,14 +171,11 @@ class Session:
         self._environment: Environment | None = None
         self._aborted: asyncio.Future[None] | None = None
         self._began = time.monotonic()
-        self._begin(state)
+        self._begin(state or SessionState())
 
-    def _begin(self, state: SessionState | None) -> None:
-        again = state is not None and state.nodes and state.environment is None
-        if state is not None and again:
+    def _begin(self, state: SessionState) -> None:
+        if state.nodes and state.environment is None:
             state = SessionState(counts={"restarts": state.counts.get("restarts", 0) + 1})
-        self._continued = state is not None and bool(state.nodes)
-        state = state or SessionState()
         self._number, self._turns, self._invalid = state.number, state.turns, state.invalid
         self._rewards, self._info = dict(state.rewards), dict(state.info)
         self._counts = {"rerenders": 0, "restarts": 0, **state.counts}
@@ -285,9 +278,7 @@ class Session:
         if isinstance(environment, ProgramEnvironment):
             self._save()  # for the driver, which counts the sessions that begin again
             return await self._play_program(environment)
-        if self._continued:
-            if self._state_of_environment is None:
-                raise RolloutError(f"session {self.name}: a state without that of its environment")
+        if self._state_of_environment is not None:
             environment.load_state_dict(pickle.loads(self._state_of_environment))
         else:
             self._see(await self._call(environment.reset, self._row), "reset")
@@ -353,9 +344,9 @@ class Session:
         self.turn = name
         while True:
             try:
-                turn = asyncio.wrap_future(self._submit(prompt, how, name, seed=seed, partial=self._partial))
+                turn = asyncio.wrap_future(self._engine.submit(prompt, how, name, seed=seed, partial=self._partial))
                 if not await self._waited(turn, self._seconds_left()):
-                    self._abort([name])
+                    self._engine.abort([name])
                 completion = await turn
                 break
             except PromptError as error:  # an observation with tokens that the model does not have
@@ -428,9 +419,7 @@ class Session:
             return
         begin = self._row.get("messages")
         if not isinstance(begin, (list, tuple)):
-            if (
-                node.finish_reason == "length"
-            ):  # a renderer may not continue a turn that was cut off, whatever the model
+            if node.finish_reason == "length":  # a renderer may not continue what was cut off, whatever the model
                 raise _Ended("length")
             raise RolloutError(
                 "the renderer cannot show that the next prompt extends this one, and there are no messages to render "
@@ -466,8 +455,8 @@ class Session:
         left = []
         if self._limits.tokens is not None:
             left.append(self._limits.tokens - (length - len(self._prompt)))
-        if self._positions is not None:
-            left.append(self._positions - length)
+        if self._engine.max_positions is not None:
+            left.append(self._engine.max_positions - length)
         return min(left, default=None)
 
     # --- time, and states -----------------------------------------------------------------------------------------

@@ -153,8 +153,8 @@ async def call_plain(function: Callable[[], Any]) -> Any:
     any more do not count, so that tools that hang do not stop the others."""
     loop = asyncio.get_running_loop()
     if loop not in _places:
-        for closed in [one for one in _places if one.is_closed()]:
-            del _places[closed]
+        for closed in [one for one in list(_places) if one.is_closed()]:  # a copy: other loops run in other threads
+            _places.pop(closed, None)
         _places[loop] = asyncio.Semaphore(THREADS)
     async with _places[loop]:
         return await asyncio.wrap_future(in_thread("tool", function))

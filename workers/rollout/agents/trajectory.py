@@ -8,7 +8,7 @@ that the client has edited is a branch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from workers.rollout.engines.rollout_engine import Completion, FinishReason, RoutedExperts, SamplingMask
@@ -192,22 +192,18 @@ class Trajectory:
             The deepest node whose path stands for the first messages, the newest of several, and how many messages that
             is; ``(None, 0)`` if the conversation is new. A completion that was aborted is not continued.
         """
-        best: tuple[int | None, int] = (None, 0)
-        for node, count in self._matching(None, tuple(messages), 0):
-            if count > best[1] or (count == best[1] and best[0] is not None and node > best[0]):
-                best = (node, count)
-        return best
-
-    def _matching(self, node: int | None, messages: tuple[str, ...], begin: int) -> Iterator[tuple[int, int]]:
-        stack = [(child, begin) for child in self.children(node)]
+        deepest = (0, -1)  # how many messages, and the node
+        stack = [(child, 0) for child in self.children(None)]
         while stack:
-            here, at = stack.pop()
+            here, begin = stack.pop()
             of = self.nodes[here]
             if not of.messages:
                 continue  # a client has sent tokens: no conversation goes through them
-            end = at + len(of.messages)
-            given = messages[at:end]
+            end = begin + len(of.messages)
+            given = tuple(messages[begin:end])
             same = of.messages == given or (of.sampled and tuple(one.partition(".")[0] for one in of.messages) == given)
             if same and of.finish_reason != "abort":
-                yield here, end
+                deepest = max(deepest, (end, here))
                 stack += [(child, end) for child in self._children[here]]
+        count, node = deepest
+        return (node, count) if count else (None, 0)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dispatch.checks import check_count, check_seconds
 from workers.extras import require
 from workers.hf_files import checkpoint_shapes, config_of, meta_model, shapes_of
 from workers.rollout.engines.http_client import Server, ServerError, run
@@ -127,6 +128,7 @@ class HTTPEngine(RequestEngine):
     """
 
     positions_are = "the server's"
+    keeps_weights = True
 
     def __init__(
         self,
@@ -146,13 +148,9 @@ class HTTPEngine(RequestEngine):
         super().__init__()
         if dialect not in DIALECTS:
             raise ValueError(f"HTTPEngine: dialect={dialect!r}; expected one of {', '.join(map(repr, DIALECTS))}")
-        if max_running < 1 or not timeout > 0:
-            raise ValueError(
-                f"HTTPEngine: max_running={max_running!r} and timeout={timeout!r}; expected an integer of at least 1, "
-                "and a number of seconds"
-            )
-        if max_logprobs < 0:
-            raise ValueError(f"HTTPEngine: max_logprobs={max_logprobs!r}; expected an integer of at least 0")
+        check_count("HTTPEngine: max_running", max_running)
+        check_seconds("HTTPEngine: timeout", timeout)
+        check_count("HTTPEngine: max_logprobs", max_logprobs, 0)
         self.url = url
         self.max_running = max_running
         self._server = Server(url, api_key, timeout)
@@ -447,10 +445,6 @@ class HTTPEngine(RequestEngine):
                 logger.warning("could not resume the server at %s", self.url, exc_info=True)
 
     # --- weights --------------------------------------------------------------------------------------------------
-
-    @property
-    def keeps_weights(self) -> bool:
-        return True
 
     @property
     def weights_id(self) -> str | None:

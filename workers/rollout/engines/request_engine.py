@@ -322,7 +322,7 @@ class RequestEngine(RolloutEngine):
         """
         check_seeds(prompts, seeds)
         with self._changed:
-            self._check_ready("generate", bool(self._holds - {READING}))
+            self._check_ready("generate", waits=False)
         requests = [
             # A name that no caller of `submit` can have chosen.
             self._request(number, prompt, sampling_params, f"generate-{uuid.uuid4().hex}", seed)
@@ -362,9 +362,7 @@ class RequestEngine(RolloutEngine):
         """Raise what `submit` would raise now, for whoever submits later. With a ``number``, the index of the prompt in
         the call, what `generate` would raise."""
         with self._changed:
-            no_weights = self.weight_version is None and "update" not in self._holds
-            method = "submit" if number is None else "generate"
-            self._check_ready(method, no_weights if number is None else bool(self._holds - {READING}))
+            self._check_ready("submit" if number is None else "generate", waits=number is None)
         request = self._request(number, prompt, sampling_params, request_id, seed)
         if partial is not None:
             self._begin_with(request, partial)
@@ -431,7 +429,7 @@ class RequestEngine(RolloutEngine):
     def _submit(self, method: str, requests: list[Request]) -> None:
         done = [request for request in requests if request.finish_reason is not None]
         with self._changed:
-            self._check_ready(method, self.weight_version is None and "update" not in self._holds)
+            self._check_ready(method)
             for request in requests:
                 if request.id in self._requests:
                     raise ValueError(f"submit(): request_id {request.id!r} is in use; choose another one")
@@ -451,8 +449,9 @@ class RequestEngine(RolloutEngine):
         for request in done:  # `partial` was complete
             request.future.set_result(request.completion(request.finish_reason or "length"))
 
-    def _check_ready(self, method: str, held: bool) -> None:
-        """Raise if the engine cannot generate. The caller holds the lock."""
+    def _check_ready(self, method: str, *, waits: bool = True) -> None:
+        """Raise if the engine cannot generate. ``waits``: requests may wait for the end of a hold. The caller holds the
+        lock."""
         what = f"{type(self).__name__}.{method}(): the engine"
         if self._closed:
             raise RolloutError(f"{what} was closed")
@@ -460,7 +459,8 @@ class RequestEngine(RolloutEngine):
             raise RolloutError(f"{what} is asleep; call the worker's wake_up() or the manager's onload() first")
         if "abandoned" in self._holds:
             raise RolloutError(f"{what} has no complete weights: {self.lost_because}")
-        if held:
+        no_weights = self.weight_version is None and "update" not in self._holds
+        if no_weights if waits else self._holds - {READING}:
             why = "is paused; call resume() first" if "pause" in self._holds else "has no complete weights"
             raise RolloutError(f"{what} {why}")
 

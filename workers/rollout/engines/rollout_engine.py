@@ -384,6 +384,8 @@ class RolloutEngine(ABC):
         routed_experts: whether completions have `Completion.routed_experts`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
         journals: whether `progress` tells anything.
+        keeps_weights: whether the engine still has its weights after `sleep`. If not, the worker has no weight version
+            until the next update.
     """
 
     weight_version: int | None = 0
@@ -394,12 +396,7 @@ class RolloutEngine(ABC):
     routed_experts = False
     exact_digest: str | None = None
     journals = False
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the engine still has its weights after the last `sleep`. If not, the worker has no weight version
-        until the next update."""
-        return False
+    keeps_weights = False
 
     @abstractmethod
     def generate(

@@ -288,9 +288,7 @@ class VLLMEngine(RequestEngine):
                 the call was loaded.
             RolloutError: no update has begun, the engine sleeps, or vLLM failed.
         """
-        if "update" not in self._holds:
-            raise RolloutError("VLLMEngine.load_weights(): no update has begun; call begin_update() first")
-        self._check_awake("load_weights")
+        self._check_updating("load_weights")
         left = dict.fromkeys(self._shapes if self._parts is None else self._parts)
         pairs = []
         for name, tensor in weights:
@@ -399,12 +397,17 @@ class VLLMEngine(RequestEngine):
         return [found[name] for name in names]
 
     def load_raw(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._check_awake("load_raw")
+        self._check_updating("load_raw")
         with self._told("could not load weights"):
             self._raw = True
             # A tensor is sent to another process with all of the memory that it is a view of.
             pairs = [(name, tensor.clone() if self._parallel else tensor) for name, tensor in weights]
             self._engine.collective_rpc("raw_load", args=(pairs,))
+
+    def _check_updating(self, method: str) -> None:
+        if "update" not in self._holds:
+            raise RolloutError(f"VLLMEngine.{method}(): no update has begun; call begin_update() first")
+        self._check_awake(method)
 
     def _check_awake(self, method: str) -> None:
         if self._sleeps and "sleep" in self._holds:

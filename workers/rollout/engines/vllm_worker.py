@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from workers.rollout.engines.vllm_layout import Part, find_parts, local_shape, packed_by, repacked, vllm_name
@@ -69,7 +70,6 @@ class LayerwiseReload:
 
     def reload_begin(self) -> None:
         """Replace the parameters of all layers by empty ones that collect tensors."""
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self.get_model()  # type: ignore[attr-defined]
@@ -90,8 +90,6 @@ class LayerwiseReload:
             weights: names as in a checkpoint, and whole tensors.
             keep: whether vLLM may keep the tensors. If not, they are cloned.
         """
-        from vllm.config import set_current_vllm_config
-
         for name, tensor in weights:
             for part in self._parts.get(name, ()):
                 rows = tensor[within(part.box, whole(tensor.shape))]
@@ -115,7 +113,6 @@ class LayerwiseReload:
 
     def reload_finish(self) -> None:
         """Put the weights of all layers in force. A layer of which no tensor has come keeps its weights."""
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
@@ -197,8 +194,6 @@ class LayerwiseReload:
 
     def raw_load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Load this worker's among some weights. `raw_finish` follows before they are used."""
-        from vllm.config import set_current_vllm_config
-
         state = self._state()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             for name, tensor in weights:

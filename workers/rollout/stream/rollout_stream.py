@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dispatch.checks import check_count
 from single_controller.call.state import Closing
-from workers.data.collate import collate
-from workers.data.rollout_data import unique_groups
 from workers.rollout.rollout_errors import RolloutError, WeightVersionError
-from workers.rollout.rollout_manager import RolloutManager, check_sessions, with_baselines
+from workers.rollout.rollout_manager import GroupData, RolloutManager, check_sessions
 from workers.rollout.stream.exchange import Report
-from workers.rollout.stream.router import GroupData, Prompts, Router, load, store
+from workers.rollout.stream.router import Prompts, Router, load, store
 from workers.rollout.stream.sample_buffer import SampleBuffer
 from workers.weight_sync.sync_protocol import TimeUpError
 
@@ -200,36 +198,13 @@ class RolloutStream(Closing):
         except RolloutError as error:
             self.buffer.fail(error)
             raise
-        rows = [
-            (group.prompt, completion, one.number)
-            for one, group in zip(taken, groups, strict=True)
-            for completion in group.completions[: group.rows]
-        ]
-        rewards = [reward for group in groups for reward in (group.rewards or ())[: group.rows]]
-        baselines = [group.rewards[-1] for group in groups if group.greedy and group.rewards for _ in range(group.rows)]
-        if self._manager.greedy_baselines and len(baselines) != len(rows):
+        if self._manager.greedy_baselines and not all(group.greedy and group.rewards for group in groups):
             raise RolloutError(
                 "the stream continues from a state with groups that were generated without greedy_baselines=True; go "
                 "on without them, or from another checkpoint"
             )
-        completions = [completion for _, completion, _ in rows]
-        if self._manager.greedy_baselines:
-            of = [number for number, group in enumerate(groups) for _ in range(group.rows)]
-            completions = with_baselines(completions, [group.completions[-1] for group in groups], of)
-        first_group = unique_groups()
-        batch = collate(
-            [prompt for prompt, _, _ in rows],
-            completions,
-            group_ids=[first_group + number for _, _, number in rows],
-            weight_versions=[None] * len(rows),
-            rewards=rewards if self._manager.reward_function is not None else None,
-            reward_baselines=baselines if self._manager.greedy_baselines else None,
-            pad_token_id=self._manager.pad_token_id,
-        )
-        of_groups = {one.number: self._router.columns(one.number) for one in taken}
-        completions = [completion for _, completion, _ in rows]
-        self._manager.row_notes.put(batch, completions, [of_groups[number] for _, _, number in rows])
-        return batch
+        numbers = [one.number for one in taken]
+        return self._manager.batch_of(numbers, groups, [router.columns(number) for number in numbers])
 
     def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
         refresh, version = self._manager.refresh, self.buffer.version

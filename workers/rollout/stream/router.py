@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from single_controller import (
     CallTimeoutError,
@@ -29,7 +29,7 @@ from workers.recovery.rollout_recovery import GroupRecovery
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rewards.reward_calls import Sample
 from workers.rollout.rollout_errors import RolloutError
-from workers.rollout.rollout_manager import RolloutManager, checked_values, token_ids
+from workers.rollout.rollout_manager import GroupData, RolloutManager, checked_values, token_ids
 from workers.rollout.stream.exchange import (
     FINISHED,
     Attempt,
@@ -68,25 +68,27 @@ ROLLOUTS = 64
 """Of how many rollouts the prompts are kept. They can be asked for again."""
 
 
-class GroupData(NamedTuple):
-    """What the buffer holds of a complete group, or of the partial completions of an interrupted one.
+@dataclass(eq=False)
+class _Running:
+    """A group that a worker was given, and has not reported as finished.
 
     Attributes:
-        prompt: token ids.
-        completions: one per sample; each with the versions of its tokens.
-        rewards: one per sample; None if there is no reward function, or if the group is not complete.
-        greedy: whether the last sample is the greedy one, which is no row but gives the others' baseline.
+        request: what the worker is told.
+        journal: sample -> what has arrived of it: its completion, or one with the state of the session
+            (`Completion.session`). Another worker goes on from it if this one dies.
+        sent: whether a successful exchange has carried the request.
     """
 
-    prompt: list[int]
-    completions: list[Completion]
-    rewards: list[float] | None = None
-    greedy: bool = False
+    request: GroupRequest
+    journal: dict[int, Completion]
+    sent: bool = False
 
-    @property
-    def rows(self) -> int:
-        """The number of samples that are rows."""
-        return len(self.completions) - self.greedy
+    def so_far(self) -> tuple[GroupData, int]:
+        """The group as the journal has it, and the number of its tokens."""
+        request = self.request
+        given = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
+        completions = [self.journal.get(sample, one) for sample, one in enumerate(given)]
+        return GroupData(list(request.prompt), completions, greedy=request.greedy), _tokens_of(completions)
 
 
 @dataclass(eq=False)
@@ -95,25 +97,26 @@ class _Worker:
 
     Attributes:
         report: the last one; None after a restart.
-        running: requests that were not reported as finished.
-        journals: attempt in ``running`` -> sample -> what has arrived of it: its completion, or one with the state of
-            the session (`Completion.session`). Another worker goes on from it if this one dies.
-        unsent: attempts in ``running`` that no successful exchange has carried.
+        running: by attempt.
         finished: attempts to acknowledge.
         held: weight version and `RolloutEngine.weights_id`, as it last reported them, for a process that takes its
             place at its rank. Nothing since an update may have begun: it may have died in the middle of it.
     """
 
     report: Report | None = None
-    running: dict[Attempt, GroupRequest] = field(default_factory=dict)
-    unsent: set[Attempt] = field(default_factory=set)
+    running: dict[Attempt, _Running] = field(default_factory=dict)
     finished: list[Attempt] = field(default_factory=list)
     held: tuple[int | None, str | None] = (None, None)
-    journals: dict[Attempt, dict[int, Completion]] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
-        return sum(len(request.seeds) for request in self.running.values())
+        return sum(len(one.request.seeds) for one in self.running.values())
+
+    @property
+    def unsent(self) -> list[GroupRequest]:
+        """In order of number."""
+        requests = (one.request for one in self.running.values() if not one.sent)
+        return sorted(requests, key=lambda request: request.attempt)
 
 
 class Router:
@@ -179,10 +182,8 @@ class Router:
                 return
             worker = min(free, key=lambda one: one.requests)
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
-            worker.running[request.attempt] = request
-            worker.unsent.add(request.attempt)
             done = ((k, one) for k, one in enumerate(request.partials or ()) if one.finish_reason != "abort")
-            worker.journals[request.attempt] = dict(done)
+            worker.running[request.attempt] = _Running(request, dict(done))
 
     def _has_room(self, worker: _Worker) -> bool:
         waiting = 0 if worker.report is None else worker.report.load.waiting
@@ -273,7 +274,7 @@ class Router:
             Orders(
                 self._id,
                 version,
-                [worker.running[attempt] for attempt in sorted(worker.unsent)],
+                worker.unsent,
                 [attempt for attempt in worker.running if attempt.number in expired],
                 list(worker.finished),
                 wait,
@@ -302,8 +303,9 @@ class Router:
         ended = time.monotonic()
         self._reported, self._overhead = (ended, version), max(0.0, ended - began - wait)
         for worker in self._workers:
-            worker.unsent.clear()
             worker.finished.clear()
+            for one in worker.running.values():
+                one.sent = True
         busy = any(order.submit or order.abort for order in orders) or any(report.finished for report in reports)
         self._wait = WAIT_SECONDS[0] if busy else min(2 * self._wait, WAIT_SECONDS[1])
         for worker, report in zip(self._workers, reports, strict=False):  # the group may have got further ranks
@@ -327,8 +329,8 @@ class Router:
             for old, new in zip(before, self._workers, strict=True):
                 new.held = old.held
         for worker in known.values():
-            for attempt, request in worker.running.items():
-                self._give_back_lost(request, worker.journals.get(attempt), error)
+            for one in worker.running.values():
+                self._give_back_lost(one, error)
 
     def _known(self, worker: _Worker) -> dict[str, tuple[int, int]]:
         """What the journals of a worker have; see `Orders.known`."""
@@ -336,8 +338,8 @@ class Router:
             request_name(self._id, attempt, sample): FINISHED
             if one.session is None
             else (one.session.number, len(one.session.nodes))
-            for attempt, journal in worker.journals.items()
-            for sample, one in journal.items()
+            for attempt, running in worker.running.items()
+            for sample, one in running.journal.items()
         }
 
     def _note_progress(self, worker: _Worker, report: Report) -> None:
@@ -345,9 +347,9 @@ class Router:
         have it too."""
         if not report.progress:
             return
-        for attempt, request in worker.running.items():
-            journal, grown = worker.journals.setdefault(attempt, {}), False
-            for sample in range(len(request.seeds)):
+        for attempt, running in worker.running.items():
+            journal, grown = running.journal, False
+            for sample in range(len(running.request.seeds)):
                 told = report.progress.get(request_name(self._id, attempt, sample))
                 if told is None:
                     continue
@@ -361,29 +363,19 @@ class Router:
                 state = told.onto(before.session if before is not None else None)
                 journal[sample] = Completion([], [], "abort", [], fingerprints or None, session=state)
             if grown:
-                group, tokens = self._so_far(request, journal)
+                group, tokens = running.so_far()
                 if tokens:
                     self._losses.pop(attempt.number, None)  # it has come further than before
                 self._buffer.journal(attempt.number, group if tokens else None, tokens=tokens)
 
-    @staticmethod
-    def _so_far(request: GroupRequest, journal: Mapping[int, Completion]) -> tuple[GroupData, int]:
-        """A group as its journal has it, and the number of its tokens."""
-        given = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
-        completions = [journal.get(sample, one) for sample, one in enumerate(given)]
-        return GroupData(list(request.prompt), completions, greedy=request.greedy), _tokens_of(completions)
-
-    def _give_back_lost(
-        self, request: GroupRequest, journal: Mapping[int, Completion] | None, error: Exception | None = None
-    ) -> None:
-        attempt = request.attempt
+    def _give_back_lost(self, running: _Running, error: Exception | None = None) -> None:
+        attempt = running.request.attempt
         losses = self._losses[attempt.number] = self._losses.get(attempt.number, 0) + 1
         if losses >= MAX_LOSSES:
             raise RolloutError(
                 f"group {attempt.number} was given to {losses} workers that died; its prompt may be the reason"
             ) from error
-        # Without a journal, the worker had come no further than the partial completions that it was given.
-        group, tokens = self._so_far(request, journal or {})
+        group, tokens = running.so_far()
         sessions = [one.session for one in group.completions if one.session is not None]
         if lost := [one for one in sessions if one.environment is None]:
             self.sessions_lost += len(lost)
@@ -398,13 +390,12 @@ class Router:
         worker.report = report
         self._note_progress(worker, report)
         for finished in report.finished:
-            request = worker.running.pop(finished.attempt, None)
-            worker.journals.pop(finished.attempt, None)
+            running = worker.running.pop(finished.attempt, None)
             worker.finished.append(finished.attempt)
-            if request is not None:
-                self._finished(request, finished, report.weight_version)
+            if running is not None:
+                self._finished(running.request, finished, report.weight_version)
         for attempt in worker.running.keys() - set(report.running):  # somebody else has restarted the worker
-            self._give_back_lost(worker.running.pop(attempt), worker.journals.pop(attempt, None))
+            self._give_back_lost(worker.running.pop(attempt))
 
     def _finished(self, request: GroupRequest, finished: FinishedGroup, version: int | None) -> None:
         number = request.attempt.number
@@ -454,7 +445,7 @@ class Router:
 
     def leave(self) -> None:
         """Abort what is running; the workers keep nothing of this stream."""
-        if self.due:
+        if self.due or any(one.report is not None and one.report.needs_weights for one in self._workers):
             try:
                 exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
                 exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)

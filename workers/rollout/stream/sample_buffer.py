@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -86,20 +86,19 @@ class Updates:
     """Numbers the updates with new weights from 1. Versions only grow; the number goes back with the trainer.
 
     Args:
-        state: of `state_dict`; a list of versions numbers them from 1.
+        state: of `state_dict`.
         shift: what to add to the versions of the state.
-        count: see below; by default the last number of the state.
+        count: see below.
 
     Attributes:
         count: number of the update whose weights the trainer has sent last, or had when `rewind` was called.
         rewound: whether the next versions are those weights, sent again.
     """
 
-    def __init__(self, state: Iterable[int | tuple[int, int]] = (), shift: int = 0, count: int | None = None) -> None:
-        entries = [(one, number) if isinstance(one, int) else one for number, one in enumerate(state, 1)]
-        self._versions = [version + shift for version, _ in entries]
-        self._numbers = [number for _, number in entries]
-        self.count = (self._numbers[-1] if entries else 0) if count is None else count
+    def __init__(self, state: Sequence[tuple[int, int]] = (), shift: int = 0, count: int = 0) -> None:
+        self._versions = [version + shift for version, _ in state]
+        self._numbers = [number for _, number in state]
+        self.count = count
         self.rewound = self.behind
 
     @property
@@ -535,7 +534,7 @@ class SampleBuffer:
             due = int(state["update_due"])
             same = (state["version"] or 0) + due
             self.version = same if version is None else version
-            self._updates = Updates(state["updates"], self.version - same, state.get("update"))
+            self._updates = Updates(state["updates"], self.version - same, state["update"])
             if due:
                 self._updates.add(self.version)
             self._error = None

@@ -50,17 +50,12 @@ _SENDERS, _CLASS = "senders", "class"
 
 
 class ProcessGroupTransport(Transport):
-    """See the module's docstring.
-
-    Attributes:
-        groups_made: how often this rank has made its group.
-    """
+    """See the module's docstring."""
 
     def __init__(self) -> None:
         self._server: dist.TCPStore | None = None  # on rank 0
         self._members: Any = None
         self._channel: Channel | None = None
-        self.groups_made = 0
 
     def prepare(self, update: Update) -> tuple[str, int]:
         """Start the store in which all groups rendezvous. Rank 0 keeps it between updates."""
@@ -81,8 +76,6 @@ class ProcessGroupTransport(Transport):
         if update.agree("groups", self._channel is not None, decide=all):
             return
         self._leave()
-        self._members = members
-        self.groups_made += 1
         here = current_device()
         through = _backend(update, here)
         invitation = Invitation(

@@ -28,7 +28,7 @@ from workers.device import (
 )
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
-from workers.weight_sync.sync_protocol import Message, WeightSyncError, sync_error
+from workers.weight_sync.sync_protocol import Message, WeightSyncError
 from workers.weight_sync.transports.weight_transport import Transport, Update, wait_all
 
 
@@ -84,13 +84,9 @@ class DeviceTransport(Transport):
                 if index == own:
                     neighbour.take(update.key, Payload.of(header, flat))
             return
-        handles: dict[str, Any] = {}
-        error: WeightSyncError | None = None
-        try:
+        with update.attempt(f"train rank {update.rank} could not share its weights"):
             # torch counts how often a handle is opened, so each receiver needs a handle of its own.
             handles = {receiver: self._handle() for receiver in self._served}
-        except Exception as failed:
-            error = sync_error(f"train rank {update.rank} could not share its weights", failed)
 
         def load(offered: list[dict[str, Any]]) -> None:
             every = {receiver: handle for theirs in offered for receiver, handle in theirs.items()}
@@ -99,7 +95,7 @@ class DeviceTransport(Transport):
             wait_all(update.receivers.start("receive_weights", update.key, shared), update)
 
         # Also the barrier behind which the next round may overwrite the memory: rank 0 waits for every receiver.
-        update.agree(f"shared {number}", handles, error, load)
+        update.agree(f"shared {number}", handles, load)
 
     def _memory_for(self, headers: Sequence[Header]) -> Sequence[torch.Tensor]:
         if self._memory is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,23 +81,32 @@ class Update:
     _written: dict[str, int] = field(default_factory=dict)
     _looked: float = 0.0
 
-    def agree(
-        self,
-        step: str,
-        value: Any = None,
-        error: WeightSyncError | None = None,
-        decide: Callable[[list[Any]], Any] | None = None,
-    ) -> Any:
+    @contextmanager
+    def attempt(self, what: str | None = None) -> Iterator[None]:
+        """Inside, this rank does its part of a step. If that fails, the update is given up at once: the others do not
+        have to reach the end of the step.
+
+        Args:
+            what: for the error; by default, that the version was not sent.
+
+        Raises:
+            WeightSyncError: it failed. The error is that of the first rank that has given the update up.
+        """
+        try:
+            yield
+        except Exception as failed:
+            error = self.give_up(self.error(failed) if what is None else sync_error(what, failed))
+            raise error from error.__cause__
+
+    def agree(self, step: str, value: Any = None, decide: Callable[[list[Any]], Any] | None = None) -> Any:
         """Have rank 0 collect a value from every rank, decide, and tell every rank. All ranks call it together.
 
         It uses the store in which the default process group made its rendezvous, and no collective: a collective
         cannot be given up, so a rank that is late or has failed would end the process by the collective's timeout.
-        An error is told at once: the others do not have to reach this step.
 
         Args:
             step: what the value is about, for the errors.
             value: of this rank.
-            error: what went wrong on this rank.
             decide: called on rank 0 with the values, by rank. Its result is for all ranks.
 
         Returns:
@@ -106,8 +116,6 @@ class Update:
             WeightSyncError: on all ranks: the error of the first rank that failed, or that of ``decide``, or ranks were
                 late.
         """
-        if error is not None:
-            raise self.give_up(error)
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:

@@ -34,7 +34,10 @@ class ChatDialect(Dialect):
             raise GatewayError("invalid", f"stream_options={options!r:.80}; expected an object")
         limit = body.get("max_tokens") if limit is None else limit
         messages = [_message(one) for one in items(body.get("messages"), "messages")]
-        return asked(body, messages, _tools(body.get("tools")), limit, "max_tokens")
+        given = items(body.get("tools") or [], "tools")
+        functions = items([one.get("function") for one in given], "the tools' functions")
+        tools = [tool(one.get("name"), one.get("description"), one.get("parameters")) for one in functions]
+        return asked(body, messages, tools, limit, "max_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
         """See `Dialect.reply`."""
@@ -107,8 +110,3 @@ def _call(given: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise GatewayError("invalid", f"a tool call is {given!r:.80}; expected one with a function")
     return tool_call(given.get("id"), function.get("name"), function.get("arguments"))
-
-
-def _tools(given: Any) -> list[dict[str, Any]] | None:
-    functions = items([one.get("function") for one in items(given or [], "tools")], "the tools' functions")
-    return [tool(one.get("name"), one.get("description"), one.get("parameters")) for one in functions] or None

@@ -200,9 +200,7 @@ def check_supported(body: Body) -> None:
         )
 
 
-def asked(
-    body: Body, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, limit: Any, limit_name: str
-) -> Ask:
+def asked(body: Body, messages: list[dict[str, Any]], tools: list[dict[str, Any]], limit: Any, limit_name: str) -> Ask:
     """A request with messages; what follows them is the same in all dialects.
 
     Args:

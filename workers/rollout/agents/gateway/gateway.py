@@ -310,19 +310,13 @@ class Gateway:
 
     def _of_router(self, call: Call) -> Reply:
         """Open or close a session for the router."""
+        with suppress(KeyError):  # before it is opened, an older copy, from before the router took this worker for dead
+            self.close(call.token)
         if call.method == "DELETE":
-            with suppress(KeyError):
-                self.close(call.token)
             return json_reply({})
         head, _, nodes = call.body.partition(b"\n")
         given = json.loads(head)
         how = given.get("sampling_params")
-        # An older copy, from before the router took this worker for dead. Its calls count no longer.
-        with self._lock:
-            before = self._sessions.pop(call.token, None)
-        if before is not None:
-            before.closed = True
-            self.engine.abort(list(before.running))
         self.open(
             given["row_id"],
             seed=given["seed"],

@@ -205,13 +205,16 @@ class HTTPFront:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """Start the server, and return its address. Needs ``pip install 'single-controller[agents]'``.
+        """Start the server, unless it was started, and return its address. Needs ``pip install
+        'single-controller[agents]'``.
 
         Raises:
             ImportError: uvicorn is not installed.
             OSError: the address is in use.
             RolloutError: the server did not start.
         """
+        if self._server is not None:
+            return self.address
         uvicorn = require("uvicorn", "agents")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
