@@ -171,9 +171,9 @@ class Kit(Worker):
     # --- coordinates -----------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def set_layout(self, axes, ranks=None):
+    def set_layout(self, axes, ranks=None, sizes=None):
         if ranks is None or self.rank in ranks:
-            self.register_layout(**{axis: coordinates[self.rank] for axis, coordinates in axes.items()})
+            self.register_layout(sizes, **{axis: coordinates[self.rank] for axis, coordinates in axes.items()})
 
     @register(Dispatch.ONE_TO_ALL)
     def join_mesh(self, name, dp_ranks, collects, ranks=None):

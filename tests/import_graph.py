@@ -1,6 +1,7 @@
 """Which file of the library imports which, parsed from the sources, including functions and `if TYPE_CHECKING`."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +9,14 @@ PACKAGES = ("dispatch", "single_controller", "workers")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def library_files() -> list[Path]:
+    return [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+
+
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """module -> the library's modules that it imports."""
-    files = {_module(file): file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
+    files = {_module(file): file for file in library_files()}
     graph: dict[str, set[str]] = {}
     for module, file in files.items():
         imported = set(_imports(file, module, files))

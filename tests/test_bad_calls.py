@@ -385,6 +385,10 @@ def _(s):
     s.grid.set_layout({"dp": [0, -1]})
 
 
+bad("layout-of-no-size", WorkerError,
+    r"set_layout\(\) raised ValueError.*size of dp=1\.5: expected an integer of at least 1",
+    lambda s: s.grid.set_layout({"dp": [0, 1]}, sizes={"dp": 1.5}))
+
 bad("layout-without-axes", WorkerError, r"set_layout\(\) raised ValueError.*at least one axis, for example dp=0",
     lambda s: s.grid.set_layout({}))
 

@@ -4,19 +4,17 @@ import ast
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from import_graph import PACKAGES, ROOT, library_files
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("dispatch", "single_controller", "workers")
 REFERENCE = re.compile(r"(?<!`)`([A-Z]\w+)\.(\w+)(?:\(\))?`(?!`)")
 
 
 def references():
     """(class, name) -> the files whose docstrings name it."""
     found = {}
-    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+    for file in library_files():
         for node in ast.walk(ast.parse(file.read_text())):
             if (
                 isinstance(node, ast.Expr)
@@ -54,7 +52,7 @@ def test_attributes_that_docstrings_name_exist():
 
 
 def test_functions_that_docstrings_name_exist():
-    files = [file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    files = [file.read_text() for file in library_files()]
     nodes = [node for text in files for node in ast.walk(ast.parse(text))]
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
     texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, ast.Module | ast.ClassDef)]

@@ -14,26 +14,14 @@ from import_graph import cycles, import_graph
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def python(code, cwd=None, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=cwd, timeout=60, **kwargs
-    )
+def python(code):
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
 
 
-def test_import_loads_neither_torch_nor_transformers():
-    done = python("""
-        import sys
-        import single_controller
-        print([m for m in ("torch", "transformers", "tensordict", "megatron", "omegaconf") if m in sys.modules])
-    """)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.alone
 def test_import_takes_under_300_ms():
-    """In CPU time, without Ray's own import. The best of three runs, because the machine is noisy."""
-    times = []
-    for _ in range(3):
+    """In CPU time, without Ray's own import. One of three runs is enough, because the machine is noisy."""
+
+    def seconds():
         done = python("""
             import time
             import ray, ray.actor, ray.cloudpickle, ray.exceptions, ray.util.placement_group
@@ -41,19 +29,9 @@ def test_import_takes_under_300_ms():
             import single_controller
             print(time.process_time() - begin)
         """)
-        times.append(float(done.stdout))
-    assert min(times) < 0.3
+        return float(done.stdout)
 
-
-@pytest.mark.parametrize("name", ["dispatch", "workers"])
-def test_user_folder_that_hides_a_package_is_reported(tmp_path, name):
-    (tmp_path / name).mkdir()
-    theirs = tmp_path / name / "__init__.py"
-    theirs.write_text("register = None\n")
-    done = python("import single_controller", cwd=tmp_path)
-    assert "ImportError" in done.stderr
-    assert str(theirs) in done.stderr and str(ROOT / name / "__init__.py") in done.stderr
-    assert "Rename" in done.stderr
+    assert any(seconds() < 0.3 for _ in range(3))
 
 
 def test_engines_alone_import_what_they_need():
@@ -99,15 +77,16 @@ def test_base_never_imports_ray():
     assert done.stdout.strip() == "fine", done.stderr
 
 
-def test_local_engine_starts_no_ray_and_is_imported_lazily():
+def test_import_loads_no_framework_and_local_groups_lazily():
     done = python("""
         import sys
         import single_controller
-        print("ray" in sys.modules, "single_controller.local" in sys.modules)
+        heavy = ("ray", "torch", "transformers", "tensordict", "megatron", "omegaconf")
+        print([m for m in (*heavy, "single_controller.local") if m in sys.modules])
         from single_controller import LocalWorkerGroup
-        print("ray" in sys.modules, "torch" in sys.modules)
+        print([m for m in heavy if m in sys.modules])
     """)
-    assert done.stdout.split() == ["False", "False", "False", "False"], done.stderr
+    assert done.stdout.split() == ["[]", "[]"], done.stderr
 
 
 def test_there_are_no_import_cycles():

@@ -2,15 +2,12 @@
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from import_graph import ROOT, library_files
 
 
 def sources():
-    for package in ("dispatch", "single_controller", "workers"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
+    return ((path.relative_to(ROOT), ast.parse(path.read_text())) for path in library_files())
 
 
 def listed(section):

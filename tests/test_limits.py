@@ -2,9 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from import_graph import ROOT, library_files
+
 PAGE = ROOT / "docs" / "limits.md"
 
 
@@ -14,13 +14,9 @@ def test_every_function_with_lines_for_cuda_is_listed():
     for row in rows:
         file, *functions = re.findall("`([^`]+)`", "|".join(row.split("|")[:3]))
         listed |= {f"{file}: {function}" for function in functions}
-    found = {f"{path.relative_to(ROOT)}: {name}" for path in sources() for name in functions_for_cuda(path)}
+    found = {f"{path.relative_to(ROOT)}: {name}" for path in library_files() for name in functions_for_cuda(path)}
     assert found - listed == set(), "add them to the table of docs/limits.md"
     assert listed - found == set(), "remove them from the table of docs/limits.md"
-
-
-def sources():
-    return (path for part in ("dispatch", "single_controller", "workers") for path in (ROOT / part).rglob("*.py"))
 
 
 def functions_for_cuda(path):

@@ -1,5 +1,6 @@
 """Waiting for events with a limit, which every test of processes needs."""
 
+import gc
 import os
 import signal
 import time
@@ -30,6 +31,16 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20, what: str = "w
         assert time.monotonic() < begun + seconds, f"{what} did not come within {seconds} s"
         time.sleep(0.005)
     return time.monotonic() - begun
+
+
+def wait_collected(condition: Callable[[], Any], seconds: float = 20, what: str = "what was waited for") -> None:
+    """Wait until a condition is true, and collect garbage meanwhile."""
+
+    def collected() -> Any:
+        gc.collect()
+        return condition()
+
+    wait_until(collected, seconds, what)
 
 
 def runs(pid: int) -> bool:

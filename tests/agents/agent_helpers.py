@@ -112,6 +112,10 @@ class ScriptEngine(RequestEngine):
         return {}
 
 
+def user(text):
+    return {"role": "user", "content": text}
+
+
 def log_prob(prompt, completion, place):
     """The log-probability that `ScriptEngine` gives a token: it tells whether it was sampled there."""
     return -(zlib.crc32(array("i", completion[: place + 1]), zlib.crc32(array("i", prompt))) % 10_000) / 1000

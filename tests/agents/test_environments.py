@@ -31,10 +31,6 @@ from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.rollout_manager import RolloutManager
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
 def act(*calls, text="", finish_reason="stop"):
     made = [ToolCall(name, arguments, f"call_{k}") for k, (name, arguments) in enumerate(calls)]
     return Action([5], finish_reason, {"role": "assistant", "content": text}, made)
@@ -161,12 +157,17 @@ async def later(seconds: float) -> dict:
     return {"waited": seconds}
 
 
-TOOLS = [add, fails, flood, later]
+def unwritable() -> dict:
+    """Return what JSON cannot have."""
+    return {(1, 2): 3}
+
+
+TOOLS = [add, fails, flood, later, unwritable]
 
 
 def step(*calls, cut="right", **options):
     environment = ToolEnvironment(TOOLS, result_chars=20, cut=cut)
-    return run(environment.step(act(*calls, **options)))
+    return asyncio.run(environment.step(act(*calls, **options)))
 
 
 def test_all_calls_of_a_turn_run_at_once_and_in_order():
@@ -180,6 +181,7 @@ def test_all_calls_of_a_turn_run_at_once_and_in_order():
 
 def test_errors_are_results_and_wrong_calls_are_invalid():
     assert step(("fails", {})).observation[0]["content"] == "Error: IndexError: l[...]"
+    assert step(("unwritable", {})).observation[0]["content"].startswith("Error: TypeError: ")
     assert not step(("fails", {})).invalid
     assert step(("nothing", {})).invalid and step(("add", {"a": 1})).invalid and step(("add", "{")).invalid
     assert not step(("nothing", {}), ("add", {"a": 1, "b": 2})).invalid  # one of them was right
@@ -204,8 +206,9 @@ def test_answer_and_turn_that_was_cut_off_end_the_session():
         await environment.reset({"answer": "4"})
         return await environment.step(act(text=text, **options))
 
-    assert run(play("4")) == Step(reward=1.0, done=True) and run(play("5")) == Step(reward=0.0, done=True)
-    assert run(play("4", finish_reason="length")) == Step(done=True, reason="length")
+    assert asyncio.run(play("4")) == Step(reward=1.0, done=True)
+    assert asyncio.run(play("5")) == Step(reward=0.0, done=True)
+    assert asyncio.run(play("4", finish_reason="length")) == Step(done=True, reason="length")
     with pytest.raises(ValueError, match="two tools have one name"):
         ToolEnvironment([add, add])
 
@@ -229,7 +232,7 @@ def test_tools_that_hang_do_not_stop_others(monkeypatch):
         made = await tools.step(act(("add", {"a": 1, "b": 1})))
         return made.observation[0]["content"], time.monotonic() - began
 
-    content, seconds = run(play())
+    content, seconds = asyncio.run(play())
     assert content == "2" and seconds < 1.0
 
 
@@ -241,13 +244,12 @@ class Scripted(BigramEngine):
 
     max_positions = 2000
 
-    def __init__(self, script):
-        super().__init__(vocabulary=512)
-        self.script = script
+    def __init__(self, script, vocabulary=512, encode=lambda text: [*Characters().encode(text), 1]):
+        super().__init__(vocabulary=vocabulary)
+        self.script, self.encode = script, encode
 
     def drawn(self, request):
-        turn, text = int(request.id.rpartition("/")[2]), Characters()
-        said = [*text.encode(self.script[turn]), 1]
+        said = self.encode(self.script[int(request.id.rpartition("/")[2])])
         place = len(request.token_ids)
         return [said[place]], [-0.5], "stop" if place == len(said) - 1 else None, [()]
 
@@ -408,14 +410,10 @@ def test_conversation_is_rendered_whole_after_its_session_has_moved(turns):
     """The other worker, which has seen none of its messages, renders all of them anew; the state arrives in parts, as a
     driver gets it."""
 
-    class CannotExtend(TokenRenderer):
-        def bridge_to_next_turn(self, *args, **options):
-            return None
-
     script = [call("add", a=3, b=4), call("add", a=0, b=7), "7"]
-    first, other = TokenRenderer(Characters()), CannotExtend(Characters())
+    first, other = TokenRenderer(Characters()), Never(Characters())
     row = {"messages": [{"role": "user", "content": "3+4"}]}
-    prompt, held = render_prompt(first, row["messages"]), None
+    prompt = render_prompt(first, row["messages"])
 
     def engine(renderer, script):
         return AgentEngine(Scripted, script, environment=Resumable, renderer=renderer)
@@ -491,15 +489,11 @@ def test_calculator_of_the_tutorials(monkeypatch, script, reward, turns):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tutorials"))
     import calculator
 
-    class Says(BigramEngine):
-        def drawn(self, request):
-            said = calculator.encode(script[int(request.id.rpartition("/")[2])])
-            place = len(request.token_ids)
-            return [said[place]], [-0.5], "stop" if place == len(said) - 1 else None, [()]
-
     engine = AgentEngine(
-        Says,
-        vocabulary=len(calculator.ALPHABET),
+        Scripted,
+        script,
+        len(calculator.ALPHABET),
+        calculator.encode,
         environment=calculator.Calculator,
         renderer=calculator.CalculatorFormat,
         limits=calculator.Calculator.limits,
@@ -519,7 +513,7 @@ NETWORK = "import socket; s = socket.socket(); s.settimeout(2); s.connect(('127.
 
 def in_sandbox(program, limits=None):
     environment = PythonSandbox(limits)
-    return run(environment.step(act(("python", {"program": program})))).observation[0]["content"]
+    return asyncio.run(environment.step(act(("python", {"program": program})))).observation[0]["content"]
 
 
 def test_sandbox_runs_programs():
@@ -550,8 +544,8 @@ def test_a_program_that_runs_is_no_silence():
         await step
         return busy, environment.busy
 
-    assert run(play("python", {"program": "import time; time.sleep(0.3)"})) == (True, False)
-    assert run(play("think", {})) == (False, False)
+    assert asyncio.run(play("python", {"program": "import time; time.sleep(0.3)"})) == (True, False)
+    assert asyncio.run(play("think", {})) == (False, False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root here")
@@ -579,5 +573,5 @@ def test_a_decorated_async_tool_is_awaited():
     def logged(**arguments):
         return later(**arguments)
 
-    made = run(ToolEnvironment([logged]).step(act(("later", {"seconds": 0.0}))))
+    made = asyncio.run(ToolEnvironment([logged]).step(act(("later", {"seconds": 0.0}))))
     assert made.observation[0]["content"] == '{"waited": 0.0}'

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import depth
 import numpy
 import pytest
-from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer
+from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer, user
+from gateway_helpers import CLIENT, chat, httpx, serving
+from waits import wait_until
 
 from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
 from workers.rollout.agents.gateway.http_front import GatewayLimits
@@ -23,10 +25,8 @@ from workers.rollout.agents.trajectory import Node
 from workers.rollout.engines.rollout_engine import RoutedExperts, SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
-anthropic, httpx, openai = (pytest.importorskip(name) for name in ("anthropic", "httpx", "openai"))
-pytest.importorskip("uvicorn")
+anthropic, openai = (pytest.importorskip(name) for name in ("anthropic", "openai"))
 
-CLIENT = httpx.Client()
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}]
@@ -38,26 +38,10 @@ def calculator(prompt, seed):
     return f"let me see {CALL}" if said is None else f"it is {said}"
 
 
-@contextmanager
-def serving(engine=None, renderer=None, **options):
-    engine = engine or ScriptEngine()
-    gateway = Gateway(engine, renderer or TokenRenderer(Characters()), **options)
-    gateway.start()
-    try:
-        yield gateway
-    finally:
-        gateway.stop()
-        engine.close()
-
-
-def chat(gateway, token, messages, **more):
-    headers = {"authorization": f"Bearer {token}"}
-    body = {"model": "m", "messages": messages, **more}
-    return CLIENT.post(f"{gateway.address}/v1/chat/completions", json=body, headers=headers, timeout=30)
-
-
-def user(text):
-    return {"role": "user", "content": text}
+def complete(gateway, token, prompt, **how):
+    """The reply to token ids."""
+    url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
+    return CLIENT.post(url, json={"model": "m", "token_ids": prompt, "sampling_params": how}, headers=headers)
 
 
 def shape(tree):
@@ -195,11 +179,9 @@ def test_reasoning_comes_back_in_each_dialect():
 def test_token_ids_in_and_out():
     with serving(ScriptEngine(lambda *_: "yo")) as gateway:
         _, token = gateway.open(seed=1)
-        url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
         prompt = [5, 6, 7]
         for _ in range(2):
-            how = {"max_tokens": 9, "logprobs": 1, "skip_special_tokens": False}
-            reply = httpx.post(url, json={"model": "m", "token_ids": prompt, "sampling_params": how}, headers=headers)
+            reply = complete(gateway, token, prompt, max_tokens=9, logprobs=1, skip_special_tokens=False)
             choice = reply.json()["choices"][0]
             assert choice["token_ids"] == [*Characters().encode("yo"), 1] and choice["finish_reason"] == "stop"
             content = choice["logprobs"]["content"]
@@ -209,8 +191,7 @@ def test_token_ids_in_and_out():
             ]
             prompt = [*prompt, *choice["token_ids"], 8]
         how = {"max_tokens": 9, "stop_token_ids": [Characters().encode("y")[0]]}
-        again = httpx.post(url, json={"token_ids": prompt[:7], "sampling_params": how}, headers=headers)
-        other = httpx.post(url, json={"token_ids": [5, 9], "sampling_params": how}, headers=headers)
+        again, other = complete(gateway, token, prompt[:7], **how), complete(gateway, token, [5, 9], **how)
         assert again.status_code == other.status_code == 200
         tree = gateway.close(token)
     # The second prompt continues the first; the third is the same again; the fourth begins anew.
@@ -229,8 +210,7 @@ def test_token_endpoint_returns_the_experts_that_the_engine_records():
 
     with serving(Recording(lambda *_: "yo")) as gateway:
         _, token = gateway.open(seed=1)
-        url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
-        choice = CLIENT.post(url, json={"token_ids": [5, 6, 7]}, headers=headers).json()["choices"][0]
+        choice = complete(gateway, token, [5, 6, 7]).json()["choices"][0]
     found = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
     assert len(choice["token_ids"]) == 3 and found.dtype == numpy.int16
     assert numpy.array_equal(found, numpy.arange(5 * 6).reshape(5, 3, 2))
@@ -241,8 +221,7 @@ def test_a_prompt_of_tokens_continues_the_longest_path():
         _, token = gateway.open(seed=1)
 
         def ask(prompt):
-            url, headers = f"{gateway.address}/inference/v1/generate", {"authorization": f"Bearer {token}"}
-            return CLIENT.post(url, json={"token_ids": prompt}, headers=headers).json()["choices"][0]["token_ids"]
+            return complete(gateway, token, prompt).json()["choices"][0]["token_ids"]
 
         first = [*Characters().encode("y"), *Characters().encode("o")]
         ask([5, 6, first[0]])  # a longer beginning of the last prompt than [5, 6], but of a shorter path
@@ -257,8 +236,7 @@ def test_a_conversation_does_not_go_through_what_was_sent_as_tokens():
         tree, messages = gateway._sessions[token].tree, [user("x")]
         said = chat(gateway, token, messages).json()["choices"][0]["message"]
         for prompt in (tree.token_ids(0), [*tree.token_ids(1), 99]):
-            url, headers = f"{gateway.address}/inference/v1/generate", {"x-api-key": token}
-            assert CLIENT.post(url, json={"token_ids": prompt}, headers=headers).status_code == 200
+            assert complete(gateway, token, prompt).status_code == 200
         chat(gateway, token, messages)  # again
         chat(gateway, token, [*messages, said, user("y")])
         prompts = [
@@ -288,8 +266,6 @@ def test_nemo_gym_fields_go_out_and_come_back():
 
 
 def test_a_node_goes_through_json_unchanged():
-    from array import array
-
     mask = SamplingMask(array("i", [3, 4]), array("i", [2, 0]))
     for node in (
         Node(None, array("i", [1, 2]), ("a", "b.c")),
@@ -522,10 +498,7 @@ def test_limits_of_sessions_nodes_and_calls():
 
 def test_sessions_that_nobody_closes_expire_but_not_during_a_call(caplog):
     def sessions_become(number):
-        end = time.monotonic() + 20
-        while gateway.sessions != number and time.monotonic() < end:
-            time.sleep(0.02)
-        assert gateway.sessions == number
+        wait_until(lambda: gateway.sessions == number)
 
     engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.01)
     with serving(engine, limits=GatewayLimits(idle_seconds=0.4, sessions=3)) as gateway:
@@ -571,23 +544,12 @@ def test_an_engines_error_is_an_error_of_one_call():
 
 
 def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
-    def script(prompt, seed):
-        return None if "wait" in prompt else "yes"
-
     engine = ScriptEngine(lambda prompt, seed: "w" * 10**5 if "wait" in prompt else "yes", tokens=1, delay=0.002)
     with serving(engine) as gateway:
         _, token = gateway.open()
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{gateway.address}/v1/chat/completions",
-                json={"messages": [user("wait")]},
-                headers={"x-api-key": token},
-                timeout=0.3,
-            )
-        end = time.monotonic() + 10
-        while engine.load().running + engine.load().waiting and time.monotonic() < end:
-            time.sleep(0.01)
-        assert engine.load().running + engine.load().waiting == 0
+            chat(gateway, token, [user("wait")], timeout=0.3)
+        wait_until(lambda: engine.load().running + engine.load().waiting == 0, 10)
         assert chat(gateway, token, [user("x")]).json()["choices"][0]["message"]["content"] == "yes"
         assert [node.sampled for node in gateway.close(token).nodes] == [False, False, True]
 
@@ -598,8 +560,7 @@ def answering(gateway, engine, token):
     found = []
     thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("x")])))
     thread.start()
-    while not engine.load().running:
-        time.sleep(0.01)
+    wait_until(lambda: engine.load().running)
     yield found
     thread.join(20)
 
@@ -742,10 +703,7 @@ def test_a_call_that_takes_too_long():
     with serving(engine, limits=GatewayLimits(call_seconds=0.3)) as gateway:
         _, token = gateway.open()
         assert chat(gateway, token, [user("x")]).status_code == 504
-        end = time.monotonic() + 10
-        while engine.load().running and time.monotonic() < end:
-            time.sleep(0.01)
-        assert engine.load().running == 0
+        wait_until(lambda: engine.load().running == 0, 10)
 
 
 def test_verification_names_session_position_and_texts():

@@ -12,15 +12,11 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-from agent_helpers import Characters, ScriptEngine
+from agent_helpers import ScriptEngine, user
+from gateway_helpers import chat, httpx, serving
+from waits import wait_until
 
-from workers.rollout.agents.gateway.gateway import Gateway
 from workers.rollout.agents.gateway.http_front import GatewayLimits
-from workers.rollout.agents.rendering import TokenRenderer
-
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
 
 LIMITS = GatewayLimits(body_bytes=2**20, read_seconds=2.0, write_seconds=1.0, connections=4096)
 
@@ -30,34 +26,20 @@ def attacked(limits=LIMITS, engine=None):
     """A gateway, and a session that must go on: each call of it is one of another client. Afterwards the gateway has as
     many files, threads and sessions as before."""
     engine = engine or ScriptEngine(lambda *_: "fine")
-    gateway = Gateway(engine, TokenRenderer(Characters()), limits=limits)
-    gateway.start()
-    _, token = gateway.open()
-    with httpx.Client() as client:
+    with httpx.Client() as client, serving(engine, limits=limits) as gateway:
+        _, token = gateway.open()
 
         def others_go_on():
             begun = time.monotonic()
-            reply = client.post(
-                f"{gateway.address}/v1/chat/completions",
-                json={"messages": [{"role": "user", "content": "hi"}]},
-                headers={"x-api-key": token},
-                timeout=20,
-            )
+            reply = chat(gateway, token, [user("hi")], client=client, timeout=20)
             assert reply.status_code == 200, reply.text
             return time.monotonic() - begun
 
         others_go_on()
         files = open_files()
-        try:
-            yield gateway, others_go_on, (token,)
-            others_go_on()
-            end = time.monotonic() + 15
-            while (open_files() > files or engine.load().running) and time.monotonic() < end:
-                time.sleep(0.05)
-            assert open_files() <= files and engine.load().running == engine.load().waiting == 0
-        finally:
-            gateway.stop()
-            engine.close()
+        yield gateway, others_go_on, (token,)
+        others_go_on()
+        wait_until(lambda: open_files() <= files and engine.load().running == engine.load().waiting == 0, 15)
 
 
 def open_files():
@@ -125,7 +107,7 @@ def test_garbage():
         for body in (b"\x00" * 1000, b'{"messages": "' + b"\\ud800" * 100 + b'"}', b'{"a":' * 50_000, b"1" * 100_000):
             with raw(gateway, request(token, body)) as connection:
                 assert connection.recv(1000).split()[1] == b"400"
-        surrogate = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
+        surrogate = json.dumps({"messages": [user("\ud800")]}).encode()
         with raw(gateway, request(token, surrogate)) as connection:
             assert connection.recv(1000).split()[1] == b"200"
         others_go_on()
@@ -173,19 +155,13 @@ def test_clients_that_never_read():
     with attacked(engine=engine) as (gateway, others_go_on, _):
         gateway.sampling_params = gateway.sampling_params.__class__(max_new_tokens=400_000)
         tokens = [gateway.open()[1] for _ in range(2)]
-        body = json.dumps({"messages": [{"role": "user", "content": "long"}], "return_token_ids": True}).encode()
+        body = json.dumps({"messages": [user("long")], "return_token_ids": True}).encode()
         deaf = [raw(gateway, request(token, body), 4096) for token in tokens]
         others_go_on()
-        end = time.monotonic() + 40
-        while any(len(gateway._sessions[token].tree.nodes) < 2 for token in tokens) and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: all(len(gateway._sessions[token].tree.nodes) == 2 for token in tokens), 40)
         others_go_on()
-        # The gateway gives them up, while they stay connected.
-        while gateway._front._server.server_state.connections and time.monotonic() < end:
-            if len(gateway._front._server.server_state.connections) <= 1:  # that of the other client
-                break
-            time.sleep(0.05)
-        assert len(gateway._front._server.server_state.connections) <= 1
+        # The gateway gives them up, while they stay connected. That of the other client is left.
+        wait_until(lambda: len(gateway._front._server.server_state.connections) <= 1, 40)
         for connection in deaf:
             connection.close()
 
@@ -196,7 +172,7 @@ def test_1000_connections_at_once():
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
         connections = [raw(gateway) for _ in range(1000)]
         assert others_go_on() < 10
-        body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+        body = json.dumps({"messages": [user("hi")]}).encode()
         busy = [raw(gateway, request(token, body)) for _ in range(200)]  # 64 calls of a session at once, see `calls`
         statuses = [connection.recv(4096).split()[1] for connection in busy]
         assert set(statuses) <= {b"200", b"429"} and b"200" in statuses
@@ -222,7 +198,7 @@ def test_a_thousand_cancelled_calls():
     engine = ScriptEngine(lambda prompt, _: "fine" if "hi" in prompt else "w" * 50_000, tokens=1, delay=0.001)
     with attacked(engine=engine) as (gateway, others_go_on, _):
         tokens = [gateway.open()[1] for _ in range(20)]
-        asked = {"messages": [{"role": "user", "content": "long"}]}
+        asked = {"messages": [user("long")]}
         # uvicorn stops reading in the middle of large bodies.
         bodies = [json.dumps({**asked, "user": "x" * size}).encode() for size in (0, 1_000_000)]
         for _ in range(10):
@@ -231,10 +207,7 @@ def test_a_thousand_cancelled_calls():
             others_go_on()
             for connection in connections:
                 connection.close()
-        end = time.monotonic() + 20
-        while engine.load().running + engine.load().waiting and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not engine.load().running + engine.load().waiting
+        wait_until(lambda: not engine.load().running + engine.load().waiting)
         for token in tokens:
             tree = gateway.close(token)
             assert len(tree.nodes) == 1 and not tree.nodes[0].sampled
@@ -246,7 +219,7 @@ def test_a_tool_that_never_returns_holds_nothing_but_its_session():
         threads, files = threading.active_count(), open_files()
         for _ in range(50):
             _, token = gateway.open()
-            body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+            body = json.dumps({"messages": [user("hi")]}).encode()
             with raw(gateway, request(token, body)) as connection:
                 assert connection.recv(4096).split()[1] == b"200"
         time.sleep(0.2)

@@ -16,17 +16,14 @@ from statistics import median
 from urllib.parse import quote
 
 import pytest
-from agent_helpers import Characters, ScriptEngine, log_prob
+from agent_helpers import Characters, ScriptEngine, log_prob, user
+from gateway_helpers import CLIENT, chat, httpx, routing, serving
+from waits import wait_until
 
+from workers.rollout.agents.gateway import gateway_router
 from workers.rollout.agents.gateway.gateway import Gateway
-from workers.rollout.agents.rendering import TokenRenderer
-
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-gateway_router = pytest.importorskip("workers.rollout.agents.gateway.gateway_router")
 
 HERE = Path(__file__).parent
-CLIENT = httpx.Client()
 ENV = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE}"}
 
 
@@ -41,40 +38,21 @@ def worker(tokens=1000, delay=0.0):
             process.kill()
 
 
-@contextmanager
-def routing(*workers, **options):
-    router = gateway_router.GatewayRouter(workers, **options)
-    router.start()
-    try:
-        yield router
-    finally:
-        router.stop()
-
-
-def post(router, token, messages, timeout=60):
-    body, headers = {"model": "m", "messages": messages}, {"x-api-key": token}
-    return CLIENT.post(f"{router.address}/v1/chat/completions", json=body, headers=headers, timeout=timeout)
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
 def test_sessions_go_where_there_are_fewest_and_stay_there():
     with worker() as (_, one), worker() as (_, two), routing(one, two) as router:
         tokens = [router.open(seed=number)[1] for number in range(6)]
         for token in tokens:
             messages = [user("abc")]
             for _ in range(2):
-                reply = post(router, token, messages)
+                reply = chat(router, token, messages)
                 assert reply.status_code == 200, reply.text
                 messages += [reply.json()["choices"][0]["message"], user("xyz")]
         assert sorted(len(one.sessions) for one in router._workers) == [3, 3]
-        assert post(router, "sk-none", [user("a")]).status_code == 401
-        assert post(router, tokens[0], []).status_code == 400
+        assert chat(router, "sk-none", [user("a")]).status_code == 401
+        assert chat(router, tokens[0], []).status_code == 400
         trees = [router.close(token) for token in tokens]
         assert [len(tree.nodes) for tree in trees] == [4] * 6 and router.moved == 0
-        assert post(router, tokens[0], [user("a")]).status_code == 401
+        assert chat(router, tokens[0], [user("a")]).status_code == 401
 
 
 def check(tree, turns, number):
@@ -107,36 +85,42 @@ async def play(router, number, turns, kept):
             kept["done"][number] = turn + 1
 
 
+def kill_while_playing(router, pid, sessions, turns, after):
+    """Open sessions, play them, kill a worker once ``after`` turns have been played, and check all that was sampled.
+
+    Returns:
+        The seconds from the kill until each call that was open then had its reply; and (begin, end) of all calls, when
+        the worker was killed, and how many sessions the router's first worker had then.
+    """
+    kept = {"tokens": [router.open(seed=one)[1] for one in range(sessions)], "calls": [], "done": [0] * sessions}
+
+    async def kill():
+        while sum(kept["done"]) < after:
+            await asyncio.sleep(0.01)
+        kept["there"] = len(router._workers[0].sessions)
+        os.kill(pid, signal.SIGKILL)
+        kept["killed"] = time.monotonic()
+
+    async def all_of():
+        await asyncio.gather(kill(), *(play(router, one, turns, kept) for one in range(sessions)))
+
+    asyncio.run(all_of())
+    for number, token in enumerate(kept["tokens"]):
+        check(router.close(token), turns, number)
+    calls, at = kept["calls"], kept["killed"]
+    return max((end - at for begun, end in calls if begun < at < end), default=0.0), calls, at, kept["there"]
+
+
 def test_killing_a_worker_with_200_open_sessions_loses_nothing():
     sessions, turns = 200, 3
-    with ExitStack() as stack:
-        processes, endpoints = zip(*(stack.enter_context(worker(8, 0.02)) for _ in range(2)), strict=True)
-        router = stack.enter_context(routing(*endpoints))
-        kept = {"tokens": [router.open(seed=one)[1] for one in range(sessions)], "calls": [], "done": [0] * sessions}
-        killed = []
-
-        async def kill():
-            while sum(kept["done"]) < sessions * turns // 3:
-                await asyncio.sleep(0.01)
-            open_there = [len(one.sessions) for one in router._workers]
-            os.kill(processes[0].pid, signal.SIGKILL)
-            killed.extend([time.monotonic(), open_there[0]])
-
-        async def all_of():
-            await asyncio.gather(kill(), *(play(router, one, turns, kept) for one in range(sessions)))
-
-        asyncio.run(all_of())
-        for number, token in enumerate(kept["tokens"]):
-            check(router.close(token), turns, number)
-        # The calls that were open when the worker died: the last of them to end is when all go on.
-        at, there = killed
-        waited = max(end - at for begun, end in kept["calls"] if begun < at < end)
-        usual = median(end - begun for begun, end in kept["calls"] if end < at)
+    with worker(8, 0.02) as (process, one), worker(8, 0.02) as (_, two), routing(one, two) as router:
+        waited, calls, at, there = kill_while_playing(router, process.pid, sessions, turns, sessions * turns // 3)
+        usual = median(end - begun for begun, end in calls if end < at)
         print(
             f"\nkilled with {there} of {sessions} sessions there; {router.moved} were opened again; all go on after "
             f"{waited:.1f} s; a call takes {usual:.1f} s"
         )
-        assert there >= 90 and router.moved >= there // 2
+        assert waited and there >= 90 and router.moved >= there // 2
         assert router.sessions == 0
 
 
@@ -145,7 +129,7 @@ def test_a_router_that_was_killed_continues_from_its_state():
         with routing(one) as router:
             _, token = router.open("row", seed=5)
             messages = [user("abc")]
-            messages += [post(router, token, messages).json()["choices"][0]["message"], user("xyz")]
+            messages += [chat(router, token, messages).json()["choices"][0]["message"], user("xyz")]
             state, port = json.dumps(router.state_dict(), default=bytes.decode), int(router.address.rpartition(":")[2])
         process.kill()
         state = json.loads(state)
@@ -154,7 +138,7 @@ def test_a_router_that_was_killed_continues_from_its_state():
         }
         with routing(two, port=port) as router:
             router.load_state_dict(state)
-            reply = post(router, token, messages)
+            reply = chat(router, token, messages)
             assert reply.json()["choices"][0]["message"]["content"].endswith(":zyx")
             tree = router.close(token)
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
@@ -163,15 +147,8 @@ def test_a_router_that_was_killed_continues_from_its_state():
 @contextmanager
 def gateways(kind=Gateway):
     """A gateway of this process behind a router."""
-    engine = ScriptEngine(lambda *_: "fine")
-    gateway = kind(engine, TokenRenderer(Characters()))
-    gateway.start()
-    try:
-        with routing(gateway.endpoint) as router:
-            yield gateway, router
-    finally:
-        gateway.stop()
-        engine.close()
+    with serving(ScriptEngine(lambda *_: "fine"), kind=kind) as gateway, routing(gateway.endpoint) as router:
+        yield gateway, router
 
 
 BREAKS = "/health HTTP/1.1\r\nhost: x\r\n\r\nPUT /private/sessions"
@@ -182,14 +159,14 @@ def test_a_client_reaches_nothing_but_its_sessions_calls(path):
     """With the router's key it could choose how to sample, write its own tokens, or answer others' calls."""
     with gateways() as (gateway, router):
         _, token = router.open("mine", seed=1)
-        assert post(router, token, [user("a")]).status_code == 200
+        assert chat(router, token, [user("a")]).status_code == 200
         head = {"row_id": "forged", "seed": 2, "sampling_params": {"temperature": 5.0}, "token_ids": False}
         for method in ("PUT", "POST", "DELETE"):
             url = f"{router.address}{quote(path)}"
             reply = CLIENT.request(method, url, content=json.dumps(head), headers={"x-api-key": token})
             assert (reply.status_code, reply.json()["error"]["code"]) == (404, "path")
         assert CLIENT.get(f"{router.address}/v1/models", headers={"x-api-key": token}).json()["data"]
-        assert post(router, token, [user("b")]).json()["choices"][0]["message"]["content"] == "fine"
+        assert chat(router, token, [user("b")]).json()["choices"][0]["message"]["content"] == "fine"
         assert [(one.row_id, one.sampling_params.temperature) for one in gateway._sessions.values()] == [("mine", 1.0)]
 
 
@@ -201,14 +178,12 @@ def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there
 
     with gateways(SlowToOpen) as (gateway, router), ThreadPoolExecutor() as pool:
         _, token = router.open()
-        call = pool.submit(post, router, token, [user("a")])
+        call = pool.submit(chat, router, token, [user("a")])
         time.sleep(0.15)
         router.close(token)
         assert call.result().status_code == 401
-        end = time.monotonic() + 10
-        while gateway.sessions and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not gateway.sessions and not gateway.engine.seen and router._workers[0].sessions == set()
+        wait_until(lambda: not gateway.sessions, 10)
+        assert not gateway.engine.seen and router._workers[0].sessions == set()
 
 
 def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
@@ -223,8 +198,8 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
     with gateways(SlowToOpen) as (gateway, router):
         _, token = router.open()
         with pytest.raises(httpx.TimeoutException):
-            post(router, token, [user("a")], timeout=0.15)
-        assert post(router, token, [user("a")]).status_code == 200
+            chat(router, token, [user("a")], timeout=0.15)
+        assert chat(router, token, [user("a")]).status_code == 200
         assert (opened, gateway.sessions, router.moved) == (["PUT"], 1, 0)
 
 
@@ -234,22 +209,19 @@ def test_a_worker_that_comes_back_forgets_the_sessions_that_have_moved(monkeypat
         tokens = [router.open()[1] for _ in range(3)]
         messages = [user("a")]
         for token in tokens:
-            assert post(router, token, messages).status_code == 200
+            assert chat(router, token, messages).status_code == 200
         router.set_workers([gateway.endpoint, other])
         router._front.loop.call_soon_threadsafe(router._lost, router._workers[0], "a cut")
-        end = time.monotonic() + 10
-        while (gateway.sessions or not router._workers[0].up) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert gateway.sessions == 0 and router._workers[0].up
+        wait_until(lambda: gateway.sessions == 0 and router._workers[0].up, 10)
         for token in tokens:
-            assert post(router, token, messages).status_code == 200
+            assert chat(router, token, messages).status_code == 200
             assert len(router.close(token).nodes) == 3  # a retry is a branch
 
 
 def test_sessions_can_be_closed_after_the_router_was_stopped():
     with gateways() as (_, router):
         _, token = router.open()
-        assert post(router, token, [user("a")]).status_code == 200
+        assert chat(router, token, [user("a")]).status_code == 200
         router.stop()
         assert len(router.close(token).nodes) == 2
 
@@ -260,8 +232,15 @@ class Mortal:
     def __init__(self):
         self.read, self.connections, self.started = 0, 0, threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
+
+    def __enter__(self):
         self.thread.start()
         self.started.wait(10)
+        return self
+
+    def __exit__(self, *raised):
+        self.loop.call_soon_threadsafe(self.ended.set)
+        self.thread.join(10)
 
     async def serve(self):
         server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
@@ -285,24 +264,18 @@ class Mortal:
 
 
 def test_a_call_that_its_workers_die_of_is_not_given_to_all():
-    workers = [Mortal() for _ in range(gateway_router.MAX_LOSSES + 1)]
-    try:
-        with routing(*(one.endpoint for one in workers)) as router:
-            (_, bad), (_, good) = router.open(), router.open()
-            for _ in range(2):  # its client tries again
-                died = post(router, bad, [user("poison")])
-                assert (died.status_code, died.json()["error"]["code"]) == (500, "failed") and "3 workers" in died.text
-            assert sorted(one.read for one in workers) == [0, 1, 1, 1]
-            assert post(router, good, [user("x")]).text == "fine"
-    finally:
-        for one in workers:
-            one.loop.call_soon_threadsafe(one.ended.set)
-            one.thread.join(10)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Mortal()) for _ in range(gateway_router.MAX_LOSSES + 1)]
+        router = stack.enter_context(routing(*(one.endpoint for one in workers)))
+        (_, bad), (_, good) = router.open(), router.open()
+        for _ in range(2):  # its client tries again
+            died = chat(router, bad, [user("poison")])
+            assert (died.status_code, died.json()["error"]["code"]) == (500, "failed") and "3 workers" in died.text
+        assert sorted(one.read for one in workers) == [0, 1, 1, 1]
+        assert chat(router, good, [user("x")]).text == "fine"
 
 
 def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
-    one = Mortal()
-
     async def play():
         worker, seen = gateway_router._Worker(*one.endpoint), []
         for reuse in (60.0, 60.0, 0.0):
@@ -312,9 +285,8 @@ def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
         worker.leave()
         return seen
 
-    assert asyncio.run(play()) == [1, 1, 2]
-    one.loop.call_soon_threadsafe(one.ended.set)
-    one.thread.join(10)
+    with Mortal() as one:
+        assert asyncio.run(play()) == [1, 1, 2]
 
 
 def test_a_router_without_file_descriptors_keeps_its_workers(monkeypatch, caplog):
@@ -332,17 +304,13 @@ def test_a_router_without_file_descriptors_keeps_its_workers(monkeypatch, caplog
         worker.leave()
         return reply
 
-    one = Mortal()
     monkeypatch.setattr(asyncio, "open_connection", scarce)
-    assert asyncio.run(play())[2] == b"fine" and len(refused) == 5
+    with Mortal() as one:
+        assert asyncio.run(play())[2] == b"fine" and len(refused) == 5
     assert caplog.text.count("cannot open another connection: [Errno 24] Too many open files") == 1
-    one.loop.call_soon_threadsafe(one.ended.set)
-    one.thread.join(10)
 
 
 def test_connections_of_a_peak_are_closed(monkeypatch):
-    one = Mortal()
-
     async def play():
         worker = gateway_router._Worker(*one.endpoint)
         await asyncio.gather(*(worker.send("GET", "/health", {}, b"") for _ in range(9)))
@@ -355,10 +323,9 @@ def test_connections_of_a_peak_are_closed(monkeypatch):
         worker.leave()
         return most, left
 
-    most, left = asyncio.run(play())
+    with Mortal() as one:
+        most, left = asyncio.run(play())
     assert most > 1 and left == 1
-    one.loop.call_soon_threadsafe(one.ended.set)
-    one.thread.join(10)
 
 
 def test_a_head_request_costs_no_worker():
@@ -371,55 +338,44 @@ def test_a_head_request_costs_no_worker():
 
 
 def test_a_call_waits_while_no_worker_is_there():
-    with routing() as router, worker() as (_, one):
+    with routing() as router, worker() as (_, one), ThreadPoolExecutor() as pool:
         _, token = router.open()
+        call = pool.submit(chat, router, token, [user("abc")])
+        time.sleep(0.5)
+        assert not call.done()
+        router.set_workers([one])
+        assert call.result().status_code == 200
 
-        async def late():
-            async with httpx.AsyncClient(timeout=30) as client:
-                body = {"messages": [user("abc")]}
-                url, headers = f"{router.address}/v1/chat/completions", {"x-api-key": token}
-                call = asyncio.ensure_future(client.post(url, json=body, headers=headers))
-                await asyncio.sleep(0.5)
-                assert not call.done()
-                await asyncio.to_thread(router.set_workers, [one])
-                return await call
 
-        assert asyncio.run(late()).status_code == 200
+def has_forgotten(endpoint, token):
+    """Whether a worker's gateway no longer knows a session."""
+    (address, key), body = endpoint, {"messages": [user("x")]}
+    headers = {"x-api-key": token, "x-gateway-key": key}
+    return CLIENT.post(f"{address}/v1/chat/completions", json=body, headers=headers).status_code == 410
 
 
 def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
     with worker(2, 0.1) as (_, one), routing(one, limits=gateway_router.GatewayLimits(idle_seconds=1.5)) as router:
         _, left = router.open("left")
-        assert post(router, left, [user("ab")]).status_code == 200
+        assert chat(router, left, [user("ab")]).status_code == 200
         _, used = router.open("used")
-        assert post(router, used, [user("x" * 50)]).status_code == 200  # takes 2.5 s
+        assert chat(router, used, [user("x" * 50)]).status_code == 200  # takes 2.5 s
         assert router.sessions == 1 and router.moved == 0 and router._workers[0].sessions == {used}
-        late = post(router, left, [user("x")])
+        late = chat(router, left, [user("x")])
         assert late.status_code == 401 and "expired" in late.text
         with pytest.raises(KeyError, match="expire"):
             router.close(left)
         # The worker, whose own limit is an hour, has closed it too.
-        headers = {"x-api-key": left, "x-gateway-key": one[1]}
-        url = f"{one[0]}/v1/chat/completions"
-        assert CLIENT.post(url, json={"messages": [user("x")]}, headers=headers).status_code == 410
+        assert has_forgotten(one, left)
         assert len(router.close(used).nodes) == 2
 
 
 def test_a_worker_that_was_replaced_gives_its_sessions_away():
-    with worker(1, 0.05) as (_, one), worker() as (_, two), routing(one) as router:
+    with worker(1, 0.05) as (_, one), worker() as (_, two), routing(one) as router, ThreadPoolExecutor() as pool:
         _, token = router.open()
-
-        async def replaced():
-            async with httpx.AsyncClient(timeout=30) as client:
-                body = {"messages": [user("abcdefghijklmnopqrstuvwxyz" * 3)]}
-                url, headers = f"{router.address}/v1/chat/completions", {"x-api-key": token}
-                call = asyncio.ensure_future(client.post(url, json=body, headers=headers))
-                await asyncio.sleep(0.5)
-                await asyncio.to_thread(router.set_workers, [two])
-                return await call
-
-        assert asyncio.run(replaced()).status_code == 200
-        headers = {"x-api-key": token, "x-gateway-key": one[1]}
-        url = f"{one[0]}/v1/chat/completions"
-        assert CLIENT.post(url, json={"messages": [user("x")]}, headers=headers).status_code == 410  # it has forgotten
+        call = pool.submit(chat, router, token, [user("abcdefghijklmnopqrstuvwxyz" * 3)])
+        time.sleep(0.5)
+        router.set_workers([two])
+        assert call.result().status_code == 200
+        assert has_forgotten(one, token)
         assert len(router.close(token).nodes) == 2 and router.moved == 1

@@ -109,15 +109,9 @@ def counts(prompt, seed):
 def test_sessions_of_a_resources_server(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no use for servers of the cluster
     with serving() as server:
-        engine = AgentEngine(
-            ScriptEngine(counts), environment=lambda: NemoGymClient(server.url), renderer=TokenRenderer(Characters())
+        done = play(
+            server, counts, [row(3, 8, 5), row(0, 1, 2), row(1, 14, 13), *(row(n, 2 * n, n) for n in range(20, 40))]
         )
-        rows = [row(3, 8, 5), row(0, 1, 2), row(1, 14, 13), *(row(n, 2 * n, n) for n in range(20, 40))]
-        extras = {name: [one[name] for one in rows] for name in rows[0]}
-        try:
-            done = engine.generate([[20]] * len(rows), SamplingParams(200), [0] * len(rows), extras=extras)
-        finally:
-            engine.close()
     assert [one.info["reward"] for one in done] == [1.0, 0.0, 1.0] + [1.0] * 20
     assert {one.info["end_reason"] for one in done} == {"done"} and done[0].info["parts"] == {"x": 1}
     assert [one.info["turns"] for one in done[:3]] == [3, 3, 5]
@@ -136,39 +130,38 @@ def test_sessions_of_a_resources_server(monkeypatch):
     assert "there is no tool 'no_such_tool'" in seen and '{"detail": "wrong"}' in seen
 
 
-def play(server, script, limits=None, **client):
-    """The completion of one session."""
+def play(server, script, rows, limits=None, **client):
+    """The completions of sessions."""
     engine = AgentEngine(
         ScriptEngine(script),
         environment=lambda: NemoGymClient(server.url, **client),
         renderer=TokenRenderer(Characters()),
-        **({} if limits is None else {"limits": limits}),
+        limits=limits,
     )
-    extras = {name: [value] for name, value in row(3, 8, 5).items()}
+    extras = {name: [one[name] for one in rows] for name in rows[0]}
     try:
-        (done,) = engine.generate([[20]], SamplingParams(200), [0], extras=extras)
+        return engine.generate([[20]] * len(rows), SamplingParams(200), [0] * len(rows), extras=extras)
     finally:
         engine.close()
-    return done
 
 
 @pytest.mark.parametrize(("seconds", "reason"), [(10.0, "done"), (0.2, "error")])
 def test_verifying_has_a_limit_of_its_own(seconds, reason):
     with serving() as server:
         server.seconds = 1.3
-        done = play(server, lambda *_: "8", SessionLimits(silence=1.0), verify_seconds=seconds)
+        (done,) = play(server, lambda *_: "8", [row(3, 8, 5)], SessionLimits(silence=1.0), verify_seconds=seconds)
     assert done.info["end_reason"] == reason
 
 
 def test_a_server_that_fails_ends_its_session_with_a_reason():
     with serving() as server:
         server.broken = True
-        done = play(server, lambda *_: "8")
+        (done,) = play(server, lambda *_: "8", [row(3, 8, 5)])
     assert done.info["end_reason"] == "error" and "/verify: 500" in done.info["error"]
 
 
 def test_a_tool_that_fails_at_the_server_is_no_invalid_call():
     with serving() as server:
         server.down = True
-        done = play(server, counts, SessionLimits(invalid=1))
+        (done,) = play(server, counts, [row(3, 8, 5)], SessionLimits(invalid=1))
     assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from agent_helpers import Characters, ScriptEngine, log_prob
+from agent_helpers import Characters, ScriptEngine, log_prob, user
 
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, SessionLimits, Step
@@ -17,6 +17,11 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 PROMPT = [20, 21]
+
+
+async def ask(base_url, api_key, text="x"):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.chat.completions.create(model="m", messages=[user(text)])
 
 
 async def asks_twice(row, base_url, api_key):
@@ -70,15 +75,12 @@ def test_a_program_is_a_rollout_with_a_row_for_each_leaf():
 
 def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
     async def agent(row, base_url, api_key):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-            if row["fault"] == "raises":
-                raise KeyError("tool")
-            if row["fault"] == "hangs":
-                await asyncio.sleep(1000)
-            if row["fault"] == "silent":
-                return None
-        return 1
+        await ask(base_url, api_key)
+        if row["fault"] == "raises":
+            raise KeyError("tool")
+        if row["fault"] == "hangs":
+            await asyncio.sleep(1000)
+        return None if row["fault"] == "silent" else 1
 
     rows = [{"fault": fault} for fault in ("raises", "hangs", "none", "silent")]
     engine = engine_of(agent, limits=SessionLimits(seconds=3.0))
@@ -93,12 +95,11 @@ def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
 
 def test_a_program_whose_cleanup_takes_long_keeps_its_tokens():
     async def agent(row, base_url, api_key):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                await asyncio.sleep(4)
+        await ask(base_url, api_key)
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(4)
 
     (done,) = play(engine_of(agent, limits=SessionLimits(seconds=3.0)), [{"row": 0}])
     assert (done.info["end_reason"], done.info["turns"], len(done.rows)) == ("seconds", 1, 1)
@@ -237,10 +238,9 @@ def test_a_driver_knows_of_a_programs_session_which_begins_again():
 
 def test_a_program_that_is_silent_for_long_keeps_its_session():
     async def agent(row, base_url, api_key):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            for number in range(2):
-                await asyncio.sleep(0.5 * number)
-                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(number)}])
+        for number in range(2):
+            await asyncio.sleep(0.5 * number)
+            await ask(base_url, api_key, str(number))
         return 1
 
     inner = ScriptEngine(lambda *_: "a")

@@ -6,7 +6,7 @@ import pickle
 import random
 
 import pytest
-from agent_helpers import Characters, merging_tokenizer
+from agent_helpers import Characters, merging_tokenizer, user
 
 from workers.rollout.agents.rendering import (
     PromptMismatchError,
@@ -24,10 +24,6 @@ from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import Completion
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def sampled(token_ids, reason="stop"):

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_estimators import on_ranks, plain
+from test_estimators import of_ranks, plain
 
 from dispatch.batch import share_rows
 from workers.algorithms.losses import token_weights
@@ -112,7 +112,7 @@ def test_groups_count_a_rollout_once(estimator, kl_coef, split):
     for seed in range(2):
         data, of_rollout = made(seed)
         expected = plain(joined(of_rollout), given)
-        found = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, split))
+        found = torch.cat(of_ranks(function_of(args, "advantage_estimator"), data, args, split))
         for row, rollout in enumerate(((data["rollout_ids"] - 70) // 3).tolist()):
             counts = data["loss_mask"][row] != 0
             values = found[row].expand(int(counts.sum())) if found.dim() == 1 else found[row][counts]
@@ -128,7 +128,7 @@ def test_optimal_token_baseline_counts_a_rollout_once(split):
     one."""
     args = read_args({"advantage_estimator": "optimal_token_baseline"})
     data, _ = made()
-    found = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, split))
+    found = torch.cat(of_ranks(function_of(args, "advantage_estimator"), data, args, split))
     old, squares = ([row[~row.isnan()].tolist() for row in data[name]] for name in ("old_log_probs", "sum_pi_squared"))
     rollout, group, reward = (data[name].tolist() for name in ("rollout_ids", "group_ids", "rewards"))
     several = Counter(rollout)
@@ -176,7 +176,7 @@ def test_dpo_refuses_rollouts_of_several_rows():
     data["rollout_ids"] = torch.tensor([1, 1, 2])
     with pytest.raises(RolloutDataError, match=r"'rollout_ids'.*whole completions"):
         PolicyTrainWorker.check_rows(args, data, "actor", ())
-    (raised,) = on_ranks(function_of(args, "advantage_estimator"), data, args, [3])
+    (raised,) = of_ranks(function_of(args, "advantage_estimator"), data, args, [3])
     assert isinstance(raised, RolloutDataError)
 
 
@@ -196,7 +196,7 @@ def test_token_rewards_replace_the_reward(estimator):
     data["group_ids"] = torch.arange(ROWS)  # alone at every place: no baseline
     del data["rollout_ids"]
     data["rewards"] = torch.full((ROWS,), 100.0)
-    found = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, [4, ROWS - 4]))
+    found = torch.cat(of_ranks(function_of(args, "advantage_estimator"), data, args, [4, ROWS - 4]))
     for row in range(ROWS):
         places = data["loss_mask"][row].nonzero()[:, 0].tolist()
         for at, place in enumerate(places):

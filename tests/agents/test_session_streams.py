@@ -20,6 +20,7 @@ import pytest
 from devices import ON_DEVICE
 from rollout_helpers import BigramEngine, Toy
 from session_helpers import Agents, Diary, NoDiary, Slow, check_rows, check_said, numbers, said_reward
+from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import RolloutManager, RolloutStream, SampleBuffer, SamplingParams, evaluate
@@ -135,13 +136,13 @@ def test_sessions_survive_the_death_of_their_worker(ray_cluster, monkeypatch, en
             buffer.set_version(0)
             manager.weight_version = 0
             for kills in range(rounds):
-                wait(lambda: sum(turns_of(stream).values()) >= 3 * batch * samples, 60)
+                wait_until(lambda: sum(turns_of(stream).values()) >= 3 * batch * samples, 60)
                 victim = group.status().ranks[0].process.pid
                 os.kill(victim, signal.SIGKILL)
                 began, before = time.monotonic(), turns_of(stream)
                 if environment is Slow:
-                    wait(lambda before=before: all_go_on(stream, before), 60)
-                wait(lambda kills=kills: stream.metrics()["rollout/restarts"] > kills, 60)
+                    wait_until(lambda before=before: all_go_on(stream, before), 60)
+                wait_until(lambda kills=kills: stream.metrics()["rollout/restarts"] > kills, 60)
                 gone_on.append(time.monotonic() - began)
                 data.append(stream.take(120))
             metrics = stream.metrics()
@@ -182,10 +183,10 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
     draw, in_flight, script = random.Random(kills), [], Path(killed_driver.__file__)
     for kill in range(kills):
         with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment) as driver:
-            wait(lambda kill=kill: len(lines(tmp_path / "starts.jsonl")) > kill or driver.poll() is not None, 120)
+            wait_until(lambda kill=kill: len(lines(tmp_path / "starts.jsonl")) > kill or driver.poll() is not None, 120)
             begun = time.time()
             time.sleep(draw.uniform(0.0, 1.0))
-            wait(lambda begun=begun: sessions_in(tmp_path, begun) >= 2 or driver.poll() is not None, 60)
+            wait_until(lambda begun=begun: sessions_in(tmp_path, begun) >= 2 or driver.poll() is not None, 60)
             assert driver.poll() is None, "the run has ended by itself"
             os.kill(driver.pid, signal.SIGKILL)
         in_flight.append(sessions_in(tmp_path, begun))
@@ -242,7 +243,7 @@ def test_sessions_go_on_elsewhere_if_their_engine_has_lost_its_weights(mode):
         manager = managed(group)
         with RolloutStream(manager, prompts, SampleBuffer(B, max_staleness=1), update_mode=mode) as stream:
             update(stream, manager, 1)
-            wait(lambda: sum(turns_of(stream).values()) > 4, 20)
+            wait_until(lambda: sum(turns_of(stream).values()) > 4, 20)
             lose_weights(group, [0])
             found = []
             for version in (2, 3):
@@ -253,7 +254,7 @@ def test_sessions_go_on_elsewhere_if_their_engine_has_lost_its_weights(mode):
                     manager.weight_version = version
                     manager.group.load(version, version)
                 assert group.version_of_weights() == [version] * 2
-            wait(lambda: sum(turns_of(stream).values()) > 4, 20)
+            wait_until(lambda: sum(turns_of(stream).values()) > 4, 20)
             lose_weights(group, [0, 1])
             manager.refresh = lambda: update(stream, manager, 4)
             while group.version_of_weights() != [4, 4]:  # at first, batches that were complete
@@ -288,14 +289,14 @@ def test_sessions_of_a_dead_worker_that_the_next_one_refuses_are_not_lost():
         router.begin_groups()
 
         def journals():
-            return [one.session for worker in router._workers for of in worker.journals.values() for one in of.values()]
+            running = [one for worker in router._workers for one in worker.running.values()]
+            return [one.session for of_group in running for one in of_group.journal.values()]
 
-        wait(lambda: router.exchange() and sum(one.turns > 0 for one in journals()) == B * SAMPLES, 20)
+        wait_until(lambda: router.exchange() and sum(one.turns > 0 for one in journals()) == B * SAMPLES, 20)
         for _ in range(2):  # as if both had died, and the next ones before their first report
             for worker in router._workers:
-                worker.unsent.clear()
                 for attempt in list(worker.running):
-                    router._give_back_lost(worker.running.pop(attempt), worker.journals.pop(attempt))
+                    router._give_back_lost(worker.running.pop(attempt))
             router.begin_groups()
         known = {number: buffer._groups[number].update for number in range(B)}
         group.load(1, 1)
@@ -323,10 +324,12 @@ def sessions_in(folder, since):
 
 def turns_of(stream):
     """How many turns the sessions of each running group have played, as far as the driver knows."""
-    journals = [one for worker in list(stream._router._workers) for one in list(worker.journals.items())]
+    running = [one for worker in list(stream._router._workers) for one in list(worker.running.items())]
     return {
-        attempt.number: sum(one.session.turns if one.session else one.info["turns"] for one in list(journal.values()))
-        for attempt, journal in journals
+        attempt.number: sum(
+            one.session.turns if one.session else one.info["turns"] for one in list(of.journal.values())
+        )
+        for attempt, of in running
     }
 
 
@@ -336,10 +339,3 @@ def all_go_on(stream, before):
     with buffer._changed:
         left = {number for number, group in buffer._groups.items() if group.state != "ready"}
     return all(number not in left or now.get(number, 0) > turns for number, turns in before.items())
-
-
-def wait(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

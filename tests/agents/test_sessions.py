@@ -1,7 +1,6 @@
 """Sessions on a toy engine: the contract of all engines, budgets, errors, hanging tools, abort, states, and many."""
 
 import asyncio
-import logging
 import pickle
 import threading
 import time
@@ -13,7 +12,6 @@ from engine_contract import EngineContract, Subject
 from rollout_helpers import Bigram, BigramEngine
 from waits import wait_until
 
-from workers.rollout.agents import agent_engine as engine_file
 from workers.rollout.agents import session as session_file
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, SessionLimits, Step
@@ -303,10 +301,6 @@ def test_exception_ends_its_session_only(make, caplog, where, turns):
 
 
 def test_what_is_wrong_with_the_program_is_raised(make):
-    class NoStep(Counting):
-        async def step(self, action):
-            return 1.0
-
     class Plain(Counting):
         def step(self, action):
             return Step()
@@ -316,7 +310,6 @@ def test_what_is_wrong_with_the_program_is_raised(make):
             return Step([{"role": "user", "content": "hi"}])
 
     for environment, what in (
-        (NoStep, "returned 1.0; expected a Step"),
         (Plain, "must be an `async def`"),
         (Messages, "pass a renderer"),
     ):
@@ -574,19 +567,6 @@ def test_an_environment_that_is_busy_is_not_silent(make, busy, limits, reason):
     engine = make(lambda: Busy(busy), limits=SessionLimits(silence=0.1, **limits))
     completion = engine.submit([1, 2], SamplingParams(4, stop_token_ids=tuple(range(32))), "a", seed=5)
     assert completion.result(SECONDS).info["end_reason"] == reason
-
-
-def test_blocked_event_loop_is_reported(make, caplog, monkeypatch):
-    monkeypatch.setattr(engine_file, "LAG_SECONDS", 0.2)
-
-    class Blocks(Counting):
-        async def step(self, action):
-            time.sleep(0.8)
-            return Step(done=True)
-
-    with caplog.at_level(logging.WARNING):
-        play(make(Blocks))
-        wait_until(lambda: "has blocked the event loop" in caplog.text)
 
 
 class Batched(BigramEngine):

@@ -61,17 +61,18 @@ def of_trees(model, made, aggregation):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+def rollout_data(made):
+    return collate(
+        [PROMPTS[group] for group, *_ in made],
+        [completion_of(tree, PROMPTS[group], "stop") for group, _, tree in made],
+        group_ids=[group for group, *_ in made],
+        rewards=[reward for _, reward, _ in made],
+    )
+
+
 def of_rows(model, made, aggregation, packed, most):
     """The gradients of rollout data, as a train worker computes them in micro-batches."""
-    completions = [completion_of(tree, PROMPTS[group], "stop") for group, _, tree in made]
-    data = dict(
-        collate(
-            [PROMPTS[group] for group, *_ in made],
-            completions,
-            group_ids=[group for group, *_ in made],
-            rewards=[reward for _, reward, _ in made],
-        ).items()
-    )
+    data = dict(rollout_data(made).items())
     args = read_args({})
     of_all = AdvantageRows(data, estimator="grpo")
     advantages = function_of(args, "advantage_estimator")(of_all, args)

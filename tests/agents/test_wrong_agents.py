@@ -7,6 +7,7 @@ import pytest
 import torch
 from agent_helpers import Characters, ScriptEngine
 from rollout_helpers import BigramEngine
+from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from workers import (
@@ -155,9 +156,7 @@ def test_silence_and_close_are_logged(make, caplog):
     engine = make(Hangs, limits=SessionLimits(silence=0.1))
     made = submit(engine).result(SECONDS)
     assert made.info["error"] == "Hangs.step() took longer than SessionLimits.silence, 0.1 s"
-    deadline = time.monotonic() + SECONDS
-    while engine._tasks and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not engine._tasks)
     assert "Hangs.step() took longer" in caplog.text and "Hangs.close() raised KeyError" in caplog.text
 
 

@@ -3,23 +3,15 @@
 from functools import partial
 
 import pytest
-from agent_helpers import Characters, ScriptEngine, merging_tokenizer
+from agent_helpers import ScriptEngine, merging_tokenizer, user
+from gateway_helpers import chat, httpx, routing, serving
 
 from workers.rollout.agents.agent_engine import AgentEngine
+from workers.rollout.agents.gateway.gateway import Gateway
+from workers.rollout.agents.gateway.gateway_router import GatewayRouter
 from workers.rollout.agents.program import AgentProgram
-from workers.rollout.agents.rendering import RenderError, TemplateRenderer, TokenRenderer, load_renderer
+from workers.rollout.agents.rendering import RenderError, TemplateRenderer, load_renderer
 from workers.rollout.rollout_errors import RolloutError
-
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-router_file = pytest.importorskip("workers.rollout.agents.gateway.gateway_router")
-gateway_file = pytest.importorskip("workers.rollout.agents.gateway.gateway")
-
-
-def ask(address, token, timeout=20, **more):
-    body = {"model": "m", "messages": [{"role": "user", "content": "abc"}], **more}
-    headers = {"x-api-key": token}
-    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=timeout)
 
 
 def test_renderers_are_checked_before_anything_runs():
@@ -29,13 +21,13 @@ def test_renderers_are_checked_before_anything_runs():
     try:
         bare = renderers.DefaultRenderer(tokenizer)
         for renderer in (bare, TemplateRenderer(bare, tokenizer)):
-            for build in (gateway_file.Gateway, partial(AgentEngine, environment=AgentProgram(no_agent))):
+            for build in (Gateway, partial(AgentEngine, environment=AgentProgram(no_agent))):
                 with pytest.raises(RenderError, match="has no chat template; name a renderer, or use TokenRenderer"):
                     build(engine, renderer=renderer)
         with pytest.raises(RenderError, match=r"load_renderer: the tokenizer .* has no chat template"):
             load_renderer(tokenizer, "default")
         with pytest.raises(TypeError, match=r"Gateway: renderer=.* is no renderer"):
-            gateway_file.Gateway(engine, tokenizer)
+            Gateway(engine, tokenizer)
     finally:
         tokenizer.chat_template = template
         engine.close()
@@ -47,7 +39,7 @@ async def no_agent(row, base_url, api_key):
 
 
 def test_router_that_was_not_started_says_so():
-    router = router_file.GatewayRouter()
+    router = GatewayRouter()
     router.set_workers([("http://127.0.0.1:1", "key")])
     with pytest.raises(RolloutError, match=r"call start\(\) first"):
         router.open()
@@ -57,34 +49,25 @@ def test_router_that_was_not_started_says_so():
 @pytest.mark.parametrize("workers", ["http://a", ["http://a"], [("http://a",)], [("http://a", 1)], 3])
 def test_workers_are_endpoints(workers):
     with pytest.raises(TypeError, match=r"pass the list that group.start_gateway\(renderer\) returns"):
-        router_file.GatewayRouter(workers)
+        GatewayRouter(workers)
 
 
 def test_router_without_workers_says_so_and_has_an_address_that_others_reach(caplog):
-    router = router_file.GatewayRouter(host="0.0.0.0")
-    router.start()
-    try:
+    with routing(host="0.0.0.0") as router:
         address, token = router.open()
-        assert "0.0.0.0" not in address
+        assert address == router.address and "0.0.0.0" not in address
         with pytest.raises(httpx.ReadTimeout):  # a worker may come: see test_a_call_waits_while_no_worker_is_there
-            ask(address, token, timeout=2)
-    finally:
-        router.stop()
+            chat(router, token, [user("abc")], timeout=2)
     assert caplog.text.count("the router has no worker; see GatewayRouter.set_workers") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probs_are_served(stream):
-    gateway = gateway_file.Gateway(ScriptEngine(lambda prompt, seed: "xy"), TokenRenderer(Characters()))
-    gateway.start()
-    try:
-        address, token = gateway.open("a", seed=1)
-        reply = ask(address, token, logprobs=True, stream=stream).text
-        refused = ask(address, token, logprobs=True, top_logprobs=3)
+    with serving(ScriptEngine(lambda prompt, seed: "xy")) as gateway:
+        _, token = gateway.open("a", seed=1)
+        reply = chat(gateway, token, [user("abc")], logprobs=True, stream=stream).text
+        refused = chat(gateway, token, [user("abc")], logprobs=True, top_logprobs=3)
         tree = gateway.close(token)
-    finally:
-        gateway.stop()
-        gateway.engine.close()
     (node,) = [one for one in tree.nodes if one.sampled]
     found = [float(one.split(",")[0]) for one in reply.split('"logprob":')[1:]]
     assert found == pytest.approx(list(node.log_probs))

@@ -105,6 +105,13 @@ def counters(transport):
         yield group
 
 
+@pytest.fixture(scope="module")
+def fragile(transport):
+    """Four ranks that fail on demand. No test ends their processes or breaks the group."""
+    with transport.make(workers.Fragile) as group:
+        yield group
+
+
 @pytest.fixture
 def make_group(transport):
     """Creates groups of four that are closed after the test."""
@@ -137,11 +144,11 @@ def start_driver(other_drivers, tmp_path):
     context = ray.get_runtime_context()
     started = []
 
-    def start(code, *arguments):
+    def start(code):
         script = tmp_path / f"driver_{len(started)}.py"
         head = DRIVER.format(address=context.gcs_address, namespace=context.namespace)
         script.write_text(head + textwrap.dedent(code))
-        command = [sys.executable, str(script), *arguments]
+        command = [sys.executable, str(script)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)))
         return started[-1]
 
@@ -156,8 +163,8 @@ def start_driver(other_drivers, tmp_path):
 def run_driver(start_driver):
     """Run a script as another driver, and return what it prints behind "answer"."""
 
-    def run(code, *arguments):
-        process = start_driver(code, *arguments)
+    def run(code):
+        process = start_driver(code)
         printed, _ = process.communicate(timeout=60)
         assert process.returncode == 0, printed
         return next(line for line in printed.splitlines() if line.startswith("answer ")).removeprefix("answer ")

@@ -12,15 +12,15 @@ from random_call_workers import Journal
 from random_calls import lost_references, produce
 from ray.exceptions import RayError
 
-from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SingleControllerError
+from single_controller import RayClassWithInitArgs, RayWorkerGroup, SingleControllerError
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
-def logs(ray_cluster):
+def logs(pool):
     """A group of two ranks that record the order of their calls."""
-    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Log)) as group:
+    with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Log)) as group:
         yield group
 
 
@@ -103,8 +103,8 @@ def test_small_call_after_one_with_the_future_of_a_failed_one(log):
         future.result(timeout=30)
 
 
-def test_one_thread_runs_all_ordinary_calls(ray_cluster):
-    with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Journal)) as group:
+def test_one_thread_runs_all_ordinary_calls(pool):
+    with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Journal)) as group:
         found = [
             group.threads(),
             group.threads.remote().result(timeout=30),

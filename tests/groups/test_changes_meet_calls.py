@@ -133,19 +133,13 @@ class Slow(Lone):
 
 
 @pytest.fixture(scope="module")
-def wide(pool):
-    with RayResourcePool([4], use_gpu=False) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def fail(tmp_path_factory):
     return tmp_path_factory.mktemp("loaded") / "fail"
 
 
 @pytest.fixture(scope="module")
-def loaded(wide, fail):
-    with RayWorkerGroup(wide, RayClassWithInitArgs(Loaded, str(fail))) as group:
+def loaded(pool, fail):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Loaded, str(fail))) as group:
         group.load(7)
         yield group
 
@@ -154,9 +148,11 @@ def loaded(wide, fail):
 def three(loaded, fail):
     """The group with three ranks, and room for one."""
     fail.unlink(missing_ok=True)
-    if loaded.broken is not None or loaded.world_size < 3:
+    if loaded.broken is not None:
         loaded.restart()
-    if loaded.world_size > 3:
+    if loaded.world_size < 3:
+        loaded.grow(1)
+    elif loaded.world_size > 3:
         loaded.shrink([3])
     return loaded
 
@@ -200,9 +196,8 @@ def test_call_while_the_group_waits_for_running_calls_to_grow(three, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["replace", "shrink"])
-def test_ranks_that_wait_for_an_argument_are_free_for_a_change(three, fail, change):
-    made = RayClassWithInitArgs(Loaded, str(fail))
-    with RayResourcePool([1], use_gpu=False) as one, RayWorkerGroup(one, made) as producer:
+def test_ranks_that_wait_for_an_argument_are_free_for_a_change(pool, three, fail, change):
+    with RayWorkerGroup(pool[:1], RayClassWithInitArgs(Loaded, str(fail))) as producer:
         waiting = three.get.remote(producer.wait.remote(300.0))
         kill(three, 1)
         with within(60):
@@ -228,7 +223,7 @@ def test_ranks_whose_repeated_calls_failed_get_them_in_the_next_change(three, fa
     assert three.get() == [7] * 3
 
 
-def test_start_whose_arguments_are_lost_is_an_error(wide, loaded, fail, monkeypatch):
+def test_start_whose_arguments_are_lost_is_an_error(pool, monkeypatch):
     def lose(self, rank, beside, session, number):
         if rank == 1:
             threading.Timer(0.5, self._links[rank].tell, (Kind.CANCEL, number)).start()
@@ -238,7 +233,7 @@ def test_start_whose_arguments_are_lost_is_an_error(wide, loaded, fail, monkeypa
     give = RayTransport._give
     monkeypatch.setattr(RayTransport, "_give", lose)
     with within(90), pytest.raises(StartError) as error:
-        RayWorkerGroup(wide, RayClassWithInitArgs(Lone))
+        RayWorkerGroup(pool, RayClassWithInitArgs(Lone))
     assert error.value.rank == 1
 
 
@@ -276,31 +271,25 @@ def test_close_while_ranks_are_replaced_leaves_no_process(pool, fail, monkeypatc
         return filled
 
     made, fill = [], ray_group.fill
-    with RayResourcePool([2], use_gpu=False) as small:
-        group = RayWorkerGroup(small, RayClassWithInitArgs(Loaded, str(fail)))
-        kill(group, 1)
-        monkeypatch.setattr(ray_group, "fill", closing)
-        with pytest.raises(GroupClosedError):
-            group.replace()
-        wait_gone(made)
+    group = RayWorkerGroup(pool[:2], RayClassWithInitArgs(Loaded, str(fail)))
+    kill(group, 1)
+    monkeypatch.setattr(ray_group, "fill", closing)
+    with pytest.raises(GroupClosedError):
+        group.replace()
+    wait_gone(made)
 
 
 def test_references_in_an_event_loop_of_a_group_that_recovers(pool, fail):
     async def twice():
         return [ref for _ in range(2) for ref in group.execute_all_async("wait", 0.5)]
 
-    with (
-        RayResourcePool([2], use_gpu=False) as small,
-        RayWorkerGroup(small, RayClassWithInitArgs(Loaded, str(fail)), on_death="replace") as group,
-    ):
+    with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Loaded, str(fail)), on_death="replace") as group:
         assert [len(one) for one in ray.get(asyncio.run(twice()), timeout=20)] == [1_000_000] * 4
 
 
 def test_error_without_collectives_leaves_the_other_ranks_alone(pool, fail):
-    with (
-        RayResourcePool([2], use_gpu=False) as small,
-        RayWorkerGroup(small, RayClassWithInitArgs(Loaded, str(fail)), collectives=False, error_grace=0.3) as group,
-    ):
+    made = RayClassWithInitArgs(Loaded, str(fail))
+    with RayWorkerGroup(pool[:2], made, collectives=False, error_grace=0.3) as group:
         with pytest.raises(KeyError, match="rank 0"):
             group.wait(1.5, fail=0)
         assert group.get() == [None] * 2 and group.broken is None
@@ -334,12 +323,9 @@ def test_retry_does_not_replace_a_rank_again(pool, tmp_path, monkeypatch):
         (tmp_path / "hold").unlink()
 
 
-def test_driver_that_dies_while_it_sends_does_not_keep_the_ranks(three):
+def test_driver_that_dies_while_it_sends_does_not_keep_the_ranks(pool, three):
     """Two have sent a call, and die before they have sent what goes beside it."""
-    with (
-        RayResourcePool([2], use_gpu=False) as two,
-        RayWorkerGroup(two, RayClassWithInitArgs(Dying), collectives=False) as drivers,
-    ):
+    with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Dying), collectives=False) as drivers:
         with pytest.raises(WorkerDiedError):
             drivers.call(three)
         wait_until(lambda: not any(drivers.alive()), 30)
@@ -349,7 +335,7 @@ def test_driver_that_dies_while_it_sends_does_not_keep_the_ranks(three):
 
 def test_ranks_stuck_in_a_repeated_call_are_freed_by_the_next_change(pool, tmp_path):
     """Of four new ranks, one raises in a repeated call, in which another one waits for a third."""
-    with RayResourcePool([4], use_gpu=False) as small, RayWorkerGroup(small, RayClassWithInitArgs(Meeting)) as group:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Meeting)) as group:
         group.meet(str(tmp_path / "fail"))
         (tmp_path / "fail").touch()
         with pytest.raises(OSError, match="cannot be read"):
@@ -362,10 +348,7 @@ def test_ranks_stuck_in_a_repeated_call_are_freed_by_the_next_change(pool, tmp_p
 
 def test_second_try_waits_for_the_constructors_of_the_first(pool, tmp_path):
     """Without collectives: rank 2 dies again while the constructor of rank 1 runs, which then fails."""
-    with (
-        RayResourcePool([3], use_gpu=False) as small,
-        RayWorkerGroup(small, RayClassWithInitArgs(Slow, str(tmp_path)), collectives=False) as group,
-    ):
+    with RayWorkerGroup(pool[:3], RayClassWithInitArgs(Slow, str(tmp_path)), collectives=False) as group:
         (tmp_path / "slow").touch()
         for rank in (1, 2):
             os.kill(group.status().ranks[rank].process.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 from group_workers import Actor, Counter, Critic, Early
+from waits import wait_until
 
 from single_controller import (
     DispatchError,
@@ -144,10 +145,7 @@ def test_watching_one_role_watches_the_whole_group(pool):
         time.sleep(0.3)
         assert watcher.watching
         os.kill(group.actor.pid()[1], signal.SIGKILL)
-        end = time.monotonic() + 5
-        while not told:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: told, 5)
         assert told[0].ranks == (1,)
 
 

@@ -16,7 +16,6 @@ from dispatch.register import register
 from single_controller import (
     CallTimeoutError,
     Dispatch,
-    GroupBrokenError,
     RayClassWithInitArgs,
     RayWorkerGroup,
     StartError,
@@ -62,7 +61,7 @@ def heavy(pool):
         yield group
 
 
-@pytest.mark.parametrize("on_death", ["error", "replace", "shrink"])
+@pytest.mark.parametrize("on_death", ["replace", "shrink"])
 def test_roles_and_what_happens_on_death(pool, on_death):
     roles = {"actor": RayClassWithInitArgs(Actor, start=1), "critic": RayClassWithInitArgs(Critic, start=100)}
     with RayWorkerGroup(pool, colocate(roles), on_death=on_death) as group:
@@ -70,10 +69,6 @@ def test_roles_and_what_happens_on_death(pool, on_death):
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDiedError), within(10):
             group.actor.add(1)
-        if on_death == "error":
-            with pytest.raises(GroupBrokenError):
-                group.critic.add(1)
-            group.restart()
         left = 3 if on_death == "shrink" else 4
         with within(60):
             assert len(group.critic.add(1)) == left

@@ -35,6 +35,7 @@ def test_group_outlives_its_driver_and_is_found_again(run_driver):
         for how in (
             {"name_prefix": "outliving_"},
             {"worker_names": names.split(",")[::-1]},
+            {"worker_names": names.split(","), "ray_cls_with_init": RayClassWithInitArgs(cls=Counter, start=5)},  # verl
             {"worker_handles": [ray.get_actor(name) for name in names.split(",")]},
         ):
             with RayWorkerGroup.from_detached(**how) as group:
@@ -46,11 +47,7 @@ def test_group_outlives_its_driver_and_is_found_again(run_driver):
             with pytest.raises(GroupClosedError):
                 group.add(0)
     finally:
-        for name in names.split(","):
-            ray.kill(ray.get_actor(name))
-        for table in ray.util.placement_group_table().values():
-            if table["name"].startswith("outliving_"):
-                ray.util.remove_placement_group(ray.util.get_placement_group(table["name"]))
+        RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
 
 
 def test_attach_by_name_from_another_namespace_and_take_over(run_driver):
@@ -107,7 +104,8 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(start_driver
     pids = left_by_a_killed_driver(start_driver, code)
     os.kill(int(pids[1]), signal.SIGKILL)
     wait_gone(pids[1:2])
-    group = attach("inherited_", own=True)
+    names, counter = [f"inherited_Counter_{rank}" for rank in range(3)], RayClassWithInitArgs(Counter, 5)
+    group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=counter, own=True)
     with group:
         wait_until(lambda: not group.alive()[1])
         assert [rank.process.pid for rank in group.status().ranks] == [int(pid) for pid in pids]

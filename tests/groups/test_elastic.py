@@ -16,7 +16,6 @@ from single_controller import (
     GroupBrokenError,
     PlacementError,
     RayClassWithInitArgs,
-    RayResourcePool,
     RayWorkerGroup,
     StartError,
     WorkerDiedError,
@@ -25,19 +24,13 @@ from single_controller.ray.replicas import complete_replicas
 
 
 @pytest.fixture(scope="module")
-def wide(pool):
-    with RayResourcePool([4], use_gpu=False) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("members")
 
 
 @pytest.fixture(scope="module")
-def members(wide, folder):
-    with RayWorkerGroup(wide, RayClassWithInitArgs(Member, str(folder)), on_death="shrink") as group:
+def members(pool, folder):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Member, str(folder)), on_death="shrink") as group:
         group.configure("first")
         yield group
 
@@ -148,15 +141,15 @@ def test_copies_of_before_a_replacement_are_refused_where_the_death_is_not_known
     assert pickle.loads(pickle.dumps(four)).total() == four.total()
 
 
-def test_standby_is_used_before_the_group_shrinks(wide, members):
-    with RayWorkerGroup(wide[:3], RayClassWithInitArgs(Lone), collectives=False, standby=1, on_death="shrink") as group:
+def test_standby_is_used_before_the_group_shrinks(pool):
+    with RayWorkerGroup(pool[:3], RayClassWithInitArgs(Lone), collectives=False, standby=1, on_death="shrink") as group:
         with pytest.raises(WorkerDiedError):
             group.add(1, kill=1)
         assert group.add(0) == [1, 0] and group.world_size == 2
 
 
-def test_group_without_collectives_grows_while_calls_run(wide, members):
-    with RayWorkerGroup(wide[:3], RayClassWithInitArgs(Lone), collectives=False) as group:
+def test_group_without_collectives_grows_while_calls_run(pool):
+    with RayWorkerGroup(pool[:3], RayClassWithInitArgs(Lone), collectives=False) as group:
         assert group.add(1) == [1, 1, 1]
         with pytest.raises(WorkerDiedError):
             group.add(1, kill=0)
@@ -180,10 +173,10 @@ def test_group_without_collectives_grows_while_calls_run(wide, members):
         assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_process_that_will_be_a_rank_replaces_no_other(wide, members, tmp_path):
+def test_process_that_will_be_a_rank_replaces_no_other(pool, tmp_path):
     """A rank dies while the constructor of another one runs, which takes long."""
     made = RayClassWithInitArgs(Lone, hold=str(tmp_path))
-    with RayWorkerGroup(wide[:3], made, collectives=False) as group:
+    with RayWorkerGroup(pool[:3], made, collectives=False) as group:
         assert group.shrink(ranks=[2]) == (2,)
         (tmp_path / "hold").touch()
         with ThreadPoolExecutor() as threads:
@@ -200,9 +193,9 @@ def test_process_that_will_be_a_rank_replaces_no_other(wide, members, tmp_path):
         assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)] and not group.standbys()
 
 
-def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(wide, members, tmp_path):
+def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_path):
     made = RayClassWithInitArgs(Lone, str(tmp_path / "fail"))
-    with RayWorkerGroup(wide[:2], made, collectives=False) as group:
+    with RayWorkerGroup(pool[:2], made, collectives=False) as group:
         assert group.shrink(ranks=[1]) == (1,)
         (tmp_path / "fail").touch()
         with pytest.raises(StartError, match="told to fail"):
@@ -227,8 +220,8 @@ def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, fol
     assert [one["pid"] for one in check_ranks(four, 4)][:3] == before
 
 
-def test_whole_replicas_are_dropped_and_added(wide, members):
-    with RayWorkerGroup(wide, RayClassWithInitArgs(Replica)) as group:
+def test_whole_replicas_are_dropped_and_added(pool):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Replica)) as group:
         assert group.rows([1, 2]) == [(0, 1), (2, 2)]
         with pytest.raises(WorkerDiedError):
             group.total(kill=0)

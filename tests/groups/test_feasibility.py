@@ -263,7 +263,7 @@ def test_invalid_pool_options_are_rejected(options, words):
 @given(amount=st.sampled_from([0.25, 0.5, 1, 2, 3.7, 8]), count=st.integers(1, 100))
 def test_slot_fractions_are_rounded_down_to_fit(amount, count):
     """Ray rounds to ten-thousandths."""
-    options = PoolOptions(True, "", count, False, None, {"NPU": amount}, amount, 1, 0, None, False, 1.0)
+    options = PoolOptions(True, "", count, False, {"NPU": amount}, amount, 1, 0, 1.0)
     share = options.share(use_gpu=True)
     for part, whole in ((share["num_cpus"], amount), (share["num_gpus"], 1), (share["resources"]["NPU"], amount)):
         assert 0 <= round(whole * 10_000) - count * round(part * 10_000) < count

@@ -32,6 +32,21 @@ def scorers(make_group, tmp_path, transport):
     return make
 
 
+@pytest.fixture(scope="module")
+def module_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("scorers")
+
+
+@pytest.fixture(scope="module")
+def unharmed(transport, module_folder):
+    """Groups without and with collectives, which obey files in ``module_folder``. No test ends their processes."""
+    with (
+        transport.make(Scorer, module_folder, group_options={"collectives": False}) as apart,
+        transport.make(Scorer, module_folder) as together,
+    ):
+        yield apart, together
+
+
 def rows_run(folder):
     """Row -> how often it was scored."""
     lines = (folder / "run").read_text().splitlines() if (folder / "run").exists() else []
@@ -42,8 +57,9 @@ def tens(batches):
     return [[10 * row for row in batch] for batch in batches]
 
 
-def test_results_order_and_back_pressure(scorers, tmp_path):
-    group = scorers()
+def test_results_order_and_back_pressure(unharmed, module_folder):
+    group = unharmed[True]
+    (module_folder / "run").unlink(missing_ok=True)
     taken = []
 
     def source():
@@ -53,26 +69,26 @@ def test_results_order_and_back_pressure(scorers, tmp_path):
 
     done = []
     mapped = group.map(group.score, source(), in_flight=3, progress=done.append)
-    assert taken == [] and not rows_run(tmp_path), "nothing is sent before the first result is wanted"
+    assert taken == [] and not rows_run(module_folder), "nothing is sent before the first result is wanted"
     for number, result in enumerate(mapped):
         assert result == [10 * row for row in range(10 * number, 10 * number + 7)]
         assert len(taken) <= number + 3 and done == list(range(1, number + 2))
-    assert taken == list(range(6)) and set(rows_run(tmp_path).values()) == {1}
+    assert taken == list(range(6)) and set(rows_run(module_folder).values()) == {1}
     assert list(group.map("score", [])) == []
 
 
 @pytest.mark.transports("ray", "local-threads")
-def test_results_as_they_come(scorers):
-    with scorers(collectives=False) as group:
-        seconds = [0.6, 0.0, 0.1, 0.0]
-        # Each rank runs its calls in turn, so the order changes only between ranks.
-        assert [found[0] for found in group.map("slow", seconds, in_flight=4, ordered=False)] == seconds
-        assert [found[0] for found in group.map("slow", seconds, in_flight=4)] == seconds
+def test_results_as_they_come(unharmed):
+    apart, _ = unharmed
+    seconds = [0.6, 0.0, 0.1, 0.0]
+    # Each rank runs its calls in turn, so the order changes only between ranks.
+    assert [found[0] for found in apart.map("slow", seconds, in_flight=4, ordered=False)] == seconds
+    assert [found[0] for found in apart.map("slow", seconds, in_flight=4)] == seconds
 
 
 @pytest.mark.parametrize("collectives", [True, False])
-def test_modes(scorers, collectives):
-    group = scorers(collectives=collectives)
+def test_modes(unharmed, collectives):
+    group = unharmed[collectives]
     batches = [list(range(5)), [1, 2], [3], list(range(8))]
     assert list(group.map("score_padded", batches)) == tens(batches)
     tensors = [torch.tensor(batch) for batch in batches]
@@ -129,14 +145,14 @@ def test_batch_that_kills_its_rank_each_time(scorers, tmp_path, retries):
     assert results == tens(batches)[:1], "what had returned was lost"
 
 
-def test_error_of_the_method_ends_it(scorers, tmp_path):
-    group = scorers(collectives=False)
-    (tmp_path / "raise-9").touch()
-    mapped = group.map("score", [[1], [9], [2]], retries=3)
+def test_error_of_the_method_ends_it(unharmed, module_folder):
+    apart, _ = unharmed
+    (module_folder / "raise-9").touch()
+    mapped = apart.map("score", [[1], [9], [2]], retries=3)
     assert next(mapped) == [10]
     with pytest.raises(WorkerError, match="row 9"):
         next(mapped)
-    assert list(mapped) == [] and not group.broken
+    assert list(mapped) == [] and not apart.broken
 
 
 def test_generator_that_is_closed_early(scorers, tmp_path):
@@ -197,13 +213,15 @@ def _made(folder):
     return ClassWithInitArgs(Scorer, folder)
 
 
-def test_death_in_the_group_that_makes_the_batches_is_raised(scorers):
+def test_death_in_the_group_that_makes_the_batches_is_raised(unharmed):
+    _, together = unharmed
+
     def batches():
         yield [1]
         raise WorkerDiedError("rank 2 of another group died", ranks=(2,))
 
     with pytest.raises(WorkerDiedError, match="another group"):
-        list(scorers().map("score", batches(), retries=1))
+        list(together.map("score", batches(), retries=1))
 
 
 @pytest.mark.transports("local")

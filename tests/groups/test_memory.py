@@ -9,6 +9,7 @@ import psutil
 import ray
 import torch
 from group_workers import Counter
+from waits import wait_until
 
 from single_controller import ClassWithInitArgs, LocalWorkerGroup
 from single_controller.call import codec
@@ -23,14 +24,6 @@ def settled(at_most, seconds=10.0):
     """The store's bytes, once they are at most `at_most` or the time is over."""
     end = time.monotonic() + seconds
     while (held := stored_bytes()) > at_most and time.monotonic() < end:
-        time.sleep(0.1)
-    return held
-
-
-def reached(at_least, seconds=10.0):
-    """The store's bytes, once they are at least `at_least`: Ray reports its store's size with a delay."""
-    end = time.monotonic() + seconds
-    while (held := stored_bytes()) < at_least and time.monotonic() < end:
         time.sleep(0.1)
     return held
 
@@ -58,7 +51,7 @@ def test_dropped_future_frees_its_results(counters):
     futures = [counters.echo.remote(torch.ones(1 << 20)) for _ in range(5)]
     for future in futures:
         future.result()
-    assert reached(before + (20 << 20)) >= before + (16 << 20)
+    wait_until(lambda: stored_bytes() >= before + (16 << 20), 10)  # Ray reports its store's size with a delay
     del futures, future
     gc.collect()
     assert settled(before + (1 << 20)) <= before + (1 << 20)

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import depth
 import pytest
 import ray
 from group_workers import Counter, Fragile
@@ -43,10 +44,7 @@ def free_crates():
 
 
 def wait_free(expected):
-    end = time.monotonic() + 10
-    while free_crates() != expected:
-        assert time.monotonic() < end, f"{free_crates()} crates are free, not {expected}"
-        time.sleep(0.05)
+    wait_until(lambda: free_crates() == expected, 10, f"{expected} free crates")
 
 
 def test_local_ranks_follow_the_entries(ray_cluster):
@@ -111,7 +109,7 @@ def test_closing_a_pool_frees_its_slots_and_closes_its_groups(ray_cluster):
 
 def test_dropped_pool_frees_its_slots(ray_cluster):
     wait_free(CRATES)
-    for _ in range(20):  # Ray can leak a placement group that is removed while being reserved
+    for _ in range(20 if depth.full else 5):  # Ray can leak a placement group that is removed while being reserved
         pool = RayResourcePool([2], use_gpu=False, resources=CRATE)
         pool.place()
         wait_free(CRATES - 2)
@@ -122,10 +120,8 @@ def test_dropped_pool_frees_its_slots(ray_cluster):
 def test_error_of_a_full_pool_names_its_groups(ray_cluster):
     with RayResourcePool([1], use_gpu=False, max_colocate_count=1) as pool:
         with RayWorkerGroup(pool, counter(), name_prefix="first_"):
-            begin = time.monotonic()
-            with pytest.raises(PlacementError, match=r"full.*max_colocate_count=1.*first_Counter"):
+            with within(1), pytest.raises(PlacementError, match=r"full.*max_colocate_count=1.*first_Counter"):
                 RayWorkerGroup(pool, counter())
-            assert time.monotonic() - begin < 1
         with RayWorkerGroup(pool, counter()) as group:  # possible again once that group is closed
             assert group.add(0) == [0]
 
@@ -140,10 +136,8 @@ def test_error_of_a_full_pool_names_its_groups(ray_cluster):
     ],
 )
 def test_impossible_placement_is_rejected_at_once(ray_cluster, pool, missing):
-    begin = time.monotonic()
-    with pytest.raises(PlacementError, match=missing) as caught:
+    with within(2), pytest.raises(PlacementError, match=missing) as caught:
         RayWorkerGroup(RayResourcePool(**pool), counter())
-    assert time.monotonic() - begin < 2
     assert "node" in str(caught.value) and "free/total" in str(caught.value)
 
 

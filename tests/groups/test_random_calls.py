@@ -21,7 +21,6 @@ from single_controller import (
     CallTimeoutError,
     GroupBrokenError,
     RayClassWithInitArgs,
-    RayResourcePool,
     RayWorkerGroup,
     ResultError,
     WorkerDiedError,
@@ -100,26 +99,20 @@ def make_calls(group, count, senders, seed):
 @pytest.mark.parametrize(("ranks", "threads"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.timeout(400 if depth.full else 120)
 @pytest.mark.usefixtures("frequent_switches")
-def test_results_and_order(ray_cluster, lost, interrupts, ranks, threads):
+def test_results_and_order(pool, lost, interrupts, ranks, threads):
     count = 6700 if depth.full else 200
     seed = new_seed()
-    with (
-        RayResourcePool([ranks], use_gpu=False) as pool,
-        RayWorkerGroup(pool, RayClassWithInitArgs(ConcurrentJournal)) as group,
-    ):
+    with RayWorkerGroup(pool[:ranks], RayClassWithInitArgs(ConcurrentJournal)) as group:
         with no_hang(group, 360 if depth.full else 80):
             senders = [Sender(group, f"t{k}", seed, lost, interrupts if k == 0 else None) for k in range(threads)]
             make_calls(group, count, senders, seed)
 
 
 @pytest.mark.timeout(500 if depth.full else 120)
-def test_every_sender_is_told_when_a_rank_is_killed_or_late(ray_cluster, lost):
-    rounds, seed, ranks = 30 if depth.full else 2, new_seed(), 3
+def test_every_sender_is_told_when_a_rank_is_killed_or_late(pool, lost):
+    rounds, seed = 30 if depth.full else 2, new_seed()
     rng = random.Random(seed)
-    with (
-        RayResourcePool([ranks], use_gpu=False) as pool,
-        RayWorkerGroup(pool, RayClassWithInitArgs(ConcurrentJournal)) as group,
-    ):
+    with RayWorkerGroup(pool[:3], RayClassWithInitArgs(ConcurrentJournal)) as group:
         for number in range(rounds):
             with no_hang(group, 40):
                 group.reset()

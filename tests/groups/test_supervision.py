@@ -86,7 +86,7 @@ def test_timeout_ends_a_call_while_the_control_store_does_not_answer(make_group,
     monkeypatch.undo()
 
 
-def test_looks_of_a_copy_ask_the_control_store_nothing(make_group):
+def test_looks_of_a_copy_ask_the_control_store_nothing(fragile):
     @ray.remote(num_cpus=0)
     def look(copy):
         from ray._private.state import state
@@ -101,12 +101,11 @@ def test_looks_of_a_copy_ask_the_control_store_nothing(make_group):
         wait_until(quiet, 10)
         return copy.ping()
 
-    assert ray.get(look.remote(make_group(Fragile))) == [0, 1, 2, 3]
+    assert ray.get(look.remote(fragile)) == [0, 1, 2, 3]
 
 
-def test_many_ranks_of_lost_hosts_are_told_at_once(make_group, monkeypatch):
-    group = make_group(Fragile)
-    ranks = group._transport.ranks
+def test_many_ranks_of_lost_hosts_are_told_at_once(fragile, monkeypatch):
+    ranks = fragile._transport.ranks
     with contextlib.ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)).getsockname()
         for _ in range(4):  # further connections get no answer, as from a host without power
@@ -160,7 +159,6 @@ def test_watcher_reports_a_death_that_restart_already_repaired(make_group):
     assert len(told) == 2
 
 
-@pytest.mark.alone
 def test_watcher_callback_may_restart_the_group_and_may_raise(make_group, caplog):
     group = make_group(Fragile)
     restarted = threading.Event()
@@ -177,19 +175,6 @@ def test_watcher_callback_may_restart_the_group_and_may_raise(make_group, caplog
         wait_until(lambda: "of the callback's own making" in caplog.text, 2)
         assert watcher.watching
     assert not watcher.watching
-
-
-def test_failed_restart_is_not_a_death(make_group):
-    group = make_group(Model, size=1)
-    rows = [1, 2, 3, 4]
-    group.load_checkpoint(rows)
-    told = []
-    with group.watch(told.append, interval=0.05):
-        rows[:] = [-1] * 4
-        with pytest.raises(WorkerError):
-            group.restart()
-        time.sleep(0.5)
-        assert told == [] and group.alive() == [True] * 4
 
 
 def test_watcher_does_not_keep_a_dropped_group(pool):
@@ -277,13 +262,16 @@ class TestRestart:
                 counters.restart(ranks=ranks)
         assert counters.add(0) == [100, 101, 102, 103]
 
-    def test_failed_replay_leaves_the_group_broken(self, make_group):
-        group = make_group(Model, size=1)
+    def test_failed_replay_leaves_the_group_broken_and_is_not_a_death(self, make_group):
+        group, told = make_group(Model, size=1), []
         rows = [1, 2, 3, 4]
         group.load_checkpoint(rows)
         rows[:] = [-1] * 4  # the driver keeps the arguments themselves, not a copy
-        with pytest.raises(WorkerError, match=r"load_checkpoint\(\) raised ValueError.*no such checkpoint"):
-            group.restart()
+        with group.watch(told.append, interval=0.05):
+            with pytest.raises(WorkerError, match=r"load_checkpoint\(\) raised ValueError.*no such checkpoint"):
+                group.restart()
+            time.sleep(0.5)
+            assert told == [] and group.alive() == [True] * 4
         with pytest.raises(GroupBrokenError, match="its restart failed with WorkerError: load_checkpoint"):
             group.train()
         rows[:] = [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Drivers written for verl, with only their imports changed: pools, colocated and detached workers."""
+"""Drivers written for verl, with only their imports changed. test_detached.py has its detached workers."""
 
 import os
 import signal
@@ -118,28 +118,6 @@ def test_pools_roles_and_colocated_workers():
     """)
     )
     assert out == ["> the same everywhere"]
-
-
-def test_server_of_detached_workers_and_its_client(run_driver):
-    """Two scripts: the first starts the workers and exits, the second finds them by their names."""
-    names = run_driver("""
-        resource_pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, detached=True, name_prefix="served_")
-        class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
-        worker_group = RayWorkerGroup(
-            resource_pool=resource_pool, ray_cls_with_init=class_with_args, name_prefix="served_", detached=True
-        )
-        print("answer", ",".join(worker_group.worker_names))
-    """)
-    try:
-        client = """
-            worker_names = sys.argv[1].split(",")
-            class_with_args = RayClassWithInitArgs(cls=Counter, start=3)
-            worker_group = RayWorkerGroup.from_detached(worker_names=worker_names, ray_cls_with_init=class_with_args)
-            print("answer", worker_group.add(1), worker_group.world_size)
-        """
-        assert run_driver(client, names) == "[4, 5] 2"
-    finally:
-        RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
 
 
 def test_group_and_pool_in_functions_that_run_elsewhere(counters):

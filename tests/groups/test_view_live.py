@@ -42,11 +42,16 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def stuck(pool):
-    """Four ranks in a process group. Rank 2 sleeps while the others wait for it, once `hang` was called."""
+    """Four ranks in a process group."""
     with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="stuck_") as group:
         group.join_process_group()
-        group.hang = lambda: group.all_reduce.remote(absent=2)
         yield group
+
+
+@pytest.fixture(scope="module")
+def hung(stuck):
+    """Rank 2 sleeps while the others wait for it."""
+    stuck.all_reduce.remote(absent=2)
 
 
 class TestStuckGroup:
@@ -78,7 +83,7 @@ class TestStuckGroup:
             assert "in all_reduce_in_pairs" in look.stacks[0] and "frames ..." in look.stacks[0]
             later.result(timeout=30)
 
-    def test_a_rank_that_hangs_is_on_the_page_with_its_stack(self, stuck, tmp_path):
+    def test_a_rank_that_hangs_is_on_the_page_with_its_stack(self, stuck, tmp_path, request):
         run = write_run(
             tmp_path / "run",
             steps=3,
@@ -86,14 +91,14 @@ class TestStuckGroup:
             ray_address=ray.get_runtime_context().gcs_address,
             groups=[stuck.name],
         )
-        server = start("view", str(run), address=False)
         browser = Browser()
+        server = start("view", str(run), address=False)
         try:
             browser.open(server.stdout.readline().strip() + "#ranks")
             # Below it, the page has the groups of other tests in this cluster.
             browser.wait(f"document.querySelectorAll('tr[data-group=\"{stuck.name}\"]').length == 4", 30)
             begin = time.monotonic()
-            stuck.hang()
+            request.getfixturevalue("hung")
             browser.wait("/time.sleep/.test(document.querySelector('pre.stack[data-rank=\"2\"]').textContent)")
             took = time.monotonic() - begin
             page = browser.text()
@@ -115,7 +120,8 @@ class TestStuckGroup:
             code, _, err = finish(server)
         assert code == 0, err
 
-    def test_status_says_who_is_late(self, stuck):
+    def test_status_says_who_is_late(self, hung):
+        time.sleep(0.5)  # of the call, for the rank to be late
         process = start("status", "stuck_", "--once", "--late", "0.5")
         code, out, err = finish(process)
         assert code == 1, err
@@ -123,7 +129,7 @@ class TestStuckGroup:
         assert re.search(r"^0 .* waits in all_reduce, for rank 2; at group_workers\.py:\d+, in all_reduce$", out, re.M)
 
     @pytest.mark.full("what status --watch shows")
-    def test_watch_shows_it_again_and_again(self, stuck):
+    def test_watch_shows_it_again_and_again(self, hung):
         process = start("status", "stuck_", "--watch")
         seconds = []
         for line in process.stdout:
@@ -134,7 +140,7 @@ class TestStuckGroup:
         process.send_signal(signal.SIGINT)
         assert finish(process)[0] == 0 and 0.8 < seconds[1] - seconds[0] < 5
 
-    def test_death_of_the_rank(self, stuck):
+    def test_death_of_the_rank(self, stuck, hung):
         with GroupWatch("stuck_") as watch:
             (look,) = watch.look()
             assert look.waits[2] == Wait("", (), look.waits[2].where, (0, 1, 3))

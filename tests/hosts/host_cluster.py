@@ -49,8 +49,12 @@ class Cluster:
 
 
 @contextmanager
-def cluster(count: int, *, resolve: str = "address", period: int, timeout: int, threshold: int, cpus: int = 1):
-    """Start hosts, a Ray node on each, and a driver. The numbers are those of Ray's health checks, in milliseconds."""
+def cluster(
+    count: int, *, resolve: str = "address", period: int = 1000, timeout: int = 2000, threshold: int = 4, cpus: int = 1
+):
+    """Start hosts, a Ray node on each, and a driver. The numbers are those of Ray's health checks, in milliseconds: by
+    default Ray takes 12 s to notice that a host is gone, so that a network that fails for 5 s, or a host that is slow
+    because others use the machine, is not taken for a death."""
     config = {
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": period,

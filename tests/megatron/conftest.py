@@ -63,15 +63,9 @@ def eight(eight_processes):
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """The folders that `saved` has already written."""
-    return {}, tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def saved(folders):
+def saved(tmp_path_factory):
     """(Hugging Face model with random weights, norms and biases included; the folder that it is saved in)."""
-    made, home = folders
+    made, home = {}, tmp_path_factory.mktemp("models")
 
     def of(config, kind=AutoModelForCausalLM, seed=0, sharp=False):
         key = config.to_json_string(), kind.__name__, seed, sharp

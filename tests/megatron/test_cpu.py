@@ -1,4 +1,7 @@
-"""Code written for GPUs, on a machine without CUDA: "cuda" is the CPU in the workers, and only there."""
+"""Code written for GPUs, on a machine without CUDA: "cuda" is the CPU in the workers, and only there.
+
+Tests of the same parallel sizes follow one another, because `have_tp` then keeps megatron's process groups.
+"""
 
 import pytest
 import ray
@@ -39,29 +42,35 @@ def test_unregistered_methods(four):
     assert ray.get(four.workers[2].cuda_unregistered.remote()) == ("cpu", "cpu")
 
 
+def test_additional_process_group_on_nccl(four):
+    four.have_tp(4)
+    assert four.run(nccl_group) == ["gloo"] * 4
+
+
 class TestRngTracker:
     def test_users_own_seeding(self, four):
         """The same seed gives the same draws, two draws differ, and the default generator is untouched."""
-        four.set_up(4)
+        four.have_tp(4)
         for once, again in four.run(seeds_by_hand, 10):
             (first, second, untouched), (first_again, second_again, _) = once, again
             assert torch.equal(first, first_again) and torch.equal(second, second_again)
             assert not torch.equal(first, second)
             assert untouched
 
+    def test_checkpointing_repeats_the_same_dropout(self, four):
+        four.have_tp(4)
+        for y, gradient in four.run(checkpointed_dropout):
+            assert 300 < (y == 0).sum() < 700
+            assert torch.equal(gradient, 2 * y)
+
     def test_draws_differ_over_tp_and_agree_over_dp(self, four):
-        where = [coordinates["tp"] for coordinates, _ in four.set_up(2)]
+        four.have_tp(2)
+        where = [coordinates["tp"] for coordinates, _ in four.where()]
         drawn = {}
         for tp, (once, _) in zip(where, four.run(seeds_by_hand, 10), strict=True):
             drawn.setdefault(tp, set()).add(tuple(once[0].tolist()))
         assert [len(by_replica) for by_replica in drawn.values()] == [1, 1]
         assert drawn[0] != drawn[1]
-
-    def test_checkpointing_repeats_the_same_dropout(self, four):
-        four.set_up(4)
-        for y, gradient in four.run(checkpointed_dropout):
-            assert 300 < (y == 0).sum() < 700
-            assert torch.equal(gradient, 2 * y)
 
 
 def test_tensordict(four):
@@ -73,14 +82,9 @@ def test_tensordict(four):
 
 
 def test_device_mesh_on_cuda(four):
-    four.set_up(2)
+    four.have_tp(2)
     assert four.run(cuda_device_mesh) == [(0, 0, 2.0), (0, 1, 2.0), (1, 0, 2.0), (1, 1, 2.0)]
     assert four.layout.mesh("on_cuda").routing.collecting == (0, 2)
-
-
-def test_additional_process_group_on_nccl(four):
-    four.set_up(4)
-    assert four.run(nccl_group) == ["gloo"] * 4
 
 
 def test_torch_is_unchanged_in_this_process(four):

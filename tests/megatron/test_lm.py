@@ -31,17 +31,6 @@ pytestmark = pytest.mark.timeout(240)  # starting the shared processes counts to
 rare = pytest.mark.full("rare variants of Megatron models and layouts")
 
 
-def dense(config, seed=0):
-    """The reference: the Hugging Face model with random weights, including biases and norms."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
 def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
@@ -91,9 +80,9 @@ def check_weights(group, model, start, within=1e-4):
     assert (again(ids).logits - model(ids).logits).abs().max() < 1e-4
 
 
-def check_parity(group, config, parallel):
+def check_parity(group, saved, config, parallel):
     group.become(config, parallel, {"lr": 1e-3, "clip_grad": 0.5}, micro_batch_size=2)
-    model = dense(config)
+    model, _ = saved(config)
     start = weights(model)
     group.load_hf_state_dict(start)
     ids = tokens(7)
@@ -113,21 +102,21 @@ def check_parity(group, config, parallel):
         pytest.param(LLAMA, {**TP2, **PP2, "order": "pp-dp-tp-cp-ep"}, id="another order of the axes", marks=rare),
     ],
 )
-def test_log_probs_and_three_adam_steps_match_hugging_face(four, config, parallel):
-    check_parity(four, config, parallel)
+def test_log_probs_and_three_adam_steps_match_hugging_face(four, saved, config, parallel):
+    check_parity(four, saved, config, parallel)
 
 
 @pytest.mark.full("Megatron on eight ranks")
 @pytest.mark.parametrize("config", [LLAMA, QWEN2_TIED], ids=["Llama", "Qwen2, tied"])
-def test_parity_at_dp2_tp2_pp2(eight, config):
-    check_parity(eight, config, {**TP2, **PP2})
+def test_parity_at_dp2_tp2_pp2(eight, saved, config):
+    check_parity(eight, saved, config, {**TP2, **PP2})
 
 
 @pytest.fixture(scope="module")
-def llama_model(four_processes):
+def llama_model(four_processes, saved):
     """A Llama at tp2 pp2. Tests that use it must precede those that initialize megatron with other sizes."""
     four_processes.become(LLAMA, {**TP2, **PP2}, {"lr": 1e-3}, micro_batch_size=2)
-    return dense(LLAMA, seed=3)
+    return saved(LLAMA, seed=3)[0]
 
 
 @pytest.fixture
@@ -159,9 +148,8 @@ def test_padding_on_either_side_changes_nothing(llama):
 
 
 @pytest.mark.parametrize("with_loss_mask", [False, True], ids=["no loss_mask", "loss_mask"])
-def test_step_is_the_same_with_padding_on_either_side(llama, with_loss_mask):
-    group, _ = llama
-    model = dense(LLAMA, seed=3)
+def test_step_is_the_same_with_padding_on_either_side(llama, saved, with_loss_mask):
+    group, model = llama[0], saved(LLAMA, seed=3)[0]
     lengths = [12, 9, 5, 2, 1, 0]
     alone = [tokens(1, length=length, seed=length) for length in lengths]
     losses = torch.cat([-reference_log_probs(model, row)[0] for row in alone if row.shape[1] > 1])
@@ -174,7 +162,7 @@ def test_step_is_the_same_with_padding_on_either_side(llama, with_loss_mask):
             ids[number, start : start + row.shape[1]] = row[0]
             real[number, start : start + row.shape[1]] = 1
             counts[number, start + 1 : start + row.shape[1]] = 1
-        group.load_hf_state_dict(weights(dense(LLAMA, seed=3)))
+        group.load_hf_state_dict(weights(llama[1]))
         metrics = group.train_step(ids, real, counts if with_loss_mask else None)[0]
         assert metrics["tokens"] == len(losses) == 24
         assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
@@ -204,9 +192,9 @@ def test_batch_without_rows(llama):
     assert group.compute_log_prob(tokens(2)[:0]).shape == (0, 11)
 
 
-def test_weights_from_a_saved_folder(llama, tmp_path):
+def test_weights_from_a_saved_folder(llama, saved, tmp_path):
     group, _ = llama
-    model = dense(LLAMA, seed=9)
+    model = saved(LLAMA, seed=9)[0]
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     group.load_hf(str(tmp_path))
     found = group.hf_state_dict()
@@ -215,17 +203,17 @@ def test_weights_from_a_saved_folder(llama, tmp_path):
         group.load_hf(str(tmp_path / "nothing"))
 
 
-def test_loaded_weights_replace_the_optimizers_copies(llama):
+def test_loaded_weights_replace_the_optimizers_copies(llama, saved):
     group, _ = llama
     group.train_step(tokens(4))
-    model = dense(LLAMA, seed=11)
+    model = saved(LLAMA, seed=11)[0]
     group.load_hf_state_dict(weights(model))
     assert (group.compute_log_prob(tokens(2)) - reference_log_probs(model, tokens(2))).abs().max() < 1e-4
 
 
-def test_wrong_state_dict_changes_nothing(llama):
+def test_wrong_state_dict_changes_nothing(llama, saved):
     group, model = llama
-    state = weights(dense(LLAMA, seed=4))
+    state = weights(saved(LLAMA, seed=4)[0])
     state["lm_head.weight"] = torch.ones(7, 64)
     with pytest.raises(WorkerError, match=r"has shape \(7, 64\); expected \(131, 64\)"):
         group.load_hf_state_dict(state)
@@ -243,9 +231,9 @@ def test_invalid_batch_is_rejected_and_the_group_stays_usable(llama):
         assert group.compute_log_prob(tokens(2)).shape == (2, 11)
 
 
-def test_model_in_bfloat16(four):
+def test_model_in_bfloat16(four, saved):
     four.become(LLAMA, {**TP2, **PP2}, {"lr": 1e-3}, param_dtype="bf16", micro_batch_size=2)
-    model = dense(LLAMA, seed=6)
+    model = saved(LLAMA, seed=6)[0]
     four.load_hf_state_dict(weights(model))
     ids = tokens(4)
     assert (four.compute_log_prob(ids) - reference_log_probs(model, ids)).abs().max() < 0.05
@@ -258,10 +246,10 @@ def test_model_in_bfloat16(four):
 
 @rare
 @pytest.mark.parametrize("sizes", [{}, TP2, {**PP2, "expert_tensor_parallel_size": 1}], ids=["dp4", "tp2", "pp2"])
-def test_experts_of_all_ranks_are_gathered(four, sizes):
+def test_experts_of_all_ranks_are_gathered(four, saved, sizes):
     """ep divides dp: rows are cut by dp, and every rank gets its own."""
     config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16)
-    model = dense(config)
+    model = saved(config)[0]
     four.become(config, {**sizes, "expert_model_parallel_size": 2}, {"lr": 1e-3}, micro_batch_size=2)
     assert four.layout.sizes["ep"] == 2
     expected = by_expert(config, weights(model))

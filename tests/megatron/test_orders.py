@@ -107,13 +107,13 @@ def test_default_order(four):
 class TestWrongLength:
     @pytest.mark.parametrize("items", [["a"], ["a", "b", "c", "d"], [], "ab"])
     def test_list_with_one_item_per_dp_rank(self, four, items):
-        arrange(four, WORLD_4["dp2 x tp2"])
+        four.have_tp(2)
         with pytest.raises(DispatchError, match=r"items\(\): argument 'item'.*list of 2 items.*\(dp_size = 2\)"):
             four.items(items)
         assert four.seen() == [{}] * 4
 
     def test_rows(self, four):
-        arrange(four, WORLD_4["dp2 x tp2"])
+        four.have_tp(2)
         with pytest.raises(DispatchError, match=r"rows\(\): argument 'batch' has 3 rows.*\(dp_size = 2\).*uneven"):
             four.rows(torch.arange(3))
 

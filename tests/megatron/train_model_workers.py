@@ -191,6 +191,15 @@ def save_in_background(worker, folder):
     worker.model.wait_for_save()
 
 
+def load_unseen_by(worker, rank, folder):
+    """Load where one rank sees another disk. Returns the error."""
+    try:
+        worker.model.load(Path(folder) / ("elsewhere" if worker.rank == rank else ""), optimizer=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return ""
+
+
 def save_fails(worker, folder):
     """With a full disk, the errors of `save`, `wait_for_save`, and a second `wait_for_save`."""
 

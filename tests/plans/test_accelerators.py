@@ -2,10 +2,10 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from import_graph import ROOT, library_files
 from ray._private.accelerators import (
     AMDGPUAcceleratorManager,
     AppleGPUAcceleratorManager,
@@ -16,8 +16,6 @@ from ray._private.accelerators import (
 from torch.distributed import Backend
 
 from workers.device import ACCELERATORS, DeviceError, kind
-
-ROOT = Path(__file__).resolve().parents[2]
 
 NAMED = re.compile(
     r"cuda|nccl(?!ient)|rocm|hccl|xccl|ascend|oneapi|ze_aff|habana|(?<![a-z])(hip|[nx]pu|mps)(?![a-z])", re.I
@@ -36,8 +34,7 @@ def test_devices_are_named_in_one_module():
     """Docstrings, comments, and messages, which have spaces, may give an example."""
     found = {
         f"{file.relative_to(ROOT)}:{line}: {name}"
-        for package in ("dispatch", "single_controller", "workers")
-        for file in (ROOT / package).rglob("*.py")
+        for file in library_files()
         for line, name in identifiers(file)
         if NAMED.search(name) and not str(file.relative_to(ROOT)).startswith(tuple(MAY_NAME))
     }

@@ -255,7 +255,6 @@ def best_of(times, function):
     return min(found)
 
 
-@pytest.mark.alone
 class TestThousandsOfRanks:
     """Each plan has a new layout, so that planning cannot rely on what a layout caches."""
 

@@ -3,8 +3,6 @@
 The run is that of training_kinds.py, on three hosts (see tests/hosts/host_network.py): each trainer and the standby on
 a host of its own, the driver and the rollout workers on the first one, which is never lost. A trainer's snapshot is in
 the memory of another host. A host that was lost joins the cluster again after the round, with a new Ray node.
-
-Ray notices after 12 s at most that a host is gone, so that an outage of 5 s is not taken for a death.
 """
 
 import sys
@@ -31,7 +29,7 @@ class Hosts:
     def __init__(self, rng, folder):
         self.rng, self.folder = rng, Path(folder)
         with ExitStack() as stack:
-            self.cluster = stack.enter_context(cluster(3, period=1000, timeout=2000, threshold=4, cpus=CPUS))
+            self.cluster = stack.enter_context(cluster(3, cpus=CPUS))
             self.network, self.driver = self.cluster.network, self.cluster.driver
             self.driver.do(
                 f"""

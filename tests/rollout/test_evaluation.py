@@ -236,6 +236,7 @@ def test_invalid_calls():
             ({"prompts": []}, "no prompts"),
             ({"ks": [1, 3], "samples_per_prompt": 2}, "ks has 3; expected 1 to samples_per_prompt=2"),
             ({"samples_per_prompt": 0}, "samples_per_prompt=0"),
+            ({"samples_per_prompt": 2.0}, "samples_per_prompt=2.0: expected an integer"),
             ({"sampling_params": SamplingParams(2, 0), "samples_per_prompt": 2}, "at temperature 0"),
             ({"confidence": 95}, "confidence=95"),
         ):

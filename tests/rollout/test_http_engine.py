@@ -175,8 +175,9 @@ def test_set_of_more_tokens_than_the_server_tells_is_the_whole_vocabulary(server
     plain = chosen_log_probs(of_all, completion.token_ids, completion.sampling_mask)
     torch.testing.assert_close(torch.tensor(completion.log_probs).double(), plain, atol=1e-4, rtol=0)
     assert server.seen[-1][1]["logprobs"] == 6
-    with pytest.raises(ValueError, match="max_logprobs=-1"):
-        engine_of(max_logprobs=-1)
+    for name, wrong in (("max_logprobs", -1), ("max_logprobs", "5"), ("max_running", "8"), ("timeout", 0)):
+        with pytest.raises(ValueError, match=name):
+            engine_of(**{name: wrong})
     assert not engine_of(max_logprobs=0).sampling_masks
 
 

@@ -640,7 +640,9 @@ def test_manager_can_be_sent_to_another_process(on_ray):
         ((ids, rewards, kind),) = trainers.roll(manager)
         assert torch.equal(ids, expected["input_ids"]) and torch.equal(rewards, expected["rewards"])
         assert kind == "RayWorkerGroup"
+    manager.sessions.append({"turns": 3})  # `reward_metrics` of one process tells of it
     copy = pickle.loads(pickle.dumps(manager))
+    assert not copy.sessions and len(manager.sessions) == 1
     assert (copy.seed, copy.weight_version, copy.sampling_params) == (4, 0, HOW)
 
 

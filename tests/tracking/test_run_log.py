@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waits import wait_until
 
 from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerDiedError, register
+from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats
 from single_controller.view.run_files import (
     EVENTS,
     METRICS,
@@ -33,6 +35,7 @@ from single_controller.view.run_files import (
 )
 from workers import RunLog, read_args
 from workers.tracking.run_folder import RunFolder, RunFolderInUse
+from workers.tracking.timeline import CallLines
 
 
 def lines(folder, name):
@@ -266,7 +269,7 @@ def test_a_disk_that_is_too_full_for_samples_gets_the_metrics(tmp_path, caplog, 
     check_clean(tmp_path, 6)
 
 
-def test_a_disk_that_is_full_at_the_end_does_not_keep_the_folder(tmp_path, caplog, monkeypatch):
+def test_a_disk_that_is_full_at_the_end_does_not_keep_the_folder(tmp_path, caplog):
     log = RunLog(run_dir=tmp_path)
     log.log(0, {"value": 0})
     log._folder._events._file = os.open("/dev/full", os.O_WRONLY)
@@ -491,6 +494,24 @@ def test_timeline_has_the_calls_of_watched_groups(tmp_path, monkeypatch):
     assert all(0.09 < part["end"] - part["start"] < 1.0 for part in found[1:3])
     assert found[0]["waits"]["method"] >= 0.09 and "queue" in found[1]["waits"]
     assert found[3]["failed"] == "WorkerError" and "failed" not in found[0]
+
+
+def test_long_call_that_many_short_ones_overtake_is_in_the_timeline(monkeypatch):
+    monkeypatch.setattr("workers.tracking.timeline.SHORT_SECONDS", 0.15)
+    stats = CallStats()
+    lines_of = CallLines(SimpleNamespace(name="g", stats=stats.stats))
+    long = CallRecord("long", 100.0, 100.0)
+    stats.calls.append(long)
+    assert lines_of.new() == []
+    for number in range(2 * KEPT_CALLS):
+        stats.calls.append(CallRecord("short", 101.0 + number, settled=101.0 + number))
+        stats.trim()
+        if not number % 100:
+            assert lines_of.new() == []
+    long.settled = 5000.0
+    (line,) = lines_of.new()
+    assert (line["method"], line["call"], line["end"]) == ("long", 0, 5000.0)
+    assert lines_of.new() == [] and lines_of.count == 2 * KEPT_CALLS + 1
 
 
 def test_deaths_and_replacements_are_events(tmp_path):

@@ -1,13 +1,12 @@
 """The page shows what `RunLog` has written, while it writes and after a step was repeated."""
 
 import json
-import threading
 import urllib.request
 
 import pytest
 from run_batches import batch_of
+from served import served_runs
 
-from single_controller.view.server import ViewServer
 from workers import RunLog
 
 
@@ -20,8 +19,7 @@ class Words:
 
 def test_page_of_a_run_that_goes_on(tmp_path):
     with RunLog(run_dir=tmp_path / "run", tokenizer=Words()) as log:
-        with ViewServer([tmp_path / "run"]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([tmp_path / "run"]) as server:
 
             def api(path):
                 with urllib.request.urlopen(f"{server.url}api/{path}", timeout=20) as answer:

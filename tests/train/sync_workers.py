@@ -291,13 +291,14 @@ class Stage(Worker):
     def __init__(self):
         super().__init__()
         torch.distributed.init_process_group("gloo")
-        self.sender = None
+        self.sender, self.channels = None, set()
 
     @register(Dispatch.ONE_TO_ALL)
     def connect(self, rollout, transport="store", verify="fingerprint", **options):
         if self.sender is not None:
             self.sender.close()
         self.sender = WeightSender(transport, rollout, verify=verify, **options)
+        self.channels = set()
 
     @register(Dispatch.ONE_TO_ALL)
     def reconnect(self, rollout):
@@ -350,6 +351,7 @@ class Stage(Worker):
             return self.sender.send(version, shards, rank=self.rank, ranks=self.world_size, verify=verify)
         finally:
             self.ended = time.monotonic()
+            self.channels.add(getattr(transport, "_channel", None))
 
     def holds(self, tensors, held, at, leave_out=(), again=(), reshape=(), rename=()):
         """Yield what this rank has.
@@ -404,7 +406,8 @@ class Stage(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def groups_made(self):
-        return self.sender._transport.groups_made
+        """How many process groups this rank has had at the ends of its updates."""
+        return len(self.channels - {None})
 
     @register(Dispatch.ONE_TO_ALL)
     def call_many_times(self, rollout, times, seconds):

@@ -46,6 +46,17 @@ def test_partially_overwritten_checkpoint_is_not_complete(alone, tmp_path):
     assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
 
 
+@pytest.mark.parametrize("damaged", ["{}", "[]", '{"folder": "rollout_0000003", "colour": 1}', "{"])
+def test_damaged_note_of_the_position_is_an_error(alone, tmp_path, damaged):
+    RolloutCheckpoints(None, str(tmp_path), 0).save(Model(), 3, optimizer_step=3, weight_version=0, background=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / POSITION).write_text(damaged)
+    assert list(complete_checkpoints(str(tmp_path))) == [3]
+    (tmp_path / "latest.json").write_text(damaged)
+    with pytest.raises(CheckpointError, match="cannot determine which checkpoint to load"):
+        RolloutCheckpoints(str(tmp_path), None, 0).find()
+
+
 def test_folders_of_another_run_and_empty_folders_are_logged(alone, tmp_path, caplog):
     assert RolloutCheckpoints(str(tmp_path / "misspelt"), str(tmp_path), 0).find() is None
     assert "misspelt has no complete checkpoint; the run starts with rollout 0" in caplog.text

@@ -5,10 +5,11 @@ import itertools
 import logging
 import math
 import statistics
-import threading
 
 import pytest
 import torch
+from plain_losses import counted
+from rank_threads import on_ranks
 
 from workers.algorithms.advantages import pass_at_k_advantages
 from workers.algorithms.estimators import AdvantageRows, value_targets
@@ -47,17 +48,6 @@ def made(seed=0):
 
 
 # --- loops -----------------------------------------------------------------------------------------------------
-
-
-def counted(data, name):
-    return [
-        [float(value) for value, counts in zip(values, mask, strict=True) if counts]
-        for values, mask in zip(data[name].tolist(), data["loss_mask"].tolist(), strict=True)
-    ]
-
-
-def greatest(rewards):
-    return max(rewards, default=0.0)
 
 
 def plain(data, args):
@@ -155,39 +145,26 @@ def plain(data, args):
     raise AssertionError(kind)
 
 
-def on_ranks(function, data, args, split):
-    """What a function of rows returns on each dp rank, which are threads."""
-    both, slots, found = threading.Barrier(len(split), timeout=30), [None] * len(split), [None] * len(split)
+def of_ranks(function, data, args, split):
+    """What a function of rows returns on each dp rank, or its error."""
 
-    def run(rank, part):
-        def gather(value):
-            slots[rank] = value
-            both.wait()
-            said = list(slots)
-            both.wait()
-            return said
-
+    def of_rank(part, rank, gather):
         try:
-            found[rank] = function(AdvantageRows(part, rank, gather, args.advantage_estimator), args)
+            return function(AdvantageRows(part, rank, gather, args.advantage_estimator), args)
         except RolloutDataError as error:
-            found[rank] = error
+            return error
 
     begins = [sum(split[:rank]) for rank in range(len(split))]
     parts = [
         {name: value[begin : begin + size] for name, value in data.items()}
         for begin, size in zip(begins, split, strict=True)
     ]
-    threads = [threading.Thread(target=run, args=(rank, part)) for rank, part in enumerate(parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return on_ranks(of_rank, parts)
 
 
 def check(data, given, split=(ROWS,)):
     args = read_args(given)
-    of_rows = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, split))
+    of_rows = torch.cat(of_ranks(function_of(args, "advantage_estimator"), data, args, split))
     expected = plain(data, given)
     for row in range(ROWS):
         counts = data["loss_mask"][row] != 0
@@ -248,8 +225,8 @@ def test_decoupled_and_length_adaptive_lambda(split, normalize):
     data["left_out"][4] = True
     given = {"advantage_estimator": "gae", "gamma": 0.97, "kl_coef": 0.1, "normalize_advantages": normalize}
     args = read_args({**given, "gae_length_adaptive_alpha": 0.4, "gae_lambda_value": 1.0})
-    advantages = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, split))
-    targets = torch.cat(on_ranks(value_targets, data, args, split))
+    advantages = torch.cat(of_ranks(function_of(args, "advantage_estimator"), data, args, split))
+    targets = torch.cat(of_ranks(value_targets, data, args, split))
     old, ref, values = (counted(data, name) for name in ("old_log_probs", "ref_log_probs", "values"))
     expected = []
     for row in range(ROWS):
@@ -271,7 +248,7 @@ def test_decoupled_and_length_adaptive_lambda(split, normalize):
         assert advantages[row][data["loss_mask"][row] != 0].tolist() == pytest.approx(expected[row], abs=1e-5)
     # By default both are gae_lambda.
     plain_args = read_args({**given, "gae_lambda": 1.0})
-    torch.testing.assert_close(torch.cat(on_ranks(value_targets, data, plain_args, split)), targets)
+    torch.testing.assert_close(torch.cat(of_ranks(value_targets, data, plain_args, split)), targets)
 
 
 def test_long_completions_keep_their_lambda():
@@ -413,11 +390,11 @@ def test_groups_of_one_are_an_error_and_single_ones_a_warning(estimator, caplog)
     PolicyTrainWorker.check_rows(args, rows | {"group_ids": data["group_ids"]}, "actor", ())
     PolicyTrainWorker.check_rows(args, rows | {"advantages": torch.zeros(ROWS)}, "actor", ())
     function = function_of(args, "advantage_estimator")
-    for error in on_ranks(function, alone, args, [4, 0, 7]):
+    for error in of_ranks(function, alone, args, [4, 0, 7]):
         with pytest.raises(RolloutDataError, match=message):
             raise error
     with caplog.at_level(logging.WARNING):
-        on_ranks(function, data, args, [4, 7])
+        of_ranks(function, data, args, [4, 7])
     (record,) = caplog.records
     assert "1 of 11 completions are alone in their groups" in record.getMessage()
 
@@ -448,7 +425,7 @@ def test_options_that_an_estimator_does_not_have(given, message):
 def test_negative_rewards_of_maxrl_are_an_error_on_all_ranks():
     args, data = read_args({"advantage_estimator": "maxrl"}), made()
     data["rewards"][9] = -0.5
-    for error in on_ranks(function_of(args, "advantage_estimator"), data, args, [4, 7]):
+    for error in of_ranks(function_of(args, "advantage_estimator"), data, args, [4, 7]):
         with pytest.raises(RolloutDataError, match=r"rewards go down to -0\.5; MaxRL divides by their mean"):
             raise error
 

@@ -2,7 +2,6 @@
 tests state, and registered by a user."""
 
 import math
-import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import own_algorithms as own
 import plain_losses
 import pytest
 import torch
+from rank_threads import on_ranks
 
 from workers import register_advantage, register_policy_loss
 from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
@@ -121,11 +121,11 @@ def selected(data, advantages, args, ranks=1):
         return {}
     rows = {**data, "advantages": advantages}
 
-    def select(own, gather):
+    def select(own, rank, gather):
         tokens = [own[name] for name in ("log_probs", "old_log_probs", "advantages")]
         return SELECTIONS[loss](StepTokens(*tokens, own["loss_mask"] != 0, gather, seed=7), args)
 
-    return {"selected_tokens": torch.cat(in_threads(select, rows, ranks))}
+    return {"selected_tokens": torch.cat(on_ranks(select, rows_of_ranks(rows, ranks)))}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -145,7 +145,7 @@ def test_advantages_match_a_loop_on_any_number_of_ranks(given, ranks):
     data = made(3)
     expected = plain_losses.advantages(data, {**plain_losses.DEFAULTS, **given})
     args = read_args(given)
-    of_rows = torch.cat(on_ranks(function_of(args, "advantage_estimator"), data, args, ranks))
+    of_rows = torch.cat(estimated(function_of(args, "advantage_estimator"), data, args, ranks))
     for row in range(ROWS):
         of_row = of_rows[row]
         if of_rows.dim() == 1:
@@ -156,33 +156,16 @@ def test_advantages_match_a_loop_on_any_number_of_ranks(given, ranks):
             assert not of_row[~counts].any()
 
 
-def on_ranks(estimator, data, args, ranks):
+def estimated(estimator, data, args, ranks):
     """What the estimator returns on each of some dp ranks."""
-    return in_threads(lambda own, gather, rank: estimator(AdvantageRows(own, rank, gather), args), data, ranks, True)
+    return on_ranks(
+        lambda own, rank, gather: estimator(AdvantageRows(own, rank, gather), args), rows_of_ranks(data, ranks)
+    )
 
 
-def in_threads(of_rank, data, ranks, with_rank=False):
-    """What ``of_rank(its rows, gather)`` returns on each of some dp ranks, which are threads."""
-    both, slots, found = threading.Barrier(ranks, timeout=30), [None] * ranks, [None] * ranks
-
-    def run(rank, rows):
-        def gather(value):
-            slots[rank] = value
-            both.wait()
-            said = list(slots)
-            both.wait()
-            return said
-
-        own = {name: value[rows] for name, value in data.items()}
-        found[rank] = of_rank(own, gather, rank) if with_rank else of_rank(own, gather)
-
+def rows_of_ranks(data, ranks):
     parts = torch.arange(len(data["loss_mask"])).tensor_split(ranks)
-    threads = [threading.Thread(target=run, args=(rank, rows)) for rank, rows in enumerate(parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return [{name: value[rows] for name, value in data.items()} for rows in parts]
 
 
 def of_tokens(name, log_probs, old, advantages, mask=None, **given):
@@ -232,13 +215,13 @@ def test_clip_cov_draws_its_share_of_the_tokens_at_random():
     def drawn(ranks, seed, rows=rows, share=0.05):
         args = read_args({**bounds, "clip_cov_ratio": share})
 
-        def select(own, gather):
+        def select(own, rank, gather):
             tokens = [own[name] for name in ("log_probs", "old_log_probs", "advantages")]
             return SELECTIONS[function_of(args, "policy_loss_type")](
                 StepTokens(*tokens, own["loss_mask"] != 0, gather, seed), args
             )
 
-        return torch.cat(in_threads(select, rows, ranks))
+        return torch.cat(on_ranks(select, rows_of_ranks(rows, ranks)))
 
     first = drawn(1, 0)
     assert int(first.sum()) == 500
@@ -361,7 +344,7 @@ def test_registered_name_and_dotted_path_choose_a_function():
     assert function_of(args, "policy_loss_type") is own.reinforce
     data = made()
     expected = 2 * (data["rewards"] - data["rewards"].mean())
-    torch.testing.assert_close(torch.cat(on_ranks(own.above_mean, data, args, 2)), expected)
+    torch.testing.assert_close(torch.cat(estimated(own.above_mean, data, args, 2)), expected)
     by_path = read_args({"policy_loss_type": "own_algorithms.unregistered"})
     assert function_of(by_path, "policy_loss_type") is own.unregistered
     register_policy_loss("own_reinforce")(own.reinforce)  # once more is no error, as when a module is imported again

@@ -1,11 +1,10 @@
 """Supervised fine-tuning and DPO: losses, configuration and data. `backends/test_gradients.py` has them on ranks."""
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rank_threads import on_ranks
 
 from workers.algorithms.estimators import AdvantageRows
 from workers.algorithms.policy_losses import PolicyTokens
@@ -122,21 +121,12 @@ def test_wrong_pairs_of_several_ranks_are_errors_on_each(changes, message):
     ranks = [{name: entry[[rank, rank + 2]] for name, entry in data.items()} for rank in (0, 1)]
     args = read_args({"policy_loss_type": "dpo", "vocab_size": 8})
 
-    def failed(rank, barrier, parts):
-        def gather(entry):
-            parts[rank] = entry
-            barrier.wait(10)
-            found = list(parts)
-            barrier.wait(10)
-            return found
-
+    def failed(rows, rank, gather):
         with pytest.raises(RolloutDataError, match=message):
-            dpo_advantages(AdvantageRows(ranks[rank], gather=gather, rank=rank), args)
+            dpo_advantages(AdvantageRows(rows, gather=gather, rank=rank), args)
         return True
 
-    barrier, parts = threading.Barrier(2), [None, None]
-    with ThreadPoolExecutor(2) as threads:
-        assert all(threads.map(lambda rank: failed(rank, barrier, parts), (0, 1)))
+    assert all(on_ranks(failed, ranks))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from unittest import mock
 
 import ray
 import torch
-from reference import random_prompts, sample, small_llama
+from reference import random_prompts, sample
 from shard_helpers import assembled, read_shards
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,28 +84,48 @@ def drawn_after(worker, draw):
     return found
 
 
-def gradients(worker, data, cases, most):
-    """Case -> (metrics, this rank's shards of the gradients, for `assembled`) of a step on its rows. The weights
-    are as before afterwards."""
-    rows = data[worker._dp_rank :: worker.get_parallel_config()["dp_size"]]  # groups are spread over the ranks
+def set_tokens(worker, most):
+    """Set the largest number of tokens of a micro-batch."""
     if worker.args.train_backend == "fsdp":
         worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=most)
     else:
         worker.model.max_tokens = most
-    usual = worker.args.copy()
+
+
+def gradients(worker, data, cases, most):
+    """Case -> (metrics, this rank's shards of the gradients, for `assembled`) of a step on its rows. The weights
+    are as before afterwards."""
+    rows = data[worker._dp_rank :: worker.get_parallel_config()["dp_size"]]  # groups are spread over the ranks
+    set_tokens(worker, most)
     worker.backup.copy("before")
     before = own_shards(worker)
-    found = {}
-    for name, changes in cases.items():
-        worker.args = usual.copy()
-        for key, value in changes.items():
-            worker.args[key] = value
-        metrics = worker.train(0, rows)
-        after = own_shards(worker)
-        worker.backup.restore("before")
-        found[name] = metrics, [(*old[:3], old[3] - new[3]) for old, new in zip(before, after, strict=True)]
+    return {name: gradients_of_case(worker, rows, changes, before) for name, changes in cases.items()}
+
+
+def gradients_of_case(worker, rows, changes, before):
+    """What `gradients` returns of a case, which changes these arguments. ``before`` are the shards of the weights in
+    the backup "before"."""
+    usual, worker.args = worker.args, worker.args.copy()
+    for key, value in changes.items():
+        worker.args[key] = value
+    metrics = worker.train(0, rows)
+    after = own_shards(worker)
+    worker.backup.restore("before")
     worker.args = usual
-    return found
+    return metrics, [(*old[:3], old[3] - new[3]) for old, new in zip(before, after, strict=True)]
+
+
+def kept_gradients(model):
+    """A dict that gets the whole gradients of each step of an FSDP model, by name."""
+    gradients = {}
+
+    def keep(*_):
+        for name, parameter in model.module.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.full_tensor().clone()
+
+    model._optimizer.register_step_pre_hook(keep)
+    return gradients
 
 
 class HostReads(TorchDispatchMode):
@@ -164,19 +184,3 @@ def saved(model, folder):
     """Save the model; return its Hugging Face folder."""
     model.save_pretrained(folder)
     return str(folder)
-
-
-__all__ = [
-    "HostReads",
-    "actor_class",
-    "begin",
-    "distance",
-    "gradients",
-    "learn",
-    "lucky",
-    "rollout",
-    "saved",
-    "small_llama",
-    "torch",
-    "whole_weights",
-]

@@ -404,7 +404,6 @@ class Participants:
                 made._layout_id,
                 made._plan_id,
                 bool(made.ended),
-                made._transport.groups_made,
             )
             outcomes = self._first_ended.setdefault(repr(state), outcomes)
         return running.step, outcomes

@@ -1,6 +1,7 @@
 """An editable install, as in the README, is visible to type checkers: they check a user's file in another folder."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -68,7 +69,8 @@ def python(tmp_path_factory):
 
 
 def mypy(python, folder, names):
-    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--config-file", "mypy.ini", *names]
+    options = ["--python-executable", python, "--config-file", "mypy.ini", "--cache-dir", os.devnull]
+    command = [sys.executable, "-m", "mypy", *options, *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = [re.match(r"(.+?):(\d+): error: ", line) for line in done.stdout.splitlines()]

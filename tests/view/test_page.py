@@ -1,16 +1,14 @@
 """The page of finished runs, in a headless Chromium: what a user looks for is there, and hostile text does nothing."""
 
 import os
-import threading
 
 import numpy as np
 import pytest
 from browser import Browser
+from served import served_runs
 from synthetic_run import STARTED, update, write_lines, write_run, write_samples
 from test_server import HOSTILE
 from waits import within
-
-from single_controller.view.server import ViewServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,8 +85,7 @@ def url(tmp_path_factory):
         for rank in range(2):
             parts.append({"group": "group actor", "rank": rank, "method": "train", "start": at + 0.5, "end": at + 0.9})
     write_lines(run / "timeline.jsonl", parts)
-    with ViewServer([run, folder / "grpo-7b-lr2"]) as server:
-        threading.Thread(target=server.serve, daemon=True).start()
+    with served_runs([run, folder / "grpo-7b-lr2"]) as server:
         yield server.url
 
 
@@ -207,8 +204,7 @@ def test_a_session_with_branches_and_experts(browser, tmp_path):
             "jagged/routed_experts/offsets": np.array([0, 7, 13, 17]),
         },
     )
-    with ViewServer([run, tmp_path / "b" / "run"]) as server:
-        threading.Thread(target=server.serve, daemon=True).start()
+    with served_runs([run, tmp_path / "b" / "run"]) as server:
         browser.open(f"{server.url}#sample?step=3&row=0&token=6")
         browser.wait("document.querySelector('[data-column=routed_experts] pre')")
         assert browser.text("[data-column=routed_experts] pre") == "0: 24, 25\n1: 26, 27"
@@ -275,8 +271,7 @@ def test_hostile_text_does_nothing(browser, tmp_path):
         "fingerprints": {"1": texts[0]},
     }
     write_samples(run, 1, [40] * 12, texts=[row | {"completion": text} for text in texts])
-    with ViewServer([run]) as server:
-        threading.Thread(target=server.serve, daemon=True).start()
+    with served_runs([run]) as server:
         tabs = [
             "overview",
             "curves",
@@ -317,8 +312,7 @@ def test_large_runs_open_within_two_seconds(browser, tmp_path):
         (wide, "samples", "document.querySelector('.grid-row')?.dataset.row"),
         (long, "curves", "document.querySelectorAll('.chart[data-points=\"800\"]').length > 5"),
     ):
-        with ViewServer([run]) as server:  # which has read nothing yet
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:  # which has read nothing yet
             browser.open("about:blank")
             with within(2):
                 browser.open(f"{server.url}#{tab}")
@@ -338,8 +332,7 @@ def test_zoom_by_time_keeps_all_runs(browser, tmp_path):
         runs.append(write_run(tmp_path / name, started=at))
         lines = [{"step": n, "time": at + n, "metrics": {"reward": float(n)}} for n in range(100)]
         write_lines(runs[-1] / "metrics.jsonl", lines)
-    with ViewServer(runs) as server:
-        threading.Thread(target=server.serve, daemon=True).start()
+    with served_runs(runs) as server:
         browser.open(f"{server.url}#curves?x=time")
         browser.wait("document.querySelector('.chart')?.dataset.points == '200'")
         canvas = "document.querySelector('canvas')"
@@ -353,8 +346,7 @@ def test_zoom_by_time_keeps_all_runs(browser, tmp_path):
 def test_late_answers_do_not_replace_those_to_what_was_typed_last(browser, tmp_path):
     run = write_run(tmp_path / "run")
     write_lines(run / "events.jsonl", [{"kind": "mine", "time": STARTED, "text": text} for text in ("a", "ab")])
-    with ViewServer([run]) as server:
-        threading.Thread(target=server.serve, daemon=True).start()
+    with served_runs([run]) as server:
         browser.open(f"{server.url}#events")
         browser.wait("document.querySelectorAll('tbody tr').length == 2")
         browser.js(

@@ -19,6 +19,7 @@ from single_controller.__main__ import _redraw, _text
 from single_controller.view.run_files import RunFolderError
 from single_controller.view.run_reader import Arrays, RunReader
 from single_controller.view.sample_table import Filter, branches, select
+from single_controller.view.server import finite
 from single_controller.view.timeline_bars import bars_of
 
 
@@ -80,7 +81,8 @@ class TestMetrics:
         write_lines(run / "metrics.jsonl", [*lines, {"step": "x", "metrics": {}}, {"step": 3, "metrics": [1]}])
         reader = RunReader(run)
         reader.refresh()
-        assert series(reader, "a")["mean"] == [1, None] and reader.metrics.latest() == {"a": None}
+        assert series(reader, "a")["mean"] == [1, math.inf] and math.isnan(reader.metrics.latest()["a"])
+        assert finite([series(reader, "a")["mean"], reader.metrics.latest()]) == [[1, None], {"a": None}]
         write_lines(run / "metrics.jsonl", [{"step": 5, "time": 5, "metrics": {"a": 2.0}}], "a")
         reader.refresh()
         assert reader.metrics.latest() == {"a": 2.0}
@@ -93,7 +95,7 @@ class TestMetrics:
         reader = RunReader(run)
         reader.refresh()
         assert list(reader.metrics.steps) == [1]
-        assert reader.metrics.latest() == {"a": None, "b": 1.0, "c": None, "d": 4.0}
+        assert finite(reader.metrics.latest()) == {"a": None, "b": 1.0, "c": None, "d": 4.0}
 
     def test_a_name_for_each_step_takes_little_memory(self, tmp_path):
         run = write_run(tmp_path / "run")
@@ -286,7 +288,7 @@ class TestSamples:
         np.savez(run / "samples" / "step_00000003.npz", **arrays)
         found = select([RunReader(run).table(3)], Filter({}), "row", descending=False, offset=0, limit=9)
         assert (found["total"], found["all"], found["groups"], found["equal_groups"]) == (5, 5, 3, 1)
-        for row, line in enumerate(found["rows"]):
+        for row, line in enumerate(finite(found["rows"])):
             part = slice(*arrays["offsets"][row : row + 2])
             sampled = arrays["versions"][part][arrays["versions"][part] >= 0]
             apart = np.abs(arrays["log_probs"] - arrays["rollout_log_probs"])[part][arrays["loss_mask"][part] > 0]
@@ -315,7 +317,7 @@ class TestSamples:
             (pytest.approx(reward), step) for reward, step in expected[10:30]
         ]
         last = select(tables, Filter({}), "reward", descending=True, offset=238, limit=9)["rows"]
-        assert [line["reward"] for line in last] == [None, None]  # unknown rewards come last
+        assert [line["reward"] for line in finite(last)] == [None, None]  # unknown rewards come last
 
     def test_empty_rows_and_steps(self, run):
         write_samples(run, 1, [])

@@ -3,13 +3,13 @@
 import http.client
 import json
 import socket
-import threading
 import time
 import urllib.parse
 from pathlib import Path
 
 import numpy as np
 import pytest
+from served import served_runs
 from synthetic_run import update, write_lines, write_run, write_samples
 
 from single_controller.__main__ import main
@@ -50,8 +50,7 @@ def served(tmp_path_factory):
         rewards=[1, 1, 0, 1],
         texts=[{}, {"fingerprints": {"5": "0" * 16}}],
     )
-    with ViewServer([run, folder / "other"]) as server:
-        threading.Thread(target=server.serve, daemon=True).start()
+    with served_runs([run, folder / "other"]) as server:
         yield server
 
 
@@ -99,8 +98,7 @@ class TestAnswers:
         run = write_run(tmp_path / "run", steps=1, metrics=[f"m{n}" for n in range(1500)])
         write_lines(run / "timeline.jsonl", [{"method": "m", "start": 1, "end": 2}])
         write_lines(run / "events.jsonl", [{"kind": "alarm", "time": 10**400}])
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             assert len(api(server, "runs")["runs"][0]["metrics"]) == 1500
             assert api(server, "timeline")["events"] == []
 
@@ -149,8 +147,7 @@ class TestAnswers:
             "token/candidate_log_probs": np.full((8, 4), np.nan, np.float32),
         }
         write_samples(run, 1, lengths, **more)
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             found = api(server, "sample?step=1&row=1")
             assert sorted(found["several"]) == ["candidate_log_probs", "routed_experts", "sampling_mask"]
             for row, token, mask in ((0, 4, [103, 104, 105]), (1, 2, [106, 107]), (0, 1, [])):
@@ -168,8 +165,7 @@ class TestAnswers:
         turns = [{"start": 0, "end": 2, "kind": "given"}, {"start": 2, "end": 5, "kind": "sampled"}]
         texts = [{"turns": turns}, {"turns": [None, {"start": "x"}]}, {"turns": turns}]
         write_samples(run, 1, [5, 2, 5], texts=texts, tokens=tokens, **{"row/rollout_ids": np.array([7, 8, 7])})
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             given, first, second = api(server, "sample?step=1&row=2")["branches"]
             assert (given["parent"], given["turns"], first["parent"]) == (None, [{"kind": "given", "tokens": 2}], 0)
             assert (first["ends"], second["ends"]) == ([0], [2]) and second["turns"] == [
@@ -179,8 +175,7 @@ class TestAnswers:
 
     def test_runs_of_one_name(self, tmp_path):
         runs = [write_run(tmp_path / folder / "run", name="grpo") for folder in "ab"] + [write_run(tmp_path / "c")]
-        with ViewServer([*runs, runs[0]]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([*runs, runs[0]]) as server:
             names = [one["name"] for one in api(server, "runs")["runs"]]
         assert names == ["grpo (0)", "grpo (b/run)", "c", "grpo (3)"]
 
@@ -188,8 +183,7 @@ class TestAnswers:
         run = write_run(tmp_path / "run", ended=False)
         (run / "metrics.jsonl").unlink()
         (run / "samples").rmdir()
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             (found,) = api(server, "runs")["runs"]
             assert found["last_step"] is None and found["samples"] is None
             for step in ("last", "all"):
@@ -204,8 +198,7 @@ class TestAnswers:
         (run / "samples" / "step_00000001.npz").write_bytes(b"PK")
         (run / "samples" / "step_00000002.npz").unlink()
         (run / "samples" / "step_00000002.npz").symlink_to(tmp_path / "nothing")
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             found = api(server, "samples?step=all")
             assert found["total"] == 4 and len(found["unreadable"]) == 2
             assert api(server, "samples?step=-1")["total"] == 2
@@ -218,11 +211,13 @@ class TestAnswers:
             **{"token/c": np.ones(9, complex), "row/s": np.array([b"a", b"b"]), "row/t": np.zeros(2, "M8[s]")},
         )  # fmt: skip
         write_lines(run / "events.jsonl", [{"kind": "alarm", "value": float("nan"), "more": [float("inf"), 10**300]}])
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             found = api(server, "sample?step=1&row=0")
             assert found["line"]["reward"] is None and len(found["columns"]["c"]) == 4
             assert api(server, "events")["rows"][0]["value"] is None
+            arrays = write_samples(run, 1, [4, 5])
+            np.savez(run / "samples" / "step_00000001.npz", **arrays | {"versions": np.full(9, 2**62)})
+            assert api(server, "sample?step=1&row=0")["updates"] == {}
             write_samples(run, 1, [4, 5], **{"token/c": np.ones(3), "row/s": np.ones(1)})
             assert request(server, "api/sample?step=1&row=1")[0] == 404
 
@@ -346,8 +341,7 @@ class TestRefusals:
         write_samples(
             run, 1, [4], texts=[{"completion": text, "finish": text, "columns": {"label": [text]}, "turns": text}]
         )
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             (found,) = api(server, "runs")["runs"]
             assert found["name"] == text[:1000] and list(found["metrics"]) == [text[:100]]
             (event,) = api(server, "events")["rows"]
@@ -362,8 +356,7 @@ class TestRefusals:
     )
     def test_a_folder_from_elsewhere_names_no_cluster(self, tmp_path, address):
         run = write_run(tmp_path / "run", ended=False, ray_address=address)
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             begin = time.monotonic()
             found = api(server, "live")
             assert "--address" in found["error"] and time.monotonic() - begin < 5
@@ -391,8 +384,7 @@ class TestLargeRuns:
         run = write_run(tmp_path / "run", steps=1)
         texts = [{"completion": "word " * 800}] * 10_000
         write_samples(run, 1, [1000] * 10_000, texts=texts)
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             begin = time.process_time()
             assert len(api(server, "samples?limit=100")["rows"]) == 100
             first = time.process_time() - begin
@@ -406,8 +398,7 @@ class TestLargeRuns:
     def test_a_hundred_thousand_steps(self, tmp_path):
         names = [f"metric/{n}" for n in range(20)]
         run = write_run(tmp_path / "run", steps=100_000, metrics=names)
-        with ViewServer([run]) as server:
-            threading.Thread(target=server.serve, daemon=True).start()
+        with served_runs([run]) as server:
             begin = time.process_time()
             assert api(server, "runs")["runs"][0]["steps"] == 100_000
             query = "&".join(f"name={name}" for name in names)

@@ -341,6 +341,8 @@ def test_bfloat16():
         generated = engine.generate(PROMPTS, SamplingParams(12), SEEDS)
         saved = [(name, engine.read_raw([name])[0].clone()) for name in engine.raw_weights()]
         subject.update(subject.model(1), 3)
+        with pytest.raises(RolloutError, match=r"load_raw\(\): no update has begun"):
+            engine.load_raw(saved)
         engine.begin_update()
         engine.load_raw(saved)
         engine.finish_update(2)

@@ -1,11 +1,13 @@
 """Train groups of both backends, shared by several files. Each test initializes them as it needs."""
 
+from functools import partial
+
 import pytest
 from devices import DEVICES, ON_DEVICE, need
 from folder_scope import shared
 from mixtures import small_mixture
 from reference import small_llama
-from train_helpers import rollout, saved
+from train_helpers import begin, rollout, saved
 
 from single_controller import RayResourcePool
 from workers.train.train_group import RayTrainGroup
@@ -19,24 +21,40 @@ def train_pool(ray_cluster):
 
 
 @pytest.fixture(scope="module")
-def fsdp_groups(train_pool):
-    """FSDP groups of one, two and four ranks, created on first use: ``fsdp_groups(2)``."""
-    return groups_of("fsdp", train_pool)
+def group_of(train_pool):
+    """FSDP groups of one, two and four ranks and Megatron groups of two and four, created on first use:
+    ``group_of("fsdp", 2)``. Pass Megatron's parallel sizes to `begin`."""
+
+    def of(backend, ranks):
+        need(ranks)
+        actor_cls = None
+        if backend == "megatron":
+            from megatron_rank import MegatronRank as actor_cls
+        args = {"train_backend": backend}
+        make = partial(RayTrainGroup, args, 1, ranks, train_pool, 0.1, actor_cls=actor_cls)
+        return shared(__file__, (backend, ranks), make)
+
+    return of
 
 
 @pytest.fixture(scope="module")
-def megatron_groups(train_pool):
-    """Megatron groups of two and four ranks, created on first use. Pass the parallel sizes to `begin`."""
-    from megatron_rank import MegatronRank
-
-    return groups_of("megatron", train_pool, MegatronRank)
+def fsdp_groups(group_of):
+    return partial(group_of, "fsdp")
 
 
-def groups_of(backend, pool, actor_cls=None):
-    def of(ranks):
-        need(ranks)
-        args = {"train_backend": backend}
-        return shared(__file__, (backend, ranks), lambda: RayTrainGroup(args, 1, ranks, pool, 0.1, actor_cls=actor_cls))
+@pytest.fixture(scope="module")
+def megatron_groups(group_of):
+    return partial(group_of, "megatron")
+
+
+@pytest.fixture(scope="module")
+def start(group_of, llama_folder):
+    """``start(way, with_ref=False, **args)``: a group with a freshly initialized model."""
+
+    def of(way, with_ref=False, begins=0, **args):
+        group = group_of(way.backend, way.ranks)
+        assert begin(group, way.arguments(llama_folder, **args), with_ref) == [begins] * way.ranks
+        return group
 
     return of
 

@@ -66,16 +66,22 @@ def estimates(rewards, values, counts, gamma, lam):
     return made
 
 
+def at_the_last_token(data):
+    """(B, T): the reward of each row, where its completion ends."""
+    counts = data["loss_mask"] != 0
+    rewards = torch.zeros(counts.shape)
+    for row in range(len(data)):
+        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    return rewards
+
+
 def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
 def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_folder, data):
     """Two ranks have a part of the rows each, or of the sequence."""
-    counts = data["loss_mask"] != 0
-    rewards = torch.zeros(counts.shape)
-    for row in range(len(data)):
-        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    counts, rewards = data["loss_mask"] != 0, at_the_last_token(data)
     losses, weights = [], []
     for ranks, share in ((1, 1), (2, 1), (2, 2)):
         actor, critic = pair_of(ranks, {"hf_checkpoint": llama_folder, **PPO, "sequence_parallel_size": share})
@@ -126,9 +132,7 @@ def test_rewards_include_the_kl_penalty(pair_of, llama_folder, data):
     counts = data["loss_mask"] != 0
     assert (old - ref)[counts].abs().max() > 1e-3, "the actor has not moved"
     values = critic.worker_group.compute_values(data)
-    rewards = -0.3 * (old - ref)
-    for row in range(len(data)):
-        rewards[row, counts[row].nonzero()[-1, 0]] += data["rewards"][row]
+    rewards = at_the_last_token(data) - 0.3 * (old - ref)
     _, returns = estimates(rewards, values, counts, 0.98, 0.9)
     refs = actor.async_train(1, data)  # first the actor: the critic must use its log-probs from before this step
     of_critic = learn(critic, 1, data)
@@ -276,9 +280,7 @@ def test_critic_and_whitening_leave_out_what_is_rejected_or_truncated(pair_of, l
     truncated = torch.zeros(len(data), dtype=torch.bool)
     truncated[[8, 11]] = True
     kept = [row for row in range(len(data)) if row not in (1, 8, 11)]
-    rewards = torch.zeros(counts.shape)
-    for row in range(len(data)):
-        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    rewards = at_the_last_token(data)
     advantages, returns = estimates(rewards[kept], values[kept], counts[kept], 0.98, 0.9)
     rows = data.clone().set("rollout_log_probs", far).set("truncated", truncated)
     refs = actor.async_train(0, rows)
@@ -299,9 +301,7 @@ def test_values_are_clipped_around_those_before_the_step(pair_of, llama_folder, 
     _, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **STILL, "value_clip": 0.05})
     values, counts = critic.worker_group.compute_values(data), data["loss_mask"] != 0
     before = values + torch.where(torch.arange(len(data))[:, None] % 3 == 0, 0.01, 0.2)
-    rewards = torch.zeros(counts.shape)
-    for row in range(len(data)):
-        rewards[row, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
+    rewards = at_the_last_token(data)
     _, returns = estimates(rewards, before, counts, 0.98, 0.9)
     losses, clipped = [], 0
     rows = zip(values[counts].tolist(), before[counts].tolist(), sorted_by_time(returns, counts), strict=True)
@@ -326,12 +326,10 @@ def test_decoupled_lambda_on_ranks(pair_of, llama_folder, data):
     vapo = {"gae_lambda_value": 1.0, "gae_length_adaptive_alpha": 0.3, "gamma": 1.0, **STILL}
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **vapo})
     values, counts = critic.worker_group.compute_values(data), data["loss_mask"] != 0
-    expected = []
+    rewards, expected = at_the_last_token(data), []
     for row in range(len(data)):
-        rewards = torch.zeros(1, counts.shape[1])
-        rewards[0, counts[row].nonzero()[-1, 0]] = data["rewards"][row]
         lam = max(0.0, 1 - 1 / (0.3 * int(counts[row].sum())))
-        expected += estimates(rewards, values[row : row + 1], counts[row : row + 1], 1.0, lam)[0]
+        expected += estimates(rewards[row : row + 1], values[row : row + 1], counts[row : row + 1], 1.0, lam)[0]
     refs = actor.async_train(0, data)
     returns = [float(row["rewards"]) for row in data for _ in range(int(row["loss_mask"].sum()))]
     assert learn(critic, 0, data)["return"] == pytest.approx(mean(returns), abs=1e-5)

@@ -79,7 +79,7 @@ def trained(group, rollout, rollouts, *, load=None, save=None, stop=None, mode="
 
 
 def test_without_staleness_it_equals_the_synchronous_run_bit_for_bit(fsdp_groups, rollout):
-    rollouts = 20 if depth.full else 8
+    rollouts = 20 if depth.full else 5
     synchronous, expected = trained(fsdp_groups(2), rollout, rollouts)
     weights, found = trained(fsdp_groups(2), rollout, rollouts, max_staleness=0)
     assert distance(weights, synchronous) == 0.0

@@ -1,7 +1,6 @@
 """Exact mode with real trainers and rollout workers: FSDP on two ranks, HFEngine, weights by the object store."""
 
 import os
-import random
 import signal
 
 import depth
@@ -9,7 +8,10 @@ import pytest
 import ray
 import torch
 from rollout_helpers import LLAMA, Toy
-from train_helpers import begin, distance, learn, whole_weights
+from test_async_rollout import ARGS as PLAIN
+from test_async_rollout import MODEL, B, prompts, reward
+from test_replace_ranks import wait_for_snapshots
+from train_helpers import begin, distance, kept_gradients, learn, whole_weights
 
 from single_controller import Broadcast, RayClassWithInitArgs, RayWorkerGroup
 from workers import HFEngine, RolloutManager, RolloutStream, SampleBuffer, SamplingParams
@@ -18,23 +20,9 @@ from workers.weight_sync.sync_protocol import WeightSyncError
 
 pytestmark = pytest.mark.timeout(240)
 
-B, SAMPLES, ROLLOUTS = 4, 3, 8 if depth.full else 5
+SAMPLES, ROLLOUTS = 3, 8 if depth.full else 5
 HOW = SamplingParams(9, temperature=0.9, stop_token_ids=(6, 17))
-MODEL = {"model_type": "llama", **{name: LLAMA.to_dict()[name] for name in (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings",
-)}}  # fmt: skip
-ARGS = {"hf_config": MODEL, "lr": 1e-2, "temperature": HOW.temperature, "seed": 3, "exact": True,
-        "max_tokens_per_micro_batch": 40}  # fmt: skip
-
-
-def prompts(rollout_id):
-    draw = random.Random(rollout_id)
-    return [[draw.randrange(32) for _ in range(draw.randint(1, 4))] for _ in range(B)]
-
-
-def reward(prompt_ids, completion_ids):
-    return sum(token < 12 for token in completion_ids) / len(completion_ids) + len(completion_ids) / 100
+ARGS = {**PLAIN, "temperature": HOW.temperature, "exact": True, "max_tokens_per_micro_batch": 40}
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +65,13 @@ def trained(group, rollout, rollouts=ROLLOUTS, *, stream=False, victims=(), **ar
         if step in victims:
             victims.remove(step)
             # Or the group goes back one rollout more, whose kept data is then of an older weight version.
-            group.worker_group.execute_with_func_generator(snapshot_sent)
-            pid = group.worker_group.status().ranks[1].process.pid
-            os.kill(pid, signal.SIGKILL)
+            wait_for_snapshots(group)
+            os.kill(group.worker_group.status().ranks[1].process.pid, signal.SIGKILL)
             (step, *_) = group.replace()
     if source:
         source.close()
     group.set_rollout_manager(None)
     return whole_weights(group), data, metrics
-
-
-def snapshot_sent(worker):
-    worker._peers.finish_sending()
 
 
 def timeless(metrics, *without):
@@ -180,6 +163,7 @@ def test_gradients_and_the_number_of_ranks(fsdp_groups, synchronous):
         return group.worker_group.execute_with_func_generator(gradients_of_a_step, Broadcast(data[0]))[0]
 
     def furthest(one, other):
+        assert one.keys() == other.keys()
         return max(float((one[name] - of_one).abs().max() / of_one.abs().max()) for name, of_one in other.items())
 
     one, alone = of(1), of(1, **ROW_BY_ROW)
@@ -193,15 +177,8 @@ def test_gradients_and_the_number_of_ranks(fsdp_groups, synchronous):
 
 
 def gradients_of_a_step(worker, data):
-    found = {}
-
-    def spy(*_):
-        for name, parameter in worker.model.module.named_parameters():
-            found[name] = parameter.grad.full_tensor().clone()
-
-    hook = worker.model._optimizer.register_step_pre_hook(spy)
+    found = kept_gradients(worker.model)
     worker.train(0, data[worker.rank :: worker.world_size])
-    hook.remove()
     return found
 
 

@@ -8,8 +8,8 @@ import test_estimators
 import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled
-from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, SP2_DP2, TP2, TP2_DP2, TP2_PP2, arguments, called
-from train_helpers import begin, distance, gradients, learn, saved, whole_weights
+from test_both_backends import DP2, DP4, FSDP1, FSDP2, FSDP4, PP2, SP2_DP2, TP2, TP2_DP2, TP2_PP2, called
+from train_helpers import distance, gradients, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from single_controller import Broadcast, WorkerError
@@ -110,18 +110,27 @@ def expected(off_policy):
 
 
 def of_loops(model, off_policy, cases):
-    plain = ReferenceGRPO(model)
-    found = {}
+    log_probs, found = completion_log_probs(model, off_policy), {}
     for name, args in cases.items():
-        model.zero_grad()
-        log_probs = []
-        for row in range(len(off_policy)):
-            tokens = plain._tokens(model, off_policy, row)
-            log_probs.append([tokens[t][0] for t in tokens if off_policy["loss_mask"][row, t]])
         total = plain_losses.loss(log_probs, off_policy, args)
-        total.backward()
-        found[name] = float(total.detach()), {key: value.grad.clone() for key, value in model.named_parameters()}
+        found[name] = float(total.detach()), gradients_of(model, total)
     return found
+
+
+def completion_log_probs(model, data):
+    """The log-probabilities of the tokens that count, by row."""
+    plain, found = ReferenceGRPO(model), []
+    for row in range(len(data)):
+        tokens = plain._tokens(model, data, row)
+        found.append([tokens[t][0] for t in tokens if data["loss_mask"][row, t]])
+    return found
+
+
+def gradients_of(model, loss):
+    """The loss may share a graph with others."""
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 MODEL_OUTPUTS = ["grpo", "gspo", "clip_cov", "kl_loss"]
@@ -139,9 +148,9 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
     ("way", "most", "names"),
     [
         pytest.param(FSDP1, 1000, MODEL_OUTPUTS, id="fsdp1-1000-some"),
-        (FSDP2, 40, None),
-        pytest.param(TP2, 40, MODEL_OUTPUTS, id="tp2-40-some"),
-        pytest.param(PP2, 40, PIPELINE, id="pp2-40-some"),
+        (FSDP2, 80, None),
+        pytest.param(TP2, 80, MODEL_OUTPUTS, id="tp2-80-some"),
+        pytest.param(PP2, 80, PIPELINE, id="pp2-80-some"),
         *(
             pytest.param(way, most, None, marks=pytest.mark.full("gradients in every parallel configuration"))
             for way, most in (
@@ -163,12 +172,9 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
     ],
     ids=called,
 )
-def test_gradients_match_plain_loops(
-    fsdp_groups, megatron_groups, llama_folder, off_policy, expected, way, most, names
-):
+def test_gradients_match_plain_loops(start, off_policy, expected, way, most, names):
     cases = CASES if names is None else {name: CASES[name] for name in names}
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
-    begin(group, arguments(way, llama_folder, **EXPOSED))
+    group = start(way, **EXPOSED)
     parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(off_policy), Broadcast(cases), most)
     for name in cases:
         loss, of_parameters = expected[name]
@@ -195,15 +201,14 @@ def test_gradients_match_plain_loops(
     ],
     ids=called,
 )
-def test_gradients_of_other_model_types(fsdp_groups, megatron_groups, tmp_path, data, way, model_type):
+def test_gradients_of_other_model_types(start, tmp_path, data, way, model_type):
     """Of every parameter: those of Qwen3's norms of queries and keys are sums over the tensor-parallel ranks."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
         model = AutoModelForCausalLM.from_config(OTHERS[model_type]).eval()
     folder, rows = saved(model, tmp_path), with_other_policies(model, data)
     (loss, of_parameters) = of_loops(model.double(), rows, {"grpo": CASES["grpo"]})["grpo"]
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
-    begin(group, arguments(way, folder, **EXPOSED))
+    group = start(way, hf_checkpoint=folder, **EXPOSED)
     parts = group.worker_group.execute_with_func_generator(
         gradients, Broadcast(rows), Broadcast({"grpo": CASES["grpo"]}), 40
     )
@@ -218,14 +223,11 @@ def test_gradients_of_other_model_types(fsdp_groups, megatron_groups, tmp_path, 
 
 
 @pytest.mark.parametrize("way", [FSDP2, PP2], ids=called)
-def test_corrections_change_nothing_where_engine_and_trainer_agree(
-    fsdp_groups, megatron_groups, llama_folder, data, way
-):
+def test_corrections_change_nothing_where_engine_and_trainer_agree(start, data, way):
     """Not a bit of the weights."""
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
     found = {}
     for name in (None, "geo_rs+token_tis", "seq_mis", "report"):
-        begin(group, arguments(way, llama_folder, rollout_correction=name))
+        group = start(way, rollout_correction=name)
         same = data.clone().set("rollout_log_probs", group.worker_group.compute_log_prob(data))
         metrics = learn(group, 0, same)
         found[name] = whole_weights(group)
@@ -237,12 +239,9 @@ def test_corrections_change_nothing_where_engine_and_trainer_agree(
 
 
 @pytest.mark.parametrize("way", SECOND_FULL, ids=called)
-def test_rollout_whose_completions_are_all_rejected_changes_nothing(
-    fsdp_groups, megatron_groups, llama_folder, data, way
-):
+def test_rollout_whose_completions_are_all_rejected_changes_nothing(start, data, way):
     """All ranks skip the step, those of the first pipeline stage too, which have no log-probabilities."""
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
-    begin(group, arguments(way, llama_folder, rollout_correction="geo_rs"))
+    group = start(way, rollout_correction="geo_rs")
     before = whole_weights(group)
     far = data.clone().set("rollout_log_probs", group.worker_group.compute_log_prob(data) - 1)
     assert learn(group, 0, far)["correction_rejected"] == 1
@@ -250,27 +249,25 @@ def test_rollout_whose_completions_are_all_rejected_changes_nothing(
 
 
 @pytest.mark.parametrize("way", SECOND_FULL, ids=called)
-def test_registered_loss_and_advantage_run_on_the_ranks(fsdp_groups, megatron_groups, llama_folder, data, way):
+def test_registered_loss_and_advantage_run_on_the_ranks(start, data, way):
     """The ranks have not imported the module that registers them. In the first step REINFORCE is PPO."""
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
     own = {"policy_loss_type": "own_reinforce", "advantage_estimator": "own_advantage", "user": {"scale": 0.5}}
-    begin(group, arguments(way, llama_folder, **own))
+    group = start(way, **own)
     metrics = learn(group, 0, data)
     assert metrics["own_metric"] == pytest.approx(0.5)
     found = whole_weights(group)
-    begin(group, arguments(way, llama_folder))
+    group = start(way)
     given = data.exclude("rewards", "group_ids").set("advantages", 0.5 * (data["rewards"] - data["rewards"].mean()))
     assert learn(group, 0, given)["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-5)
     assert distance(found, whole_weights(group)) < 1e-5
 
 
 @pytest.mark.parametrize("way", [FSDP2], ids=called)
-def test_error_of_a_loss_names_it(fsdp_groups, llama_folder, data, way):
-    group = fsdp_groups(way.ranks)
-    begin(group, arguments(way, llama_folder, policy_loss_type=f"{own_algorithms.__name__}.unregistered"))
+def test_error_of_a_loss_names_it(start, data, way):
+    group = start(way, policy_loss_type=f"{own_algorithms.__name__}.unregistered")
     with pytest.raises(WorkerError, match=r"the loss has shape .* expected one number per token"):
         group.worker_group.train(0, data)
-    begin(group, arguments(way, llama_folder, rollout_correction="token_tis"))
+    group = start(way, rollout_correction="token_tis")
     with pytest.raises(WorkerError, match="rollout_correction='token_tis' needs 'rollout_log_probs'"):
         group.worker_group.train(0, data.exclude("rollout_log_probs"))
 
@@ -302,7 +299,7 @@ OF_LOG_PROBS = ["kl in rewards", "optimal_token_baseline", "overlong filtering"]
         ),
     ],
 )
-def test_estimators_on_ranks_match_plain_loops(fsdp_groups, megatron_groups, llama_folder, off_policy, way, names):
+def test_estimators_on_ranks_match_plain_loops(start, off_policy, way, names):
     """The step equals that on advantages from loops, where rows that are left out have no token that counts. The sums
     of squared probabilities are those of a softmax over the vocabulary; ranks compute them from two
     log-probabilities."""
@@ -324,7 +321,8 @@ def test_estimators_on_ranks_match_plain_loops(fsdp_groups, megatron_groups, lla
     known["sum_pi_squared"] = squares
     log_ratios = torch.nan_to_num(rows["old_log_probs"] - rows["rollout_log_probs"])
     known["correction_weights"] = log_ratios.exp().clamp(max=2.0)
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+    group = start(way, **EXPOSED)
+    before, expected = whole_weights(group), {}
     for name in names:
         case = NEW[name]
         left_out = rows["truncated"] & case.get("overlong_filtering", False)
@@ -333,15 +331,16 @@ def test_estimators_on_ranks_match_plain_loops(fsdp_groups, megatron_groups, lla
         for row, values in enumerate(of_rows):
             advantages[row, rows["loss_mask"][row] != 0] = torch.tensor(values)
         plain = rows.clone().set("advantages", advantages).set("loss_mask", rows["loss_mask"] * ~left_out[:, None])
-        found = []
-        own = rows.exclude("old_log_probs") if name == "optimal_token_baseline" else rows
-        for given, args in ((own, case), (plain, {"rollout_correction": case.get("rollout_correction")})):
-            begin(group, arguments(way, llama_folder, **EXPOSED, **args))
-            before = whole_weights(group)
-            learn(group, 0, given)
-            found.append(whole_weights(group))
-        assert distance(*found) < 1e-5, name
-        assert distance(found[0], before) > 1e-3, name
+        alone = {name: {"rollout_correction": case.get("rollout_correction")}}
+        parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(plain), Broadcast(alone), 1000)
+        expected[name] = assembled([part[name][1] for part in parts])
+    for name in names:
+        group = start(way, **EXPOSED, **NEW[name])
+        learn(group, 0, rows.exclude("old_log_probs") if name == "optimal_token_baseline" else rows)
+        after = whole_weights(group)
+        found = {key: before[key] - after[key] for key in before}
+        assert distance(found, expected[name]) < 1e-5, name
+        assert max(value.abs().max() for value in found.values()) > 1e-3, name
 
 
 SUPERVISED = {
@@ -352,18 +351,14 @@ SUPERVISED = {
 
 
 @pytest.mark.parametrize(("way", "most"), [(FSDP2, 40), (PP2, 1000)], ids=called)
-def test_supervised_losses_match_plain_loops(fsdp_groups, megatron_groups, llama_folder, off_policy, way, most):
+def test_supervised_losses_match_plain_loops(start, off_policy, way, most):
     """The two rows of each pair are on different dp ranks, and in different micro-batches."""
     count = len(off_policy) // 2 * 2
     rows = off_policy[:count].exclude("rewards", "group_ids", "old_log_probs", "rollout_log_probs")
     model = small_llama().double()
-    plain = ReferenceGRPO(model)
+    log_probs = completion_log_probs(model, rows)
 
     def losses(name):
-        log_probs = []
-        for row in range(count):
-            tokens = plain._tokens(model, rows, row)
-            log_probs.append([tokens[t][0] for t in tokens if rows["loss_mask"][row, t]])
         if name == "dpo":
             ref = torch.where(rows["loss_mask"] != 0, rows["ref_log_probs"], 0.0).double().sum(1)
             above = [sum(of) - ref[row] for row, of in enumerate(log_probs)]
@@ -379,8 +374,7 @@ def test_supervised_losses_match_plain_loops(fsdp_groups, megatron_groups, llama
     pairs = torch.arange(count) % (count // 2)
     preferred = (torch.arange(count) < count // 2) == (pairs % 2 == 1)
     given = rows.clone().set("group_ids", pairs).set("rewards", preferred.float())
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
-    begin(group, arguments(way, llama_folder, **EXPOSED))
+    group = start(way, **EXPOSED)
     cases = {
         name: {
             key: value
@@ -391,10 +385,8 @@ def test_supervised_losses_match_plain_loops(fsdp_groups, megatron_groups, llama
     }
     parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(given), Broadcast(cases), most)
     for name in SUPERVISED:
-        model.zero_grad()
         loss, margins = losses(name)
-        loss.backward()
-        wanted = {key: value.grad for key, value in model.named_parameters()}
+        wanted = gradients_of(model, loss)
         metrics = parts[0][name][0]
         assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-4), name
         assert distance(assembled([part[name][1] for part in parts]), wanted) < 1e-5, name

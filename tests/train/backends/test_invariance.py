@@ -1,8 +1,9 @@
 """The gradient of every loss, estimator and correction is that of one process, however rows are divided: over dp,
 tensor and pipeline parallel ranks and micro-batches, padded or packed, with common prefixes computed once or not."""
 
+import functools
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -23,10 +24,19 @@ from test_both_backends import (
     TP2_DP2,
     TP2_PP2,
     Way,
-    arguments,
     called,
 )
-from train_helpers import begin, distance, learn, lucky, own_shards, saved, whole_weights
+from train_helpers import (
+    begin,
+    distance,
+    gradients_of_case,
+    learn,
+    lucky,
+    own_shards,
+    saved,
+    set_tokens,
+    whole_weights,
+)
 from transformers import AutoModelForTokenClassification
 
 from dispatch.batch import share_rows
@@ -61,7 +71,7 @@ class Layout:
 
 
 PADDED = (Layout(64), Layout(ALL, balanced=True))
-PACKED = (Layout(40, balanced=True), Layout(64, trees=False), Layout(ALL), Layout(25, balanced=True))
+PACKED = (Layout(64, balanced=True), Layout(40, trees=False), Layout(ALL), Layout(25, balanced=True))
 
 SEQUENCE_PARALLEL = [Way("fsdp", ranks, {"sequence_parallel_size": size}) for ranks, size in ((2, 2), (4, 2), (4, 4))]
 
@@ -171,6 +181,7 @@ CRITIC_CASES = {
     "value": {"advantage_estimator": "gae", "value_clip": 0.1, "gae_lambda_value": 0.8},
     "rejected": {"advantage_estimator": "gae", "rollout_correction": "seq_rs", "loss_aggregation": "sequence"},
 }
+CASES_OF = {"actor": CASES, "critic": CRITIC_CASES}
 """All names of losses, estimators and corrections are in one of them."""
 
 SAMPLE = ("gspo", "dppo_tv", "clip_cov", "kl_cov", "rejected")
@@ -190,12 +201,14 @@ def test_every_name_is_in_a_case():
     assert sum(len(layouts) for _, _, layouts in GROUPS) >= 24
 
 
-def keys_of(case):
-    """What a case changes in the configuration, complete."""
+@functools.cache
+def changes_of(role):
+    """By case: what it changes in the configuration, complete."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # k1
-        usual, made = read_args({**EXPOSED}), read_args({**EXPOSED, **case})
-    return {name: made[name] for name in made if made[name] != usual[name]}
+        usual = read_args(EXPOSED)
+        made = {name: read_args({**EXPOSED, **case}) for name, case in CASES_OF[role].items()}
+    return {name: {key: args[key] for key in args if args[key] != usual[key]} for name, args in made.items()}
 
 
 def pairs_of(data):
@@ -216,30 +229,20 @@ def run(worker, data, cases, layouts):
     """By layout and case: (metrics, micro-batches, this rank's shards of the gradients, for `assembled`). The weights
     are as before afterwards."""
     ranks = worker.get_parallel_config()["dp_size"]
-    usual, found = worker.args, []
+    found = []
     worker.backup.copy("before")
     before = own_shards(worker)
     for layout in layouts:
-        if usual.train_backend == "fsdp":
-            worker.model.options = replace(worker.model.options, max_tokens_per_micro_batch=layout.most)
-        else:
-            worker.model.max_tokens = layout.most
+        set_tokens(worker, layout.most)
         with mock.patch.object(packing, "MIN_SHARED", packing.MIN_SHARED if layout.trees else ALL):
             of_cases = {}
             for name, changes in cases.items():
-                worker.args = usual.copy()
-                for key, value in changes.items():
-                    worker.args[key] = value
                 rows = own_rows(pairs_of(data) if name == "dpo" else data, layout, worker._dp_rank, ranks)
-                count = len(cut_by_tokens(rows, layout.most, packed=bool(usual.sequence_packing)))
+                count = len(cut_by_tokens(rows, layout.most, packed=bool(worker.args.sequence_packing)))
                 worker.optimizer_step = 0  # which seeds random choices of tokens
-                metrics = worker.train(0, rows)
-                after = own_shards(worker)
-                worker.backup.restore("before")
-                gradients = [(*old[:3], old[3] - new[3]) for old, new in zip(before, after, strict=True)]
+                metrics, gradients = gradients_of_case(worker, rows, changes, before)
                 of_cases[name] = metrics, count, gradients
         found.append(of_cases)
-    worker.args = usual
     return found
 
 
@@ -278,19 +281,18 @@ def folders(llama_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def computed(fsdp_groups, megatron_groups, off_policy, folders):
+def computed(group_of, off_policy, folders):
     """``computed(way, packed, role, layouts, names)``: by layout and case, (metrics, micro-batches, gradients)."""
 
     def of(way, packed, role, layouts, names=None):
-        group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
+        group = group_of(way.backend, way.ranks)
         packs = {"sequence_packing": packed} if way.backend == "fsdp" else {}
-        args = arguments(way, folders[role], **EXPOSED, **packs)
+        args = way.arguments(folders[role], **EXPOSED, **packs)
         if role == "actor":
             begin(group, args)
         else:
             group.worker_group.init(read_args(args), role)
-        cases = CASES if role == "actor" else CRITIC_CASES
-        changes = {name: keys_of(case) for name, case in cases.items() if names is None or name in names}
+        changes = {name: of for name, of in changes_of(role).items() if names is None or name in names}
         ranks = group.worker_group.execute_with_func_generator(
             run, Broadcast(off_policy), Broadcast(changes), Broadcast(layouts)
         )
@@ -359,22 +361,19 @@ def test_cases_train_something_and_reject_something(one_process, role):
     """So that equal gradients say something."""
     for name, (metrics, _, gradients) in one_process(role).items():
         assert max(value.abs().max() for value in gradients.values()) > 1e-2, name
-        if "_rs" in {**CASES, **CRITIC_CASES}[name].get("rollout_correction", "") or name == "dppo_tv":
+        if "_rs" in CASES_OF[role][name].get("rollout_correction", "") or name == "dppo_tv":
             assert 0 < metrics["correction_rejected"] < 1, name
 
 
 @pytest.mark.parametrize(
     "way", [FSDP2, pytest.param(TP2_DP2, marks=pytest.mark.full("gradients in every layout"))], ids=called
 )
-def test_steps_of_balanced_rows_are_the_same_on_any_number_of_ranks(
-    fsdp_groups, megatron_groups, llama_folder, off_policy, way
-):
+def test_steps_of_balanced_rows_are_the_same_on_any_number_of_ranks(start, off_policy, way):
     """Two optimizer steps of ten rows each: on every number of ranks, the first takes the first ten."""
     rows, found = off_policy[:20], []
     for one in (FSDP1, way):
-        group = (fsdp_groups if one.backend == "fsdp" else megatron_groups)(one.ranks)
         options = {"balance_data": True, "num_steps_per_rollout": 2, "max_tokens_per_micro_batch": 64}
-        begin(group, arguments(one, llama_folder, **EXPOSED, **options))
+        group = start(one, **EXPOSED, **options)
         before = whole_weights(group)
         metrics = learn(group, 0, rows)
         found.append(whole_weights(group))

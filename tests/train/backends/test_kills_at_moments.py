@@ -13,7 +13,7 @@ import ray
 from plain_train_workers import Manager
 from ray.exceptions import RayError
 from reference import small_llama
-from test_replace_ranks import kill, same, states
+from test_replace_ranks import kill, same, states, wait_for_snapshots
 from train_helpers import begin, learn, rollout
 from waits import wait_until
 
@@ -58,7 +58,7 @@ def test_rank_killed_in_a_save(fsdp_groups, llama_folder, data, tmp_path, backgr
     group.save_model(0, force_sync=True)
     learn(group, 1, data)
     expected = states(group)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     group.worker_group.execute_with_func_generator(die_in_save, victim, background)
     if background:
         group.save_model(1)
@@ -75,11 +75,6 @@ def test_rank_killed_in_a_save(fsdp_groups, llama_folder, data, tmp_path, backgr
     learn(group, 2, data)
     assert group.restart() == [2, 2]
     assert same(states(group), expected)
-
-
-def is_sent(worker):
-    worker._peers.finish_sending()
-    return worker._peers._latest in worker._peers._sent
 
 
 def die_while_sending(worker, victim):
@@ -105,7 +100,7 @@ def test_rank_killed_while_it_sends_a_snapshot(fsdp_groups, llama_folder, data):
     group = fsdp_groups(2)
     begin(group, {**ARGS, "hf_checkpoint": llama_folder})
     learn(group, 0, data)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     expected = states(group)
     group.worker_group.execute_with_func_generator(die_while_sending, 1)
     try:
@@ -119,7 +114,7 @@ def test_rank_killed_while_it_sends_a_snapshot(fsdp_groups, llama_folder, data):
     assert loss is None or again == loss
     # Snapshots of the same number again, of which none is mistaken for what was sent before.
     expected = states(group)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     kill(group, 0)
     assert group.replace() == [2, 2]
     assert same(states(group), expected)
@@ -161,7 +156,7 @@ def test_actor_and_critic_return_to_the_same_rollout(pair, llama_folder, victim)
         begin(group, args, with_ref=group.role == "actor")
     found = [step(pair, number, rows) for number, rows in enumerate(rollouts[:2])]
     for group in pair:
-        wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+        wait_for_snapshots(group)
     others = [group.role for group in pair if group.role != victim]
     pids = [group.worker_group.status().ranks[0].process.pid for group in pair]
     step(pair, 2, rollouts[2], trained=others)
@@ -204,7 +199,7 @@ def test_batch_that_neither_group_has_trained_on_is_taken_again(pair, llama_fold
         assert manager.take() == [0]
         step(pair, 0, data)
         for group in pair:
-            wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+            wait_for_snapshots(group)
         kill(critic, 0)
         assert manager.take() == [1]
         with pytest.raises(SingleControllerError):
@@ -233,7 +228,7 @@ def test_update_that_fails_leaves_actor_and_critic_at_one_rollout(pair, llama_fo
         step(pair, 0, data)
         actor.weight_version, actor._progress.sent_after = 1, 0
         for group in pair:
-            wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+            wait_for_snapshots(group)
         kill(actor, 0)
         with pytest.raises(WorkerError, match="dead, too"):
             actor.replace()
@@ -252,7 +247,7 @@ def test_group_that_is_where_the_other_returns_to_keeps_its_model(pair, llama_fo
         begin(group, {**PPO, "hf_checkpoint": llama_folder})
     step(pair, 0, data)
     for group in pair:
-        wait_until(lambda group=group: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+        wait_for_snapshots(group)
     models = critic.worker_group.execute_with_func_generator(lambda worker: id(worker.model))
     kill(actor, 0)
     assert actor.replace() == [1, 1]

@@ -9,6 +9,7 @@ import torch
 from model_types import config_of, model_of
 from shard_helpers import assembled, read_shards
 from tensordict import TensorDict
+from test_model_types import COUNTED, TEMPERATURE, weighted
 from train_helpers import begin, distance
 from transformers import AutoConfig
 
@@ -20,7 +21,7 @@ from workers.train.args import TrainArgsError, read_args
 
 pytestmark = pytest.mark.timeout(180)
 
-TEMPERATURE, COUNTED, CLIP, LR = 0.7, 20.0, 0.5, 1e-3
+CLIP, LR = 0.5, 1e-3
 BALANCED = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
 SEED = 5
 
@@ -45,11 +46,6 @@ def rows():
         mask[row, start:end] = 1
     weights = torch.randn(8, 18, generator=drawn)
     return TensorDict({"input_ids": ids * mask, "attention_mask": mask, "weights": weights}, [8])
-
-
-def weighted(outputs, part):
-    """A loss in which every position counts differently."""
-    return -(outputs.log_probs * part.others["weights"] * part.attention_mask)[:, 1:].sum() / COUNTED, {}
 
 
 def run(worker, hf_config, data, options):

@@ -89,7 +89,8 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
     assert {"loss", "policy_loss", "grad_norm", "entropy", "kl", "reward", "advantage/max"} <= done.recorded.keys()
     if ranks == 1:  # bit for bit, and from the initial weights too
         assert {**done.metrics, **done.recorded} == done.metrics
-        assert replay(run, 1).different == {} and replay(run, 1).begun == 0
+        done = replay(run, 1)
+        assert done.different == {} and done.begun == 0
         # That the replay can fail: the recorded number of another run.
         lines = (run / "metrics.jsonl").read_text().splitlines()
         other = json.loads(lines[2])

@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 from model_types import config_of, model_of
-from train_helpers import begin, distance, learn, rollout, saved, small_llama, whole_weights
+from reference import small_llama
+from train_helpers import begin, distance, learn, rollout, saved, whole_weights
 from waits import wait_until
 
 from workers.recovery import peer_snapshots
@@ -47,6 +48,16 @@ def kill(group, *ranks):
     wait_until(lambda: not any(group.worker_group.alive()[rank] for rank in ranks), 10)
 
 
+def wait_for_snapshots(group):
+    """Wait until each rank has sent its latest snapshot."""
+    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+
+
+def is_sent(worker):
+    worker._peers.finish_sending()
+    return worker._peers._latest in worker._peers._sent
+
+
 def state(worker):
     """The bytes of all that training depends on, from the live model."""
     return {
@@ -77,11 +88,11 @@ rare = pytest.mark.full("rare ways to recover")
 
 
 @pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
-def test_training_continues_bit_for_bit(way, fsdp_groups, megatron_groups, llama_folder, mixture_folder):
+def test_training_continues_bit_for_bit(way, group_of, llama_folder, mixture_folder):
     """Every metric and the whole state, with what else changes from rollout to rollout: the order of the rows, the KL
     coefficient, the learning rate."""
     ranks, replicas, args = WAYS[way]
-    group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
+    group = group_of(args["train_backend"], ranks)
     folder = mixture_folder if args.keys() & {*EP2, "moe_aux_loss_coeff"} else llama_folder
     args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8, "num_steps_per_rollout": 2, "shuffle_minibatches": True,
@@ -137,7 +148,7 @@ def test_weights_of_older_versions_are_restored_too(fsdp_groups, llama_folder, d
     group.worker_group.execute_with_func_generator(lambda worker: worker._keep_version(1))
     learn(group, 1, data)
     expected = states(group)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     kill(group, 0)
     assert group.replace() == [2, 2]
     assert same(states(group), expected)
@@ -153,7 +164,7 @@ def test_frozen_parameters_are_restored_too(fsdp_groups, tmp_path):
         parameter.data.normal_()
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": saved(model, tmp_path), "peer_snapshot_interval": 1}, with_ref=True)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     expected = whole_weights(group)
     assert frozen and frozen.keys() <= expected.keys()
     kill(group, 1)
@@ -170,7 +181,7 @@ def test_ranks_of_which_one_could_not_take_a_snapshot_agree_on_the_next(fsdp_gro
     with pytest.raises(MemoryError, match="no room"):
         learn(group, 1, data)
     learn(group, 2, data)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     expected = states(group)
     kill(group, 0)
     assert group.replace() == [3, 3]
@@ -193,7 +204,7 @@ def test_a_rollout_that_failed_halfway_is_not_continued(fsdp_groups, llama_folde
     group = fsdp_groups(2)
     begin(group, {"hf_checkpoint": llama_folder, "peer_snapshot_interval": 1, "num_steps_per_rollout": 4})
     learn(group, 0, data)
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
+    wait_for_snapshots(group)
     group.worker_group.execute_with_func_generator(fail_in_third_step)
     with pytest.raises(ZeroDivisionError, match="the third step"):
         learn(group, 1, data)
@@ -216,8 +227,3 @@ def fail_in_third_step(worker):
         return train_step(*args, **options)
 
     worker.model.train_step = failing
-
-
-def is_sent(worker):
-    worker._peers.finish_sending()
-    return worker._peers._latest in worker._peers._sent

@@ -1,9 +1,9 @@
 """Train groups that go on with fewer data-parallel ranks, and take ranks back, from snapshots in memory."""
 
 import pytest
-from test_replace_ranks import EP2, is_sent, kill, same, states
-from train_helpers import begin, learn, rollout, small_llama
-from waits import wait_until
+from reference import small_llama
+from test_replace_ranks import EP2, kill, same, states, wait_for_snapshots
+from train_helpers import begin, learn, rollout
 
 from workers.train.args import TrainArgsError
 
@@ -27,16 +27,10 @@ FAST = {"fsdp2"}
 rare = pytest.mark.full("rare ways to resize")
 
 
-def sent(group):
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
-
-
 @pytest.mark.parametrize("way", [name if name in FAST else pytest.param(name, marks=rare) for name in WAYS])
-def test_training_goes_on_with_fewer_ranks_and_with_all_again(
-    way, fsdp_groups, megatron_groups, llama_folder, mixture_folder, monkeypatch
-):
+def test_training_goes_on_with_fewer_ranks_and_with_all_again(way, group_of, llama_folder, mixture_folder, monkeypatch):
     ranks, fewer, args = WAYS[way]
-    group = (fsdp_groups if args["train_backend"] == "fsdp" else megatron_groups)(ranks)
+    group = group_of(args["train_backend"], ranks)
     monkeypatch.setattr(group, "_on_death", "shrink")
     folder = mixture_folder if args.keys() & EP2.keys() else llama_folder
     args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
@@ -54,20 +48,20 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(
 
     check(0)
     check(1)
-    sent(group)
+    wait_for_snapshots(group)
     before = states(group)
     kill(group, ranks - 1)
     assert group.replace() == [2] * fewer and group.world_size == fewer
     assert group.grow() == [2] * ranks and group.world_size == ranks
     assert same(states(group), before), "nothing is lost on the way to fewer ranks and back"
     check(2)
-    sent(group)
+    wait_for_snapshots(group)
     kill(group, 0)
     assert group.replace() == [3] * fewer
     check(3)
     assert group.grow() == [4] * ranks
     check(4)
-    sent(group)
+    wait_for_snapshots(group)
     kill(group, 0)
     assert group.replace() == [5] * fewer
     begin(group, {**args, "peer_snapshot_interval": 1}, with_ref=True)  # a single rank takes no snapshots by itself

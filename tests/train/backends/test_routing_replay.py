@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 from tensordict import TensorDict
-from train_helpers import begin, learn
+from train_helpers import begin, kept_gradients, learn
 
 from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers.data.collate import collate
@@ -84,18 +84,12 @@ def steps(worker, given):
     own = rows_of(data, list(range(worker.rank // size, len(data), worker.world_size // size)))
     of = FSDPOptions(max_tokens_per_micro_batch=45, clip_grad=0.0, seed=5, routing_replay=True, **options)
     model = FSDPTrainModel(deepcopy(config), "actor", worker.device, of)
-    scored, seen, gradients = [], [], {}
+    scored, seen = [], []
     spy(model.module, scored)
     log_probs = model.log_probs(own, 1.0)
     scored, before = list(scored), len(scored)
     spy(model.module, seen)
-
-    def keep(*_):
-        for name, parameter in model.module.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad.full_tensor().clone()
-
-    model._optimizer.register_step_pre_hook(keep)
+    gradients = kept_gradients(model)
     report = model.train_step(dict(own), weighted, lr=0.0)
     seen = list(seen)
     recorded = model.log_probs_and_routes(own, 1.0)[1]

@@ -4,14 +4,12 @@ are, and optimizer steps have whole rollouts."""
 import pytest
 import torch
 from reference import small_llama
-from test_both_backends import DP2, FSDP2, arguments, called
+from test_both_backends import DP2, FSDP2, called
 from test_gradients import EXPOSED
-from test_tree_gradients import PROMPTS, of_trees, sessions
-from train_helpers import begin, distance, learn, whole_weights
+from test_tree_gradients import of_trees, rollout_data, sessions
+from train_helpers import distance, learn, whole_weights
 
-from workers.data.collate import collate
 from workers.data.rollout_data import of_rollouts, rows_of
-from workers.rollout.agents.rows import completion_of
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +17,7 @@ def made():
     return sessions()
 
 
-def rollout_data(made, order):
-    data = collate(
-        [PROMPTS[group] for group, *_ in made],
-        [completion_of(tree, PROMPTS[group], "stop") for group, _, tree in made],
-        group_ids=[group for group, *_ in made],
-        rewards=[reward for _, reward, _ in made],
-    )
+def ordered(data, order):
     return rows_of(data, [order % len(data) * k % len(data) for k in range(len(data))]) if order else data
 
 
@@ -38,11 +30,10 @@ def rollout_data(made, order):
     ],
     ids=called,
 )
-def test_gradient_is_that_of_the_trees(fsdp_groups, megatron_groups, llama_folder, made, way, options):
+def test_gradient_is_that_of_the_trees(start, made, way, options):
     expected = of_trees(small_llama().double(), made, options.get("loss_aggregation", "token"))
-    group = (fsdp_groups if way.backend == "fsdp" else megatron_groups)(way.ranks)
-    begin(group, arguments(way, llama_folder, **EXPOSED, **options))
-    before, data = whole_weights(group), rollout_data(made, 0)
+    group = start(way, **EXPOSED, **options)
+    before, data = whole_weights(group), rollout_data(made)
     metrics = learn(group, 0, data)
     after = whole_weights(group)
     assert distance({name: before[name] - after[name] for name in before}, expected) < 1e-5
@@ -50,18 +41,16 @@ def test_gradient_is_that_of_the_trees(fsdp_groups, megatron_groups, llama_folde
     assert metrics["rows_per_rollout"] == pytest.approx(len(data) / len(made))
 
 
-def test_steps_do_not_depend_on_where_the_rows_are(fsdp_groups, llama_folder, made):
+def test_steps_do_not_depend_on_where_the_rows_are(start, made):
     """Three steps of whole rollouts; a rank has no row of some step when the rows are not balanced."""
-    group = fsdp_groups(2)
     found = []
     for order, balance in ((0, False), (0, True), (3, False), (3, True)):
-        data = rollout_data(made, order)
+        data = ordered(rollout_data(made), order)
         options = {"num_steps_per_rollout": 3, "loss_aggregation": "sequence", "balance_data": balance}
-        begin(group, arguments(FSDP2, llama_folder, **EXPOSED, **options))
+        group = start(FSDP2, **EXPOSED, **options)
         metrics = learn(group, 0, data)
         found.append((whole_weights(group), metrics["loss"]))
-    begin(group, arguments(FSDP2, llama_folder))
-    before = whole_weights(group)
+    before = whole_weights(start(FSDP2))
     for weights, loss in found[1:]:
         assert loss == pytest.approx(found[0][1], abs=1e-5)
         assert distance(weights, found[0][0]) < 1e-5
@@ -69,5 +58,6 @@ def test_steps_do_not_depend_on_where_the_rows_are(fsdp_groups, llama_folder, ma
 
 
 def test_orders_are_permutations(made):
-    ids = [rollout_data(made, order)["input_ids"].sum(1).sort().values for order in (0, 3)]
+    data = rollout_data(made)
+    ids = [ordered(data, order)["input_ids"].sum(1).sort().values for order in (0, 3)]
     assert torch.equal(*ids)

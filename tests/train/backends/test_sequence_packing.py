@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_types import config_of, model_of
 from tensordict import TensorDict
-from train_helpers import begin
+from train_helpers import begin, kept_gradients
 
 from dispatch.jagged import build
 from single_controller import Broadcast, WorkerError
@@ -84,19 +84,12 @@ def run(worker, given):
         of = FSDPOptions(clip_grad=0.0, seed=5, sequence_packing=packing, **options)
         model = FSDPTrainModel(config_of(model_type), role, worker.device, of)
         outputs = model.values(own) if role == "critic" else model.log_probs(own, 0.7)
-        computed, gradients = [], {}
+        computed, gradients = [], kept_gradients(model)
 
         def count(module, args, given, computed=computed):
             computed.append(given["input_ids"].numel())
 
         forward = model.module.register_forward_pre_hook(count, with_kwargs=True)
-
-        def keep(*_, model=model, gradients=gradients):
-            for name, parameter in model.module.named_parameters():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.full_tensor().clone()
-
-        model._optimizer.register_step_pre_hook(keep)
         begun = time.process_time()
         report = model.train_step(dict(own), weighted, lr=0.0, temperature=0.7, entropy=role != "critic")
         took = time.process_time() - begun

@@ -1,7 +1,5 @@
 """Ranks that share a sequence (Ulysses) train as one process does, each with its share of the tokens and memory."""
 
-import os
-import signal
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,12 +9,11 @@ from devices import ON_DEVICE
 from model_types import config_of
 from reference import ReferenceGRPO, small_llama
 from tensordict import TensorDict
-from test_replace_ranks import is_sent, learning
+from test_replace_ranks import kill, learning, wait_for_snapshots
 from test_sequence_packing import CANDIDATES, SETS, rows, weighted
 from torch.autograd.graph import saved_tensors_hooks
-from train_helpers import begin, distance, learn, rollout, whole_weights
+from train_helpers import begin, distance, kept_gradients, learn, rollout, whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-from waits import wait_until
 
 from single_controller import Broadcast, WorkerError
 from workers.data.rollout_data import rows_of
@@ -137,19 +134,12 @@ def run(worker, case):
     model = FSDPTrainModel(case.config, case.role, worker.device, of)
     data = case.data
     own = rows_of(data, list(range(worker.rank // case.size, len(data), worker.world_size // case.size)))
-    passes, gradients = [], {}
+    passes = []
     model.module.register_forward_pre_hook(
         lambda module, args, given: passes.append(given["input_ids"].numel()), with_kwargs=True
     )
     outputs = model.values(own) if case.role == "critic" else model.log_probs(own, TEMPERATURE)
-
-    def keep(*_):
-        for name, parameter in model.module.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad.full_tensor().clone()
-
-    model._optimizer.register_step_pre_hook(keep)
-    before = len(passes)
+    gradients, before = kept_gradients(model), len(passes)
     report = model.train_step(dict(own), weighted, lr=0.0, temperature=TEMPERATURE, entropy=case.role != "critic")
     return outputs, report, gradients, passes[before:]
 
@@ -304,10 +294,8 @@ def test_killed_rank_is_replaced(fsdp_groups, llama_folder):
     expected = [learning(group, step, given) for step, given in enumerate(rollouts)]
     begin(group, {**args, "peer_snapshot_interval": 1})
     assert learning(group, 0, rollouts[0]) == expected[0]
-    wait_until(lambda: all(group.worker_group.execute_with_func_generator(is_sent)), 10)
-    pids = group.worker_group.execute_with_func_generator(lambda worker: os.getpid())
-    os.kill(pids[3], signal.SIGKILL)
-    wait_until(lambda: not group.worker_group.alive()[3], 10)
+    wait_for_snapshots(group)
+    kill(group, 3)
     assert group.replace() == [1] * 4
     assert learning(group, 1, rollouts[1]) == expected[1]
     assert group.worker_group.sp_size == 2

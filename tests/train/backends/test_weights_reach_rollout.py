@@ -121,13 +121,13 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def trainer(fsdp_groups, megatron_groups, folders, tmp_path):
-    """A group of two ranks: ``trainer(layout, tie, **args)``."""
+def trainer(group_of, folders, tmp_path):
+    """A group: ``trainer(layout, tie, ranks=2, **args)``."""
 
-    def of(layout, tie="untied", **args) -> RayTrainGroup:
+    def of(layout, tie="untied", ranks=2, **args) -> RayTrainGroup:
         if ON_DEVICE and args.get("update_weights_transport") == "device":
             pytest.skip("the rollout workers are on other devices; see tests/simdevice/on_device/test_two_ranks.py")
-        group = (fsdp_groups if layout == "fsdp" else megatron_groups)(2)
+        group = group_of("fsdp" if layout == "fsdp" else "megatron", ranks)
         group.weight_version = 0
         sizes = {**LAYOUTS, **OF_EXPERTS}[layout]
         given = {"hf_checkpoint": folders[tie], "lr": 1e-2, "temperature": HOW.temperature, **sizes, **args}
@@ -185,7 +185,7 @@ def combinations():
 
 
 @pytest.mark.parametrize(("layout", "tie", "transport"), combinations())
-def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout, tie, transport):
+def test_rollout_log_probs_match_the_trainers(trainer, rollout, layout, tie, transport):
     train = trainer(layout, tie, update_weights_transport=transport, update_weights_bucket_bytes=6000)
     config = {**CONFIGS, **OTHERS}[tie]
     rollout.generate_with(config)
@@ -210,12 +210,10 @@ def test_rollout_log_probs_match_the_trainers(trainer, rollout, folders, layout,
 
 
 @pytest.mark.parametrize("transport", ["store", "device"])
-def test_four_ranks_send_to_two(megatron_groups, rollout, folders, transport):
+def test_four_ranks_send_to_two(trainer, rollout, transport):
     """More ranks than receivers, and pairs of ranks hold the same tensors: each tensor arrives once."""
     rollout.generate_with(CONFIGS["untied"])
-    train = megatron_groups(4)
-    begin(train, {"hf_checkpoint": folders["untied"], "temperature": HOW.temperature, "lr": 1e-2,
-                  "update_weights_transport": transport, **LAYOUTS["tp2"]})  # fmt: skip
+    train = trainer("tp2", ranks=4, update_weights_transport=transport)
     manager = generating(rollout, train)
     change_weights(train, 0)
     train.update_weights()
@@ -236,17 +234,11 @@ HUNDRED = list(itertools.product([("fsdp", 4), ("tp2", 2), ("pp2", 2)], CONFIGS,
         ),
     ],
 )
-def test_workers_hold_what_the_trainer_has_after_each_of_many_updates(
-    fsdp_groups, megatron_groups, rollout, folders, tmp_path, layout, tie, how, updates
-):
+def test_workers_hold_what_the_trainer_has_after_each_of_many_updates(trainer, rollout, layout, tie, how, updates):
     layout, ranks = (layout, 2) if isinstance(layout, str) else layout
     rollout.generate_with(CONFIGS[tie])
-    train = (fsdp_groups if layout == "fsdp" else megatron_groups)(ranks)
-    train.weight_version = 0
     by = {"update_weights_delta": True} if how == "delta" else {"update_weights_transport": how}
-    folder = {"update_weights_disk_dir": str(tmp_path / "sync")} if how == "disk" else {}
-    given = {"hf_checkpoint": folders[tie], "temperature": HOW.temperature, "lr": 1e-3}
-    begin(train, {**given, **LAYOUTS[layout], **by, **folder, "update_weights_bucket_bytes": 6000})
+    train = trainer(layout, tie, ranks, lr=1e-3, update_weights_bucket_bytes=6000, **by)
     manager = generating(rollout, train)
     seen = set()
     for version in range(1, updates + 1):
