@@ -789,3 +789,12 @@ def test_arguments_that_are_no_object_come_back_in_anthropics_dialect(arguments)
                 result = {"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "r"}
                 messages.append({"role": "user", "content": [result]})
         assert [node.parent for node in gateway.close(token).nodes] == [None, 0, 1, 2]
+
+
+def test_a_gateway_is_started_once_and_again_after_its_stop():
+    with serving() as gateway:
+        first, thread = gateway.address, gateway._front._thread
+        assert gateway.start() == first and gateway._front._thread is thread
+        gateway.stop()
+        gateway.start()
+        assert httpx.get(f"{gateway.address}/health").status_code < 500

@@ -168,9 +168,16 @@ class Router:
     def due(self) -> bool:
         """Whether it is time for an exchange."""
         at, version = self._reported
-        copying = any(one.report is not None and one.report.needs_weights for one in self._workers)
-        old = time.monotonic() - at > (COPY_SECONDS if copying else REPORT_SECONDS) or version != self._buffer.version
+        old = (
+            time.monotonic() - at > (COPY_SECONDS if self._copying else REPORT_SECONDS)
+            or version != self._buffer.version
+        )
         return old or self.recovery.due or any(worker.running or worker.finished for worker in self._workers)
+
+    @property
+    def _copying(self) -> bool:
+        """Whether a worker waits for the weights of another one."""
+        return any(one.report is not None and one.report.needs_weights for one in self._workers)
 
     def begin_groups(self) -> None:
         """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
@@ -445,7 +452,7 @@ class Router:
 
     def leave(self) -> None:
         """Abort what is running; the workers keep nothing of this stream."""
-        if self.due or any(one.report is not None and one.report.needs_weights for one in self._workers):
+        if self.due or self._copying:
             try:
                 exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
                 exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)

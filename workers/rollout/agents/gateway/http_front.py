@@ -205,7 +205,7 @@ class HTTPFront:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """Start the server, unless it was started, and return its address. Needs ``pip install
+        """Start the server, unless it is running, and return its address. Needs ``pip install
         'single-controller[agents]'``.
 
         Raises:
@@ -213,7 +213,7 @@ class HTTPFront:
             OSError: the address is in use.
             RolloutError: the server did not start.
         """
-        if self._server is not None:
+        if self._thread is not None and self._thread.is_alive():
             return self.address
         uvicorn = require("uvicorn", "agents")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
