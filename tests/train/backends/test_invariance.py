@@ -71,7 +71,7 @@ class Layout:
 
 
 PADDED = (Layout(64), Layout(ALL, balanced=True))
-PACKED = (Layout(64, balanced=True), Layout(40, trees=False), Layout(ALL), Layout(25, balanced=True))
+PACKED = (Layout(40, balanced=True), Layout(64, trees=False), Layout(ALL), Layout(25, balanced=True))
 
 SEQUENCE_PARALLEL = [Way("fsdp", ranks, {"sequence_parallel_size": size}) for ranks, size in ((2, 2), (4, 2), (4, 4))]
 
