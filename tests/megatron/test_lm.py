@@ -231,6 +231,15 @@ def test_invalid_batch_is_rejected_and_the_group_stays_usable(llama):
         assert group.compute_log_prob(tokens(2)).shape == (2, 11)
 
 
+def test_invalid_rows_of_one_data_parallel_rank_are_an_error_on_all(four):
+    four.become(LLAMA, TP2, {"lr": 1e-3}, micro_batch_size=2)
+    ids = tokens(4)
+    ids[3, 0] = 131
+    with pytest.raises(WorkerError, match=r"rank 1: ValueError: .*vocab_size is 131"):
+        four.train_step(ids)
+    assert four.train_step(tokens(4))[0]["tokens"] == 4 * 11
+
+
 def test_model_in_bfloat16(four, saved):
     four.become(LLAMA, {**TP2, **PP2}, {"lr": 1e-3}, param_dtype="bf16", micro_batch_size=2)
     model = saved(LLAMA, seed=6)[0]

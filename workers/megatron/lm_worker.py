@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_count
 from single_controller import Dispatch, register
+from workers.distributed import all_or_none
 from workers.hf_files import config_of
 from workers.megatron.megatron_worker import MegatronWorker
 
@@ -86,6 +87,9 @@ class MegatronLMWorker(MegatronWorker):
 
         Returns:
             (rows, tokens - 1), float32. Undefined where the token or the one before it is padding.
+
+        Raises:
+            ValueError: on all ranks, if a shape or a token of any of them is wrong.
         """
         data = self._data(input_ids, attention_mask)
         log_probs = self.model.log_probs(data, temperature)
@@ -112,7 +116,8 @@ class MegatronLMWorker(MegatronWorker):
 
         Raises:
             RuntimeError: the worker was made without an optimizer.
-            ValueError: a shape or a token is wrong, or ``loss_mask`` counts padding or the first real token of a row.
+            ValueError: on all ranks, if on any of them a shape or a token is wrong, or ``loss_mask`` counts padding or
+                the first real token of a row.
         """
         import torch
         from megatron.core import parallel_state
@@ -180,8 +185,15 @@ class MegatronLMWorker(MegatronWorker):
         attention_mask: torch.Tensor | None,
         loss_mask: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
+        from megatron.core import parallel_state
+
+        # The ranks have different rows, and wait for each other in the step, or for each other's experts.
+        dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        with all_or_none(ValueError, "invalid rows, by data-parallel rank", dp_group):
+            data = checked_batch(input_ids, attention_mask, loss_mask)
+            self.model.check_token_ids(data["input_ids"])
         self.model.max_tokens = self.micro_batch_size * input_ids.shape[-1]
-        return checked_batch(input_ids, attention_mask, loss_mask)
+        return data
 
 
 def checked_batch(

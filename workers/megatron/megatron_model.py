@@ -224,13 +224,18 @@ class MegatronTrainModel(TrainModel):
         rows, tokens = data["input_ids"].shape
         return restore(outputs, micro_batches, (rows, tokens))
 
-    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-        ids, vocab_size = data["input_ids"], int(self.hf_config.vocab_size)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            # Megatron's embedding would treat them as another rank's tokens and return zeros.
+    def check_token_ids(self, input_ids: torch.Tensor) -> None:
+        """Raise a ValueError if a token is not in the vocabulary. Megatron's embedding would treat it as another rank's
+        and return zeros."""
+        vocab_size = int(self.hf_config.vocab_size)
+        if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab_size:
             raise ValueError(
-                f"input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is {vocab_size}"
+                f"input_ids has token ids from {int(input_ids.min())} to {int(input_ids.max())}, but vocab_size is "
+                f"{vocab_size}"
             )
+
+    def _cut(self, data: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+        self.check_token_ids(data["input_ids"])
         multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
         parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
         if self._shares_experts:
