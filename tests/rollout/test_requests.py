@@ -88,6 +88,22 @@ def test_idle_engine_has_no_thread_and_can_be_collected(monkeypatch):
     assert len(submit(engine, "a", 2).result(10).token_ids) == 2  # another thread serves it
 
 
+def test_held_engine_whose_requests_were_aborted_has_no_thread_either(monkeypatch):
+    """It took no step any more, and looked again and again for the end of the pause."""
+    monkeypatch.setattr(requests, "IDLE_SECONDS", 0.05)
+    engine = BigramEngine(delay=0.001)
+    first = submit(engine, "a")
+    wait_until(lambda: engine.load().running)
+    engine.pause("abort")
+    thread = engine._thread
+    thread.join(10)
+    assert not thread.is_alive() and first.result(0).finish_reason == "abort"
+    second = submit(engine, "a", 2)
+    engine.resume()
+    assert len(second.result(10).token_ids) == 2
+    engine.close()
+
+
 def test_pause_that_waits_lets_new_requests_wait():
     engine = BigramEngine(delay=0.002)
     first = submit(engine, "first", 50)

@@ -232,7 +232,8 @@ class RequestEngine(RolloutEngine):
             while not self._closed and (self._holds or not self._has_work()):
                 if self._requests:
                     self._changed.wait()
-                elif not self._changed.wait(idle_until - time.monotonic()) and not self._has_work():
+                elif not self._changed.wait(idle_until - time.monotonic()) and not self._requests:
+                    self._dropped = []  # `serve` begins without requests
                     break
             if self._closed or not self._has_work():
                 self._serving = False  # under the lock, so that the next request starts another thread
