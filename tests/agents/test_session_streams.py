@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import killed_driver
@@ -24,6 +25,10 @@ from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import RolloutManager, RolloutStream, SampleBuffer, SamplingParams, evaluate
+from workers.rollout.agents.session import SessionState
+from workers.rollout.engines.rollout_engine import Completion
+from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.stream.exchange import request_name
 from workers.rollout.stream.router import Router, load
 
 B, SAMPLES, TURNS = 4, 2, 5
@@ -307,6 +312,26 @@ def test_sessions_of_a_dead_worker_that_the_next_one_refuses_are_not_lost():
         assert all(session.turns for one in given_back for session in (of.session for of in load(one.data).completions))
         assert {number: buffer._groups[number].update for number in range(B)} == known
         router.leave()
+
+
+def test_group_of_which_a_session_ends_three_workers_is_an_error():
+    """Also if another session of it has ended: the one that begins again has not come further."""
+    with local() as group:
+        manager, buffer = managed(group), SampleBuffer(B)
+        router = Router(manager, prompts, buffer, dynamic_sampling=False, requests_per_worker=B * SAMPLES)
+        buffer.set_version(0)
+        router.exchange()
+        for losses in range(3):
+            router.begin_groups()
+            worker, attempt = next((one, of) for one in router._workers for of in one.running if of.number == 0)
+            ended, killer = (request_name(router._id, attempt, sample) for sample in range(SAMPLES))
+            told = {killer: SessionState(number=1)}
+            if not losses:
+                told[ended] = Completion([5], [-1.0], "stop", [0])
+            router._note_progress(worker, replace(worker.report, progress=told))
+            is_last = losses == 2
+            with pytest.raises(RolloutError, match="to 3 workers that died") if is_last else contextlib.nullcontext():
+                router._give_back_lost(worker.running.pop(attempt))
 
 
 def lines(file):

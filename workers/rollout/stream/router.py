@@ -355,12 +355,12 @@ class Router:
         if not report.progress:
             return
         for attempt, running in worker.running.items():
-            journal, grown = running.journal, False
-            for sample in range(len(running.request.seeds)):
-                told = report.progress.get(request_name(self._id, attempt, sample))
-                if told is None:
-                    continue
-                grown = True
+            names = {request_name(self._id, attempt, sample): sample for sample in range(len(running.request.seeds))}
+            told_of = {sample: report.progress[name] for name, sample in names.items() if name in report.progress}
+            if not told_of:
+                continue
+            journal, (_, known_tokens) = running.journal, running.so_far()
+            for sample, told in told_of.items():
                 if isinstance(told, Completion):
                     journal[sample] = told
                     continue
@@ -369,11 +369,10 @@ class Router:
                 fingerprints = {**((before and before.fingerprints) or {}), **known}
                 state = told.onto(before.session if before is not None else None)
                 journal[sample] = Completion([], [], "abort", [], fingerprints or None, session=state)
-            if grown:
-                group, tokens = running.so_far()
-                if tokens:
-                    self._losses.pop(attempt.number, None)  # it has come further than before
-                self._buffer.journal(attempt.number, group if tokens else None, tokens=tokens)
+            group, tokens = running.so_far()
+            if tokens > known_tokens:  # it has come further than before; a session that begins again has not
+                self._losses.pop(attempt.number, None)
+            self._buffer.journal(attempt.number, group if tokens else None, tokens=tokens)
 
     def _give_back_lost(self, running: _Running, error: Exception | None = None) -> None:
         attempt = running.request.attempt
