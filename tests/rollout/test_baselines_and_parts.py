@@ -207,3 +207,5 @@ def test_parts_pickle_and_plain_numbers_among_them_count_for_each():
     # Dynamic sampling: equal sums of different rewards are a signal for GDPO.
     assert is_flat([one, one]) and is_flat([2.0, 2.0]) and not is_flat([2.0, 1.0])
     assert not is_flat([one, Reward({"a": 0.5, "b": 1.0})])
+    nothing = Reward({"a": 0.0, "b": 0.0})
+    assert is_flat([nothing, 0.0]) and not is_flat([one, 1.5])

@@ -465,8 +465,10 @@ def _tokens_of(completions: Sequence[Completion]) -> int:
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
-    """Whether all rewards of a group are equal, or there are none; if they are several, each of them."""
-    return len({(reward, *sorted(getattr(reward, "parts", {}).items())) for reward in rewards}) <= 1
+    """Whether all rewards of a group are equal, or there are none; if they are several, each of them. A plain number
+    among these, such as that of a timeout, counts for each."""
+    names = {name for reward in rewards for name in getattr(reward, "parts", ())}
+    return len({(one, *(getattr(one, "parts", {}).get(name, one) for name in names)) for one in rewards}) <= 1
 
 
 def store(value: Any) -> Any:
