@@ -423,6 +423,16 @@ def test_required_column_that_is_missing_ends_the_stream(group):
             stream.take(30)
 
 
+def test_batch_that_cannot_be_made_ends_the_stream(group):
+    """The next call would return the batch after it."""
+    manager = managed(group, function=lambda prompt, completion, label: {f"{label % 2 if label < B else 0}": 1.0})
+    with streaming(manager, with_labels, max_staleness=1) as stream:
+        update(stream, manager, 1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the rewards of row 0 lack '1'"):
+                stream.take(30)
+
+
 def test_engine_that_fails_ends_the_stream(group):
     manager = managed(group, SamplingParams(400))
     with streaming(manager) as stream:

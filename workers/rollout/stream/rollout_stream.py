@@ -192,19 +192,19 @@ class RolloutStream(Closing):
                 refreshed = router.recovery.deaths, router.completed
         with self._changed:
             self._changed.notify_all()  # the router may begin further groups
-        groups: list[GroupData] = [load(one.payload) for one in taken]
         try:
+            groups: list[GroupData] = [load(one.payload) for one in taken]
             check_sessions([completion for group in groups for completion in group.completions])
-        except RolloutError as error:
-            self.buffer.fail(error)
+            if self._manager.greedy_baselines and not all(group.greedy and group.rewards for group in groups):
+                raise RolloutError(
+                    "the stream continues from a state with groups that were generated without greedy_baselines=True; "
+                    "go on without them, or from another checkpoint"
+                )
+            numbers = [one.number for one in taken]
+            return self._manager.batch_of(numbers, groups, [router.columns(number) for number in numbers])
+        except Exception as error:
+            self.buffer.fail(error)  # these groups are out of the buffer: another call would return those after them
             raise
-        if self._manager.greedy_baselines and not all(group.greedy and group.rewards for group in groups):
-            raise RolloutError(
-                "the stream continues from a state with groups that were generated without greedy_baselines=True; go "
-                "on without them, or from another checkpoint"
-            )
-        numbers = [one.number for one in taken]
-        return self._manager.batch_of(numbers, groups, [router.columns(number) for number in numbers])
 
     def _refresh(self, stuck: dict[int, int | None], *, again: bool) -> None:
         refresh, version = self._manager.refresh, self.buffer.version
