@@ -118,6 +118,11 @@ def test_wall_clock_is_limited(isolate):
     assert (result.status, result.output) == (None, "1\n") and time.monotonic() - began < 8
 
 
+def test_program_without_time_is_no_error(isolate):
+    result = run_python("print(1)", limits=CodeLimits(1e-6, isolate=isolate))
+    assert (result.status, result.output, result.errors) == (None, "", "")
+
+
 def test_memory_is_limited():
     result = run_python("kept = bytearray(500 << 20)", limits=CodeLimits(memory_bytes=256 << 20))
     assert result.status == 1 and "MemoryError" in result.errors

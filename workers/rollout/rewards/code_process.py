@@ -109,7 +109,8 @@ def run_python(
         work.mkdir()
         for name, content in {**(files or {}), "program.py": program}.items():
             (work / name).write_text(content, errors="replace")
-        Path(folder, "in").write_text(stdin, errors="replace")
+        for name, content in (("in", stdin), ("out", ""), ("err", "")):  # a program that has no time may open none
+            Path(folder, name).write_text(content, errors="replace")
         command = [sys.executable, "-I", "-S", __file__, folder, json.dumps(asdict(limits))]
         launcher = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -201,10 +202,10 @@ def _become(folder: str, limits: CodeLimits) -> None:
 
     for name, number, flags in (
         ("in", 0, os.O_RDONLY),
-        ("out", 1, os.O_WRONLY | os.O_CREAT),
-        ("err", 2, os.O_WRONLY | os.O_CREAT),
+        ("out", 1, os.O_WRONLY),
+        ("err", 2, os.O_WRONLY),
     ):
-        os.dup2(os.open(Path(folder, name), flags, 0o600), number)
+        os.dup2(os.open(Path(folder, name), flags), number)
     os.closerange(3, 256)
     os.chdir(Path(folder, "work"))
     for what, most in (
