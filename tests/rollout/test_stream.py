@@ -210,9 +210,9 @@ def test_one_step_off_policy_generates_the_next_batch_meanwhile(group):
 
 
 def test_weights_that_are_never_updated(group):
-    """As with ``debug_rollout_only``."""
+    """As with ``debug_rollout_only``. The prompts are a tuple, which is no pair of prompts and columns."""
     manager = managed(group)
-    with streaming(manager, max_staleness=1) as stream:
+    with streaming(manager, lambda rollout_id: tuple(prompts(rollout_id)), max_staleness=1) as stream:
         for rollout_id in range(4):
             with stream.updating():
                 pass

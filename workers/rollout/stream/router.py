@@ -221,7 +221,8 @@ class Router:
         """Return the prompts of a rollout, and their extras."""
         if rollout_id not in self._rollouts:
             given = self._prompts(rollout_id)
-            prompts, extras = given if isinstance(given, tuple) else (given, {})
+            has_columns = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+            prompts, extras = given if has_columns else (given, {})
             if len(prompts) != self._buffer.groups_per_batch:
                 raise ValueError(
                     f"prompts({rollout_id}) returned {len(prompts)} prompts; expected {self._buffer.groups_per_batch}"
