@@ -17,6 +17,7 @@ import ray
 from waits import wait_gone, wait_until
 
 from workers import RewardError, RewardRunner, Sample
+from workers.rollout.rewards import reward_processes
 
 
 def group(prompt, count, tokens=2):
@@ -363,6 +364,19 @@ def test_process_that_has_died_while_it_was_idle_is_replaced(ray_cluster):
         wait_gone([int(first)])
         again = runner.compute(group(0, 2), {})
     assert again[0] == again[1] != first
+
+
+def test_processes_of_a_connection_that_has_ended_are_left_alone(ray_cluster, monkeypatch):
+    """To kill one after `ray.shutdown`, Ray would start another cluster."""
+    runner = RewardRunner(lambda prompt_ids, completion_ids: 1.0, workers=1)
+    assert runner.compute(group(0, 1)) == [1.0]
+    (process,) = runner._processes._idle
+    with monkeypatch.context() as patched:
+        patched.setattr(reward_processes, "session", lambda: None)
+        runner.close()
+    assert not runner._thread.is_alive()
+    ray.get(process.ready.remote(), timeout=30)
+    ray.kill(process)
 
 
 def hangs_or_dies(prompt_ids, completion_ids, folder):

@@ -81,7 +81,7 @@ class RewardProcesses:
             if has_returned:
                 self._idle.append(process)
             else:
-                ray.kill(process)  # it has died, or is busy with a value that nobody waits for
+                self._kill(process)  # it has died, or is busy with a value that nobody waits for
 
     async def _idle_process(self) -> Any:
         """An idle process that is alive, or None. One that died while idle had no call: another can take its place."""
@@ -91,7 +91,7 @@ class RewardProcesses:
                 await asyncio.wait_for(asyncio.wrap_future(process.ready.remote().future()), ANSWER_SECONDS)
                 return process
             except (RayError, TimeoutError):
-                ray.kill(process)
+                self._kill(process)
         return None
 
     async def _start(self) -> Any:
@@ -107,4 +107,9 @@ class RewardProcesses:
     def close(self) -> None:
         """Kill the processes that are not in use."""
         while self._idle:
-            ray.kill(self._idle.pop())
+            self._kill(self._idle.pop())
+
+    def _kill(self, process: Any) -> None:
+        """Kill a process, unless it has ended with its connection to Ray: Ray would make another one for that."""
+        if self._session == session():
+            ray.kill(process)
