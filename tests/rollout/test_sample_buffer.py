@@ -147,9 +147,7 @@ def test_fifo_waits_for_the_lowest_numbers():
     buffer = buffer_with(1, 2, max_staleness=1)
     begun(buffer)
     ready(buffer, 3, 2, 1)
-    with pytest.raises(
-        TimeoutError, match="batch 0 is not complete after 0 s; groups: 0 pending, 1 in flight, 3 ready"
-    ):
+    with pytest.raises(TimeoutError, match="batch 0 is not complete; groups: 0 pending, 1 in flight, 3 ready"):
         buffer.take(0)
     ready(buffer, 0)
     assert [tuple(group) for group in buffer.take(0)] == [(0, "payload 0"), (1, "payload 1")]

@@ -448,7 +448,7 @@ def test_it_leaves_no_thread_and_no_request(group):
     manager = managed(group, SamplingParams(400))
     with streaming(manager) as stream:
         update(stream, manager, 1)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match="batch 0 is not complete; groups: "):
             stream.take(0.1)
         with pytest.raises(ValueError, match="the manager has a stream"):
             RolloutStream(manager, prompts, SampleBuffer(B))

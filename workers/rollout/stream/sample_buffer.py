@@ -388,7 +388,7 @@ class SampleBuffer:
                     left = None if timeout is None else began + timeout - time.monotonic()
                     if left is not None and left <= 0:
                         states = ", ".join(f"{count} {state}" for state, count in self._states().items())
-                        raise TimeoutError(f"batch {self.batches} is not complete after {timeout} s; groups: {states}")
+                        raise TimeoutError(f"batch {self.batches} is not complete; groups: {states}")
                     # Releases the lock. Afterwards everything may be different, so the choice is made anew.
                     self._changed.wait(left)
             finally:
