@@ -44,7 +44,9 @@ def test_a_column_passed_as_a_keyword_is_named_with_the_known_ones():
         evaluate(None, [[1]], label=["a"])
 
 
-@pytest.mark.parametrize(("count", "t"), [(5, 2.776), (10, 2.262), (30, 2.045), (1000, 1.962)])
+@pytest.mark.parametrize(
+    ("count", "t"), [(2, 12.706), (3, 4.303), (4, 3.182), (5, 2.776), (10, 2.262), (30, 2.045), (1000, 1.962)]
+)
 def test_interval_against_the_table_of_t(count, t):
     values = [float(k % 2) for k in range(count)]
     mean, deviation = sum(values) / count, torch.tensor(values).double().std().item()

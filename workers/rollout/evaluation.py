@@ -166,8 +166,12 @@ def _with_interval(name: str, values: Sequence[float], confidence: float, share:
 
 
 def _t_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t distribution, by its expansion around the normal one (Abramowitz and Stegun 26.7.5).
-    Within 0.5 % from 4 degrees of freedom on, at 97.5 %."""
+    """Quantile of Student's t distribution: exact for 1 and 2 degrees of freedom; for more by its expansion around the
+    normal one (Abramowitz and Stegun 26.7.5), within 0.5 % at 97.5 %."""
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
     z = NormalDist().inv_cdf(probability)
     terms = (
         z,
