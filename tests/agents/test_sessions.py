@@ -461,6 +461,31 @@ def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
     check(whole.result(SECONDS))
 
 
+def test_a_session_that_waits_with_its_next_turn_is_no_waiting_request(make):
+    """A `RolloutStream` gives a worker no groups as long as some request waits."""
+
+    class Gated(Counting):
+        go_on = threading.Event()
+
+        async def step(self, action):
+            await asyncio.to_thread(self.go_on.wait)
+            return await super().step(action)
+
+    engine = make(Gated)
+    first = submit(engine)
+    wait_until(lambda: engine.engine.steps == 4)
+    engine.engine.pause()
+    Gated.go_on.set()
+    wait_until(lambda: engine.engine.load().waiting == 1)
+    assert engine.load() == EngineLoad(1, 0)
+    second = submit(engine, "second")
+    wait_until(lambda: engine.engine.load().waiting == 2)
+    assert engine.load() == EngineLoad(1, 1)
+    engine.resume()
+    check(first.result(SECONDS))
+    check(second.result(SECONDS))
+
+
 def test_pause_that_waits_lets_sessions_end(make):
     engine = make(delay=0.002)
     first = submit(engine, turns=3)

@@ -370,10 +370,12 @@ class AgentEngine(RolloutEngine):
                 self._running_loop().call_soon_threadsafe(self._start, session)
 
     def load(self) -> EngineLoad:
-        """See `RolloutEngine.load`. A session is running unless it waits for the engine."""
+        """See `RolloutEngine.load`. A session is waiting if its first turn here is."""
         inner = self.engine.load()
         with self._lock:
-            waiting = inner.waiting + len(self._waiting)
+            # Not if its next one is: each turn waits for a step of the engine, so that some session always would.
+            new = sum(not session.begun for session in self._sessions.values())
+            waiting = min(inner.waiting + len(self._waiting), new)
             return EngineLoad(max(0, len(self._sessions) - waiting), waiting, inner.cache_usage)
 
     def close(self) -> None:
