@@ -236,7 +236,9 @@ def test_a_driver_knows_of_a_programs_session_which_begins_again():
     engine.close()
 
 
-def test_a_program_that_is_silent_for_long_keeps_its_session():
+def test_limits_of_other_peoples_sessions_are_none_of_a_rollouts_programs():
+    """However many there are, and however long they are silent."""
+
     async def agent(row, base_url, api_key):
         for number in range(2):
             await asyncio.sleep(0.5 * number)
@@ -244,6 +246,7 @@ def test_a_program_that_is_silent_for_long_keeps_its_session():
         return 1
 
     inner = ScriptEngine(lambda *_: "a")
-    program = AgentProgram(agent, limits=GatewayLimits(idle_seconds=0.1))
-    (done,) = play(AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters())), [{"question": "x"}])
-    assert done.info["end_reason"] == "done" and done.info["turns"] == 2
+    program = AgentProgram(agent, limits=GatewayLimits(idle_seconds=0.1, sessions=1))
+    engine = AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters()))
+    for done in play(engine, [{"question": "x"}] * 2):
+        assert done.info["end_reason"] == "done" and done.info["turns"] == 2

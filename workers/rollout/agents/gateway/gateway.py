@@ -212,7 +212,8 @@ class Gateway:
             limits: by default none. ``turns`` and ``tokens`` apply: a turn is a call that was answered, and tokens are
                 those of the tree without the prompt of the first call. Once one is used up, calls get an error, and
                 `GatewaySession.end_reason` is its name. Calls that run at once may each take all tokens that are left.
-            expires: whether `GatewayLimits.idle_seconds` holds.
+            expires: whether `GatewayLimits.idle_seconds` and ``sessions`` hold. They are for sessions that others open,
+                and those of a rollout are its own.
 
         Returns:
             The address, and the session's token. ``OpenAI(base_url=f"{address}/v1", api_key=token)`` and
@@ -237,7 +238,7 @@ class Gateway:
         with self._lock:
             if token in self._sessions:
                 raise ValueError("Gateway.open(): the token is in use")
-            if len(self._sessions) >= self.limits.sessions:
+            if expires and len(self._sessions) >= self.limits.sessions:
                 raise GatewayError("limit", f"{len(self._sessions)} sessions are open, which is the limit; close some")
             self._sessions[token] = session
         return self.address, token

@@ -65,7 +65,7 @@ class GatewayLimits:
 
     Attributes:
         body_bytes: of a request.
-        sessions: that are open at the same time.
+        sessions: that are open at the same time, those of a rollout left out.
         nodes: of a session's tree; a turn adds two.
         calls: of a session that are being answered at the same time.
         connections: that are open at the same time.
