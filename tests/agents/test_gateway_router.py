@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -379,3 +380,43 @@ def test_a_worker_that_was_replaced_gives_its_sessions_away():
         assert call.result().status_code == 200
         assert has_forgotten(one, token)
         assert len(router.close(token).nodes) == 2 and router.moved == 1
+
+
+def tasks_of(router, method):
+    """How many tasks of the router's event loop run a method."""
+
+    async def count():
+        return sum(one.get_coro().__name__ == method for one in asyncio.all_tasks())
+
+    return router._front.run(count())
+
+
+def test_a_router_is_started_once_and_again_after_its_stop(monkeypatch):
+    monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
+    with (
+        serving(ScriptEngine(lambda *_: "fine", delay=0.1)) as gateway,
+        routing(gateway.endpoint) as router,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        tokens = [router.open()[1] for _ in range(8)]
+        assert {one.status_code for one in pool.map(lambda token: chat(router, token, [user("a")]), tokens)} == {200}
+        assert len(router._workers[0].idle) > 1
+        router.start()
+        assert tasks_of(router, "_watch") == 1
+        router.stop()
+        assert not router._workers[0].idle
+        router.set_workers([gateway.endpoint])
+        router.start()
+        time.sleep(0.2)  # it has looked at its worker
+        assert chat(router, tokens[0], [user("b")], timeout=10).status_code == 200
+        assert len(router.close(tokens[0]).nodes) == 4 and router.moved == 0
+
+
+def test_a_worker_that_was_replaced_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(gateway_router, "FORGET_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it never answers
+        with routing((f"http://127.0.0.1:{silent.getsockname()[1]}", "key")) as router:
+            wait_until(lambda: tasks_of(router, "look") == 1, 10)
+            router.set_workers([])
+            wait_until(lambda: not tasks_of(router, "look"), 10)

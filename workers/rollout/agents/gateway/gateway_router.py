@@ -161,8 +161,16 @@ class _Worker:
         self.sessions.clear()
         for call in list(self.calls):
             call.cancel()
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the connections that no call uses."""
         while self.idle:
             self.idle.pop()[1].close()
+
+
+_Looks = dict[_Worker, tuple[float, asyncio.Future[None]]]
+"""When the last look at each worker began, and its future."""
 
 
 @dataclass(eq=False)
@@ -245,8 +253,9 @@ class GatewayRouter:
 
     def start(self) -> str:
         """Start the server, and return its address; see `HTTPFront.start`."""
-        address = self._front.start()
-        asyncio.run_coroutine_threadsafe(self._watch(), self._front.loop)
+        running, address = self._front.running, self._front.start()
+        if not running:
+            asyncio.run_coroutine_threadsafe(self._watch(), self._front.loop)
         return address
 
     def stop(self) -> None:
@@ -260,22 +269,25 @@ class GatewayRouter:
             workers: as in the constructor.
         """
         wanted = _endpoints(workers)
-        if not self._front.address:
-            self._workers = [_Worker(*one) for one in wanted]
-            return
 
-        # Only the loop's thread changes `_workers` once the server runs.
-        async def change() -> None:
+        def change() -> list[_Worker]:
             gone = [one for one in self._workers if (one.address, one.key) not in wanted]
             known = {(one.address, one.key): one for one in self._workers}
             self._workers = [known.get(one) or _Worker(*one) for one in wanted]
             for worker in gone:
                 self._lost(worker, "it was replaced")
-            if looks := [asyncio.ensure_future(worker.look()) for worker in gone]:  # they may be alive
+            return gone
+
+        async def change_and_tell() -> None:
+            if looks := [asyncio.ensure_future(worker.look()) for worker in change()]:  # they may be alive
                 for late in (await asyncio.wait(looks, timeout=FORGET_SECONDS))[1]:
                     late.cancel()
 
-        self._front.run(change())
+        # Only the loop's thread changes `_workers` while the server runs.
+        if self._front.running:
+            self._front.run(change_and_tell())
+        else:
+            change()
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -473,21 +485,33 @@ class GatewayRouter:
         worker.leave()
 
     async def _watch(self) -> None:
-        """Look at each worker now and then."""
-        waiting: dict[_Worker, tuple[float, asyncio.Future[Any]]] = {}
-        while True:
-            for worker in list(self._workers):
-                begun, looking = waiting.pop(worker, (0.0, None))
-                if looking is None or looking.done():
-                    if looking is not None and not looking.cancelled():
-                        alive = looking.exception() is None
-                        if worker.up and not alive:
-                            self._lost(worker, str(looking.exception()))
-                        worker.up = alive and not worker.left
-                    waiting[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
-                elif time.monotonic() - begun > SILENCE_SECONDS and not worker.short:
-                    self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
-                    looking.cancel()
-                else:
-                    waiting[worker] = begun, looking
-            await asyncio.sleep(HEALTH_SECONDS)
+        """Look at each worker now and then, until the server ends."""
+        looks: _Looks = {}
+        try:
+            while True:
+                looks = self._look(looks)
+                await asyncio.sleep(HEALTH_SECONDS)
+        finally:  # a server that is started again has another event loop, in which these are of no use
+            for worker in self._workers:
+                worker.close_idle()
+
+    def _look(self, before: _Looks) -> _Looks:
+        """Look at each worker whose last look has ended, and return the looks of all."""
+        looks: _Looks = {}
+        for worker in self._workers:
+            begun, looking = before.pop(worker, (0.0, None))
+            if looking is None or looking.done():
+                if looking is not None and not looking.cancelled():
+                    alive = looking.exception() is None
+                    if worker.up and not alive:
+                        self._lost(worker, str(looking.exception()))
+                    worker.up = alive and not worker.left
+                looks[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
+            elif time.monotonic() - begun > SILENCE_SECONDS and not worker.short:
+                self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
+                looking.cancel()
+            else:
+                looks[worker] = begun, looking
+        for _, looking in before.values():  # at workers that were replaced
+            looking.cancel()
+        return looks

@@ -213,7 +213,7 @@ class HTTPFront:
             OSError: the address is in use.
             RolloutError: the server did not start.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self.running:
             return self.address
         uvicorn = require("uvicorn", "agents")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -264,6 +264,11 @@ class HTTPFront:
         if not started.wait(START_SECONDS) or failed:
             raise RolloutError(f"the gateway did not start at {self.address}: {failed or 'timeout'}")
         return self.address
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
         """Close all connections, and end the thread."""
