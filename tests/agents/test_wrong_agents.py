@@ -324,6 +324,11 @@ def test_wrong_type_of_an_environment_ends_the_run(make, returned, what):
         submit(make(), what=returned).result(SECONDS)
 
 
+def test_reason_of_an_environment_is_no_abort_of_its_session(make):
+    made = submit(make(), what=Step(reward=1.0, done=True, reason="abort")).result(SECONDS)
+    assert (made.finish_reason, made.info["end_reason"], made.session) == ("stop", "abort", None)
+
+
 @pytest.mark.parametrize("reward", ["1", float("nan"), float("inf"), [1]])
 def test_wrong_reward_names_the_environment(make, reward):
     made = submit(make(), what=Step(reward=reward, done=True)).result(SECONDS)

@@ -238,17 +238,13 @@ class Session:
         try:
             reason = await self._play()
         except _Ended as ended:
+            if ended.reason == "abort":
+                return self._so_far()
             reason, error, told = ended.reason, ended.error, ended.told
         except RolloutError:  # of the engine, or of the user's program
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as raised:
             reason, error = "error", raised
-        if reason == "abort":
-            tree = self._trajectory
-            if self._partial is not None:
-                tree = Trajectory(tree.nodes)
-                tree.sample(self._node, self._partial)
-            return replace(completion_of(tree, self._prompt, "abort"), session=self._state())
         if error is not None or told:
             self._info["error"] = f"{type(error).__name__}: {error}" if error is not None else told
             self._report(self.name, self._info["error"], error)
@@ -271,6 +267,14 @@ class Session:
             rewards=self._rewards if self._turn_discount is not None else None,
             turn_discount=self._turn_discount or 0.0,
         )
+
+    def _so_far(self) -> Completion:
+        """The completion of a session that was aborted."""
+        tree = self._trajectory
+        if self._partial is not None:
+            tree = Trajectory(tree.nodes)
+            tree.sample(self._node, self._partial)
+        return replace(completion_of(tree, self._prompt, "abort"), session=self._state())
 
     async def _play(self) -> str:
         environment = self._environment = self._make()
