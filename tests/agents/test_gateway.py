@@ -17,6 +17,7 @@ from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer,
 from gateway_helpers import CLIENT, chat, httpx, serving
 from waits import wait_until
 
+from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.rendering import TokenRenderer, load_renderer
@@ -798,3 +799,15 @@ def test_a_gateway_is_started_once_and_again_after_its_stop():
         gateway.stop()
         gateway.start()
         assert httpx.get(f"{gateway.address}/health").status_code < 500
+
+
+def test_limits_of_a_session_that_continues_count_what_it_had():
+    with serving(ScriptEngine(lambda *_: "abcd")) as gateway:
+        _, token = gateway.open()
+        messages = [user("x")]
+        messages += [chat(gateway, token, messages).json()["choices"][0]["message"], user("y")]
+        tree = gateway.close(token)
+        # Behind the first prompt are the 5 tokens of its answer, and the 4 of what follows it. So 2 are left.
+        _, token = gateway.open(trajectory=tree, limits=SessionLimits(turns=None, tokens=11))
+        assert chat(gateway, token, messages).json()["usage"]["completion_tokens"] == 2
+        assert gateway.close_session(token).end_reason == "tokens"

@@ -74,7 +74,6 @@ class GatewaySession:
         running: ids of the engine's requests.
         closed: whether it was closed.
         limits: of its turns and tokens; see `Gateway.open`.
-        prompt_length: of its first call.
         end_reason: "turns" or "tokens" once that limit is used up: then each call gets an error.
         expires: whether it is closed when it is idle for too long.
         use: its calls.
@@ -90,7 +89,6 @@ class GatewaySession:
     running: set[str] = field(default_factory=set)
     closed: bool = False
     limits: SessionLimits = UNLIMITED
-    prompt_length: int | None = None
     end_reason: str | None = None
     expires: bool = True
     use: Use = field(default_factory=Use)
@@ -111,8 +109,8 @@ class GatewaySession:
         """How many tokens the tree may still get; None for any number."""
         if self.limits.tokens is None:
             return None
-        used = sum(len(node.token_ids) for node in self.tree.nodes) - (self.prompt_length or 0)
-        return self.limits.tokens - used
+        # The first node is the prompt of the first call.
+        return self.limits.tokens - sum(len(node.token_ids) for node in self.tree.nodes[1:])
 
 
 class Gateway:
@@ -354,10 +352,9 @@ class Gateway:
                 _end(session, session.end_reason)
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
-            before, length = len(tree.nodes), session.prompt_length
+            before = len(tree.nodes)
             try:
                 node, prompt = self._prompt(session, ask)
-                session.prompt_length = len(prompt) if length is None else length
                 how, left = self._how(session, ask, len(prompt)), session.tokens_left
                 cut = left is not None and left < how.max_new_tokens
                 if left is not None and cut:
@@ -367,7 +364,6 @@ class Gateway:
             except GatewayError:
                 while len(tree.nodes) > before:  # a prompt that is refused, however long, takes no memory
                     tree.drop()
-                session.prompt_length = length
                 raise
         completion = await self._generate(session, prompt, how)
         # The session may have been closed, and its other calls may have grown the tree. Nodes are only ever added, so
