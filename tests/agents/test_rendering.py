@@ -124,6 +124,19 @@ def test_an_edited_history_is_a_branch_and_what_was_sampled_stays():
     assert len(tree.leaves()) == 2 and counters == {}
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_prompt_that_was_not_answered_is_left_behind(tools):
+    """As of a client that has given up a call, and says something more."""
+    renderer, tree, counters = TokenRenderer(Characters()), Trajectory(), {}
+    extend(tree, renderer, [user("?")], tools, counters)
+    prompt, node, answer = turn(tree, renderer, [user("?"), user("a")], [20, 1], tools, counters)
+    messages = [user("?"), user("a"), answer, user("b")]
+    extend(tree, renderer, messages, tools, counters)
+    following, after, _ = turn(tree, renderer, [*messages, user("c")], [21, 1], tools, counters)
+    assert following[: len(prompt) + 2] == [*prompt, 20, 1] and tree.path(after)[1] == node
+    assert [len(tree.children(one)) for one in (None, node)] == [2, 2] and counters == {}
+
+
 def test_other_tools_begin_anew():
     renderer, tree = TokenRenderer(Characters()), Trajectory()
     _, _, answer = turn(tree, renderer, [user("a")], [20, 1], TOOLS)

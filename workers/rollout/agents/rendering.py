@@ -546,6 +546,12 @@ def extend(
     found, count = trajectory.find(digests)
     if at is not None:
         found, count = at[0], at[1] + len(digests) - len(given)
+    while found is not None and count < len(digests) and at is None:
+        last = trajectory.nodes[found]
+        if last.sampled or given[count - len(digests)]["role"] == "assistant":
+            break
+        # A prompt that was not answered ends with the beginning of an answer, which this conversation does not have.
+        found, count = last.parent, count - len(last.messages)
     if found is None:
         return trajectory.give(None, _render(renderer, given, listed), digests)
     before = trajectory.token_ids(found)
