@@ -12,6 +12,7 @@ from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.program import AgentProgram
 from workers.rollout.agents.rendering import PromptMismatchError, TokenRenderer
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
+from workers.rollout.rollout_errors import RolloutError
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -91,6 +92,8 @@ def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
     # What was sampled before is there, and no session is left in the gateway.
     assert [one.info["turns"] for one in done] == [1, 1, 1, 1] and all(one.rows for one in done)
     assert "tool" in done[0].info["error"] and programs._gateway is None
+    with pytest.raises(RolloutError, match="closed"):  # a session that had still waited for it
+        programs.gateway()
 
 
 def test_a_program_whose_cleanup_takes_long_keeps_its_tokens():

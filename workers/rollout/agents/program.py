@@ -80,16 +80,23 @@ class Programs:
         self.program, self._engine, self._renderer = program, engine, renderer
         self._lock = threading.Lock()
         self._gateway: Gateway | None = None
+        self._closed = False
 
     def __call__(self) -> ProgramEnvironment:
         return ProgramEnvironment(self)
 
     def gateway(self) -> Gateway:
-        """The gateway, started."""
+        """The gateway, started.
+
+        Raises:
+            RolloutError: the engine was closed.
+        """
         from workers.rollout.agents.gateway.gateway import Gateway
 
         # Sessions ask from threads of their own: the first one starts it, and the others wait for its address.
         with self._lock:
+            if self._closed:  # while this waited: nobody would end another one
+                raise RolloutError("AgentProgram: the engine was closed")
             if self._gateway is None:
                 own = self.program
                 made = Gateway(self._engine, self._renderer, limits=own.limits, host=own.host, verify=own.verify)
@@ -98,8 +105,9 @@ class Programs:
             return self._gateway
 
     def close(self) -> None:
-        """End the gateway."""
+        """End the gateway, for good."""
         with self._lock:
+            self._closed = True
             if self._gateway is not None:
                 self._gateway.stop()
                 self._gateway = None
