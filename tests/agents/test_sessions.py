@@ -530,6 +530,20 @@ def test_pause_keeps_what_a_waiting_session_has_from_elsewhere_and_ends_with_the
         late.result(SECONDS)
 
 
+def test_pause_that_fails_leaves_its_engine_to_sessions(make, monkeypatch):
+    engine, meanwhile = make(), []
+
+    def fail():
+        meanwhile.append(submit(engine))
+        raise RolloutError("a step has not ended")
+
+    monkeypatch.setattr(engine.engine, "pause", fail)
+    with pytest.raises(RolloutError, match="has not ended"):
+        engine.pause("wait")
+    check(meanwhile[0].result(SECONDS))
+    check(play(engine, name="later"))
+
+
 def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine = AgentEngine(BigramEngine, environment=sleepy())
     future = submit(engine)

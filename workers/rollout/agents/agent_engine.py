@@ -356,18 +356,20 @@ class AgentEngine(RolloutEngine):
             raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
         with self._lock:
             self._draining = mode != "keep"
-        if mode == "abort":
-            self.abort()
-        if mode != "keep":
+        try:
+            if mode == "abort":
+                self.abort()
+            if mode != "keep":
+                with self._lock:
+                    while len(self._sessions) > len(self._waiting):
+                        self._lock.wait()
+            self.engine.pause()
+        finally:
             with self._lock:
-                while len(self._sessions) > len(self._waiting):
-                    self._lock.wait()
-        self.engine.pause()
-        with self._lock:
-            self._draining = False
-            waiting, self._waiting = self._waiting, []
-            for session in waiting:
-                self._running_loop().call_soon_threadsafe(self._start, session)
+                self._draining = False
+                waiting, self._waiting = self._waiting, []
+                for session in waiting:
+                    self._running_loop().call_soon_threadsafe(self._start, session)
 
     def load(self) -> EngineLoad:
         """See `RolloutEngine.load`. A session is waiting if its first turn here is."""
