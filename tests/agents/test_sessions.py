@@ -438,7 +438,9 @@ def test_states_of_running_sessions_are_told_in_steps(make):
 # --- the engine -----------------------------------------------------------------------------------------------------
 
 
-def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
+def gated():
+    """An environment whose steps wait for ``go_on``."""
+
     class Gated(Counting):
         go_on = threading.Event()
 
@@ -446,12 +448,17 @@ def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
             await asyncio.to_thread(self.go_on.wait)
             return await super().step(action)
 
-    engine = make(Gated)
+    return Gated
+
+
+def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
+    environment = gated()
+    engine = make(environment)
     whole = submit(engine)
     wait_until(lambda: engine.engine.steps == 4)
     engine.engine._hold("sleep")  # BigramEngine has no sleep of its own
     engine.sleep()
-    Gated.go_on.set()
+    environment.go_on.set()
     time.sleep(0.2)
     assert not whole.done()
     with pytest.raises(RolloutError, match="asleep"):
@@ -461,21 +468,38 @@ def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
     check(whole.result(SECONDS))
 
 
+def test_turn_that_the_engine_refuses_as_it_wakes_up_is_repeated(make, monkeypatch):
+    environment = gated()
+    engine = make(environment)
+    plain, refused = engine.engine.submit, []
+
+    def wakes_up(*args, **options):
+        try:
+            return plain(*args, **options)
+        except RolloutError as error:
+            refused.append(error)
+            engine.engine._release("sleep")
+            engine.wake_up()
+            raise
+
+    whole = submit(engine)
+    wait_until(lambda: engine.engine.steps == 4)
+    engine.engine._hold("sleep")
+    engine.sleep()
+    monkeypatch.setattr(engine.engine, "submit", wakes_up)
+    environment.go_on.set()
+    check(whole.result(SECONDS))
+    assert len(refused) == 1
+
+
 def test_a_session_that_waits_with_its_next_turn_is_no_waiting_request(make):
     """A `RolloutStream` gives a worker no groups as long as some request waits."""
-
-    class Gated(Counting):
-        go_on = threading.Event()
-
-        async def step(self, action):
-            await asyncio.to_thread(self.go_on.wait)
-            return await super().step(action)
-
-    engine = make(Gated)
+    environment = gated()
+    engine = make(environment)
     first = submit(engine)
     wait_until(lambda: engine.engine.steps == 4)
     engine.engine.pause()
-    Gated.go_on.set()
+    environment.go_on.set()
     wait_until(lambda: engine.engine.load().waiting == 1)
     assert engine.load() == EngineLoad(1, 0)
     second = submit(engine, "second")

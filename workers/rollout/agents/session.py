@@ -348,6 +348,7 @@ class Session:
         how, seed = replace(self._how, max_new_tokens=most), mixed_seed(self._seed, self._turns)
         self.turn = name
         while True:
+            unavailable = self._unavailable()  # now: it may be available again when its error arrives
             try:
                 turn = asyncio.wrap_future(self._engine.submit(prompt, how, name, seed=seed, partial=self._partial))
                 if not await self._waited(turn, self._seconds_left()):
@@ -357,7 +358,7 @@ class Session:
             except PromptError as error:  # an observation with tokens that the model does not have
                 raise _Ended("error", error) from error
             except RolloutError:  # some engines learn in the turn that they have no weights
-                if not self._unavailable():
+                if not (unavailable or self._unavailable()):
                     raise
             if not await self._waited(asyncio.sleep(RETRY_SECONDS), self._seconds_left()):
                 raise _Ended("abort" if self._is_aborted else "seconds")
