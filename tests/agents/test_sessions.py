@@ -492,6 +492,20 @@ def test_turn_that_the_engine_refuses_as_it_wakes_up_is_repeated(make, monkeypat
     assert len(refused) == 1
 
 
+def test_engine_that_could_not_sleep_fails_its_sessions_as_ever(make, monkeypatch):
+    engine = make()
+
+    def sleep():
+        raise RolloutError("the server cannot sleep")
+
+    monkeypatch.setattr(engine.engine, "sleep", sleep)
+    with pytest.raises(RolloutError, match="cannot sleep"):
+        engine.sleep()
+    engine.engine.drawn = None
+    with pytest.raises(RolloutError, match="the engine failed"):
+        play(engine)
+
+
 def test_a_session_that_waits_with_its_next_turn_is_no_waiting_request(make):
     """A `RolloutStream` gives a worker no groups as long as some request waits."""
     environment = gated()

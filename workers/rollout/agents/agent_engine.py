@@ -138,7 +138,7 @@ class AgentEngine(RolloutEngine):
         """Of the event loop's thread: those of sessions whose environments are not closed."""
         self._waiting: list[Session] = []
         """Sessions that begin when `pause` with "wait" has ended."""
-        self._draining = self._asleep = self._closed = self._lagged = False
+        self._draining = self._closed = self._lagged = False
         self._failure: BaseException | None = None  # that has ended the event loop
         self._failures: Counter[tuple[Any, ...]] = Counter()
         """How often sessions have ended with each error. Of the event loop's thread."""
@@ -241,7 +241,7 @@ class AgentEngine(RolloutEngine):
         """Whether a session waits for weights. In `generate` it would wait for ever, because a worker takes no update
         before that returns."""
         lost = self.engine.weight_version is None and name not in self._blocking
-        return not self._closed and (self._asleep or lost)
+        return not self._closed and (self.engine.is_held("sleep") or lost)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop. The caller holds the lock."""
@@ -425,6 +425,8 @@ class AgentEngine(RolloutEngine):
     keeps_weights = _inner("keeps_weights")
     weights_id = _inner("weights_id")
     resume = _inner("resume")
+    sleep = _inner("sleep")
+    wake_up = _inner("wake_up")
     begin_update = _inner("begin_update")
     load_weights = _inner("load_weights")
     finish_update = _inner("finish_update")
@@ -436,14 +438,6 @@ class AgentEngine(RolloutEngine):
     raw_weights = _inner("raw_weights")
     read_raw = _inner("read_raw")
     load_raw = _inner("load_raw")
-
-    def sleep(self) -> None:
-        self._asleep = True
-        self.engine.sleep()
-
-    def wake_up(self) -> None:
-        self.engine.wake_up()
-        self._asleep = False
 
 
 def _check_environment(made: Any, by: Any, renderer: Renderer | None) -> None:

@@ -519,6 +519,10 @@ class RequestEngine(RolloutEngine):
             running = sum(request.begun for request in self._requests.values())
             return EngineLoad(running, len(self._requests) - running, self.cache_usage())
 
+    def is_held(self, reason: str) -> bool:
+        """Whether no step may be taken for this reason: "sleep", "update" or "pause", for example."""
+        return reason in self._holds
+
     def cache_usage(self) -> float | None:
         return None
 
