@@ -165,3 +165,16 @@ def test_a_tool_that_fails_at_the_server_is_no_invalid_call():
         server.down = True
         (done,) = play(server, counts, [row(3, 8, 5)], SessionLimits(invalid=1))
     assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)
+
+
+def test_the_server_judges_any_arguments_that_the_policy_writes():
+    """NaN, and half of an emoji."""
+    arguments = iter(['{"count": NaN}', '{"count": "\\ud83d"}'])
+
+    def script(prompt, seed):
+        given = next(arguments, None)
+        return f'<tool_call>{{"name": "increment_counter", "arguments": {given}}}</tool_call>' if given else "3"
+
+    with serving() as server:
+        (done,) = play(server, script, [row(3, 3, 0)])
+    assert (done.info["end_reason"], done.info["reward"], done.info["turns"]) == ("done", 1.0, 3)

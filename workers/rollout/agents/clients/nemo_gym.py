@@ -127,12 +127,16 @@ class NemoGymClient(Environment):
                 error = error or f"the arguments are no JSON: {arguments!r:.200}"
         if error is not None or name not in named or not isinstance(arguments, Mapping):
             return f"Error: {error or f'there is no tool {name!r}; there are {sorted(named)}'}", False
-        reply = await self._client.post(f"/{name}", json=dict(arguments))
+        reply = await self._send(f"/{name}", dict(arguments))
         return reply.text, not 400 <= reply.status_code < 500  # an error of the server's is not the policy's
+
+    async def _send(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Post JSON. httpx would refuse NaN and half of an emoji, which the policy may write."""
+        return await self._client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            reply = await self._client.post(path, json=body)
+            reply = await self._send(path, body)
             if reply.status_code >= 400:
                 raise NemoGymError(f"{self.url}{path}: {reply.status_code} {reply.text[:500]}")
             value = reply.json()
