@@ -1,5 +1,6 @@
 """Wrong uses of the gateway and its router: they are told, and do not hang."""
 
+import socket
 from functools import partial
 
 import pytest
@@ -72,3 +73,9 @@ def test_log_probs_are_served(stream):
     found = [float(one.split(",")[0]) for one in reply.split('"logprob":')[1:]]
     assert found == pytest.approx(list(node.log_probs))
     assert refused.status_code == 400 and "top_logprobs=3 is not supported" in refused.text
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this system has no IPv6")
+def test_a_router_at_all_addresses_of_ipv6_has_those_of_ipv4_too():
+    with routing(host="::") as router:
+        assert httpx.get(f"{router.address}/health").status_code == 200

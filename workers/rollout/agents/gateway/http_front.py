@@ -217,7 +217,8 @@ class HTTPFront:
             return self.address
         uvicorn = require("uvicorn", "agents")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
+        both = self.host == "::" and socket.has_dualstack_ipv6()  # or nobody could reach an address of IPv4
+        listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         host, port = listening.getsockname()[:2]
         if host in ("0.0.0.0", "::"):  # all addresses of this machine, of which clients need one
