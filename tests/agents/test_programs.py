@@ -207,6 +207,18 @@ def test_turns_and_tokens_bound_a_programs_calls(limit, turns):
     assert len(done[0].rows[0].completion.token_ids) == (5 + 4) * (turns - 1) + (2 if cut else 5)
 
 
+def test_a_program_can_stop_the_run_behind_a_limit_too():
+    async def agent(row, base_url, api_key):
+        await ask(base_url, api_key)
+        try:
+            await ask(base_url, api_key)
+        except openai.BadRequestError as error:
+            raise RolloutError("one turn is too few") from error
+
+    with pytest.raises(RolloutError, match="too few"):
+        play(engine_of(agent, limits=SessionLimits(turns=1)), [{"row": 0}])
+
+
 def test_calls_that_run_at_once_are_turns_too():
     async def agent(row, base_url, api_key):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

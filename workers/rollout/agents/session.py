@@ -313,9 +313,8 @@ class Session:
         """The whole session is played by a program, through the gateway."""
         try:
             told = await self._call(environment.play, self._row, self.name, self._seed, self._how, self._limits)
-        except (RolloutError, _Ended) as raised:
-            ended = raised.reason if isinstance(raised, _Ended) else "error"
-            if environment.end_reason is None or ended != "error":
+        except _Ended as ended:
+            if environment.end_reason is None or ended.reason != "error":
                 raise
             told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
