@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, user
@@ -123,15 +124,18 @@ def test_a_program_needs_a_renderer_and_an_async_function():
         AgentProgram(3)
 
 
+class Careless(ScriptEngine):
+    """Generates from another prompt than it was given, unless that is the first one of a session."""
+
+    def _request(self, *args):
+        request = super()._request(*args)
+        if len(request.prompt) > len(PROMPT):
+            request.prompt[-1] += 1
+        return request
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_verification_compares_each_turns_prompt(wrong):
-    class Careless(ScriptEngine):
-        def _request(self, *args):
-            request = super()._request(*args)
-            if wrong and len(request.prompt) > len(PROMPT):
-                request.prompt[-1] += 1
-            return request
-
     class Twice(Environment):
         async def reset(self, row):
             self.left = 2
@@ -140,7 +144,8 @@ def test_verification_compares_each_turns_prompt(wrong):
             self.left -= 1
             return Step([30, 31], reward=1.0, done=not self.left)
 
-    engine = AgentEngine(Careless(lambda *_: "ab"), environment=Twice, verify=True)
+    kind = Careless if wrong else ScriptEngine
+    engine = AgentEngine(kind(lambda *_: "ab"), environment=Twice, verify=True)
     try:
         if wrong:
             with pytest.raises(PromptMismatchError, match="position 6"):
@@ -151,6 +156,18 @@ def test_verification_compares_each_turns_prompt(wrong):
             json.dumps(done.token_ids)
     finally:
         engine.close()
+
+
+def test_verification_of_a_programs_calls_fails_the_rollout():
+    async def agent(row, base_url, api_key):
+        with suppress(openai.InternalServerError):
+            await ask(base_url, api_key)
+        return 1.0
+
+    renderer = TokenRenderer(Characters())
+    engine = AgentEngine(Careless(lambda *_: "ab"), environment=AgentProgram(agent), renderer=renderer, verify=True)
+    with pytest.raises(PromptMismatchError, match="position 3"):
+        play(engine, [{"row": 0}])
 
 
 async def counts(row, base_url, api_key):

@@ -17,7 +17,7 @@ from workers.rollout.rollout_errors import RolloutError
 if TYPE_CHECKING:
     from workers.rollout.agents.gateway.gateway import Gateway
     from workers.rollout.agents.gateway.http_front import GatewayLimits
-    from workers.rollout.agents.rendering import Renderer
+    from workers.rollout.agents.rendering import PromptMismatchError, Renderer
 
 Agent = Callable[[Mapping[str, Any], str, str], Awaitable[Any]]
 
@@ -118,10 +118,11 @@ class ProgramEnvironment(Environment):
 
     Attributes:
         tree: what the program has asked and got, once it has ended.
-        counters, end_reason: see `GatewaySession`.
+        counters, end_reason, mismatch: see `GatewaySession`.
     """
 
     end_reason: str | None = None
+    mismatch: PromptMismatchError | None = None
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
@@ -154,7 +155,8 @@ class ProgramEnvironment(Environment):
         if self._opened is not None:
             (gateway, token), self._opened = self._opened, None
             closed = gateway.close_session(token)
-            self.tree, self.counters, self.end_reason = closed.tree, closed.counters, closed.end_reason
+            self.tree, self.counters = closed.tree, closed.counters
+            self.end_reason, self.mismatch = closed.end_reason, closed.mismatch
 
     async def step(self, action: Action) -> Step:
         """Not called: the program plays the whole session."""

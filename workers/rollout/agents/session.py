@@ -319,6 +319,8 @@ class Session:
             told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
             environment.end()  # a program that was cancelled may still be running
+            if environment.mismatch is not None:  # whatever the program has made of it
+                raise environment.mismatch
             self._trajectory = environment.tree
             self._counts |= environment.counters
             sampled = [number for number, node in enumerate(self._trajectory.nodes) if node.sampled]

@@ -37,7 +37,15 @@ from workers.rollout.agents.gateway.http_front import (
     Use,
     json_reply,
 )
-from workers.rollout.agents.rendering import Renderer, RenderError, check_prompt, check_renderer, extend, record
+from workers.rollout.agents.rendering import (
+    PromptMismatchError,
+    Renderer,
+    RenderError,
+    check_prompt,
+    check_renderer,
+    extend,
+    record,
+)
 from workers.rollout.agents.trajectory import Node, Trajectory
 from workers.rollout.engines.request_engine import RequestEngine
 from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, SamplingMask, SamplingParams
@@ -75,6 +83,7 @@ class GatewaySession:
         closed: whether it was closed.
         limits: of its turns and tokens; see `Gateway.open`.
         end_reason: "turns" or "tokens" once that limit is used up: then each call gets an error.
+        mismatch: what ``verify`` has found.
         expires: whether it is closed when it is idle for too long.
         use: its calls.
         id: of its calls, with a number.
@@ -90,6 +99,7 @@ class GatewaySession:
     closed: bool = False
     limits: SessionLimits = UNLIMITED
     end_reason: str | None = None
+    mismatch: PromptMismatchError | None = None
     expires: bool = True
     use: Use = field(default_factory=Use)
     id: str = field(default_factory=lambda: secrets.token_hex(6))
@@ -373,7 +383,11 @@ class Gateway:
             if cut and completion.finish_reason == "length":
                 session.end_reason = "tokens"
             if completion.prompt_ids is not None:
-                check_prompt(tree, node, completion.prompt_ids, session.row_id, self._text)
+                try:
+                    check_prompt(tree, node, completion.prompt_ids, session.row_id, self._text)
+                except PromptMismatchError as error:
+                    session.mismatch = error
+                    raise
                 completion = replace(completion, prompt_ids=None)
             message: dict[str, Any] = {}
             if ask.token_ids is not None:
