@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from workers.recovery.peer_snapshots import PeerSnapshots
 from workers.recovery.reshard import moves
 from workers.recovery.snapshot_choice import (
     REFERENCE,
@@ -138,6 +139,21 @@ def test_group_of_another_size_restores_what_all_ranks_of_one_size_have():
     assert choose_recovery([*begun, {}]).number == 5
     begun[0][2] = {6: Taken(7, 3)}
     assert choose_recovery([*begun, {}]).number == 6
+
+
+def test_snapshot_of_another_size_is_not_written_over():
+    """The last snapshot of two replicas becomes the first one of the single rank that is left."""
+    peers, weights = PeerSnapshots("127.0.0.1", seconds=10), torch.zeros(3)
+    try:
+        peers.join(0, 0, 0, (0, 1), 0)
+        peers.take([("w", weights)], {"rollout_id": 5})
+        peers.restore(Recovery(0, 5, (0, 0)), 0, (0, 1), dict, dict)
+        peers.join(0, 1, 0, (0, 1), 0)
+        peers.take([("w", weights.fill_(1))], {"rollout_id": 6})
+        state, about, _ = peers.restore(Recovery(1, 5, (0,)), 0, (0, 1), dict, dict)
+    finally:
+        peers.close()
+    assert about == {"rollout_id": 5} and state.parts["w"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -367,7 +367,11 @@ class PeerSnapshots:
             if rank == source:
                 one = mine[owner]
                 if rank == to:
-                    found = Snapshot.of(one.memory, one.header["layout"]), one.header["about"]
+                    kept = Snapshot.of(one.memory, one.header["layout"])
+                    if len(sources) != len(shards):
+                        # It gets another number, and this memory, under the old one, is written over by a later one.
+                        kept = take_snapshot(kept.parts, None)
+                    found = kept, one.header["about"]
                 else:
                     _send(one.memory, to, one.header, one.checksum)
             elif rank == to:
