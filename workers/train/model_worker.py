@@ -135,6 +135,9 @@ class ModelWorker(TrainWorker):
         try:
             self.next_rollout_id = make()
             return self.next_rollout_id
+        except BaseException:
+            self._drop_model()  # whatever weights it has so far, nobody may train them
+            raise
         finally:
             self._groups = [group for group in process_groups() if group not in before]
 
@@ -150,8 +153,7 @@ class ModelWorker(TrainWorker):
                 logger.error("rank %d: init() drops the previous model, whose last save failed: %s", self.rank, error)
         if "memory" in vars(self) and self.memory.paused:
             self.memory.wake_up()
-        for name in ("model", "memory", "backup", "checkpoints"):
-            vars(self).pop(name, None)
+        self._drop_model()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -159,6 +161,10 @@ class ModelWorker(TrainWorker):
             self.clear_memory()
         groups, self._groups = self._groups, ()
         end_process_groups(groups)
+
+    def _drop_model(self) -> None:
+        for name in ("model", "memory", "backup", "checkpoints"):
+            vars(self).pop(name, None)
 
     def _make(self, with_ref: bool) -> int:
         self.check_args(self.args, self.world_size, with_ref)
@@ -482,7 +488,7 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             raise RuntimeError(f"{method}(): with debug_rollout_only=True this worker has no model")
         if "memory" not in vars(self):
-            raise RuntimeError(f"{method}(): this worker has no model; call init() first")
+            raise RuntimeError(f"{method}(): this worker has no model: init() was not called, or it failed")
         if self.memory.asleep:
             raise RuntimeError(f"{method}(): this worker is offloaded; call onload() (wake_up()) first")
 

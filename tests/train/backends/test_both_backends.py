@@ -484,6 +484,8 @@ def test_checkpoint_resumes_with_another_layout(start, way, others, llama_folder
     assert distance(whole_weights(start(others[0], begins=3, **folders)), expected[1]) == 0.0
     with pytest.raises(WorkerError, match="ckpt_step=7; found: rollout_0000001, rollout_0000002"):
         group.worker_group.init(way.arguments(llama_folder, ckpt_step=7, **folders), "actor")
+    with pytest.raises(WorkerError, match="this worker has no model"):  # it has other weights than was asked for
+        group.worker_group.train(2, data)
     folders["ckpt_step"] = 1
     for other in others:
         group = start(other, begins=2, **folders)
