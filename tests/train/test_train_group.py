@@ -44,9 +44,11 @@ from single_controller import (
 )
 from single_controller.call.future import ComputedFuture
 from workers.train.args import TrainArgsError, read_args
+from workers.train.group_links import RolloutLink
 from workers.train.train_group import RayTrainGroup
 from workers.train.train_placement import NOSET, place, train_environment
 from workers.train.train_worker import worker_class
+from workers.weight_sync import WeightSyncError
 
 ROWS = {"x": np.arange(5)}
 
@@ -660,6 +662,26 @@ def test_weights_after_lost_training_are_sent_once(slots):
         ray.kill(group.worker_group.workers[1])
         assert group.replace() == [0, 0] and group.weight_version == 2
         assert group.replace() is None and group.weight_version == 2
+
+
+def test_ranks_continue_although_the_manager_does_not_answer(slots, monkeypatch):
+    def busy(link):
+        raise WeightSyncError("the manager did not answer")
+
+    with group_of({}, 2, slots) as group:
+        manager = Manager()
+        ray.get(group.async_init())
+        group.set_rollout_manager(manager)
+        ray.get(group.async_train(0, ROWS))
+        group.update_weights()
+        ray.kill(group.worker_group.workers[1])
+        for continues in (group.replace, group.restart):
+            with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match="did not answer"):
+                patch.setattr(RolloutLink, "_actors", busy)
+                continues()
+            assert (group.next_rollout_id, manager.weight_version) == (0, group.weight_version + 1)
+            assert group.update_weights() == manager.weight_version
+            assert [said["manager"].name for said in group.worker_group.said()] == ["manager"] * 2
 
 
 class Stream:

@@ -236,7 +236,7 @@ class RayTrainGroup:
             begin: list[int] = self._group.init(self._args_to_continue(), self.role, self._with_ref)
             self._group.set_weight_version(self.weight_version)
             if self._rollout is not None:
-                self._rollout.introduce(self._group.set_rollout_manager)
+                self._rollout.forget()
                 self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
                 self._pair.groups[0].connect(self._pair.groups[1])
@@ -412,7 +412,7 @@ class RayTrainGroup:
         self._asleep, self._progress.trained = False, begin[0] - 1
         self._leave()
         if self._rollout is not None:
-            self._rollout.introduce(workers.set_rollout_manager)
+            self._rollout.forget()  # the next update tells the workers: a manager that is busy stops no recovery
             self._rollout.rewind(begin[0])
             self._weights_lost = bool(self.weight_version) and self._progress.sent_after is None
         return begin
