@@ -684,6 +684,21 @@ def test_ranks_continue_although_the_manager_does_not_answer(slots, monkeypatch)
             assert [said["manager"].name for said in group.worker_group.said()] == ["manager"] * 2
 
 
+def test_replace_that_failed_can_be_repeated(slots):
+    """No rank has died since, but the ranks have not continued."""
+    with group_of({}, 2, slots) as group:
+        ray.get(group.async_init())
+        good, group.args = group.args, read_args({"user": {"fail_in_init": 0}})
+        ray.kill(group.worker_group.workers[1])
+        with pytest.raises(WorkerError, match="no disk"):
+            group.replace()
+        with pytest.raises(GroupBrokenError, match=r"because replace\(\) has failed; call it again"):
+            group.async_train(0, ROWS)
+        group.args = good
+        assert group.replace() == [0, 0] and group.replace() is None
+        ray.get(group.async_train(0, ROWS))
+
+
 class Stream:
     recovers = False
 

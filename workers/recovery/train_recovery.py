@@ -53,12 +53,15 @@ class TrainGroup(Protocol):
 
     Attributes:
         _with_ref: whether the ranks need the reference model's weights; None if they have no model.
+        _made: generation of the worker group whose ranks have all got a model, or continued; None if they are to
+            continue and have not.
     """
 
     args: Any
     role: str
     _progress: Progress
     _with_ref: bool | None
+    _made: int | None
 
     @property
     def worker_group(self) -> RayWorkerGroup: ...
@@ -87,7 +90,7 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
     Raises:
         SingleControllerError: see `RayTrainGroup.replace`.
     """
-    generations = [group.worker_group.generation for group in groups]
+    generations = [group._made for group in groups]
     for left in reversed(range(TRIES)):
         if change is not None:
             change()
@@ -99,6 +102,8 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
         lost = [one for one, before, after in zip(groups, generations, now, strict=True) if before != after]
         if not lost or groups[0]._with_ref is None:
             break
+        for one in lost:
+            one._made = None  # if this fails, the next `replace` tries it again
         try:
             return _continue_together(groups, lost)
         except WorkerDiedError as error:

@@ -20,6 +20,7 @@ import ray
 
 from dispatch.checks import check_count
 from single_controller import (
+    GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
     RayResourcePool,
@@ -227,7 +228,7 @@ class RayTrainGroup:
             "Call RayTrainGroup.restart() to create new workers, which continue from the last checkpoint that the "
             "group saved, or from the beginning if there is none; or close()"
         )
-        self._made = self._group.workers
+        self._made: int | None = self._group.generation
         self._asleep, self._progress = False, Progress()
         if self._with_ref is None:
             return None
@@ -310,7 +311,8 @@ class RayTrainGroup:
         Raises:
             CheckpointError: the checkpoints of actor and critic are of different rollouts.
             WorkerError, WeightSyncError: see `update_weights`.
-            SingleControllerError: see `RayWorkerGroup.replace`. The group is broken; call `restart`.
+            SingleControllerError: see `RayWorkerGroup.replace`; or the ranks could not continue. Call it again, or
+                `restart`.
         """
         return self._continue_after()
 
@@ -380,7 +382,6 @@ class RayTrainGroup:
     ) -> list[int] | None:
         """Have the groups continue at the same rollout, and connect them again."""
         begin = replace_ranks(groups, change)
-        self._made = self.worker_group.workers
         self._leave()
         if begin is None:
             return None
@@ -398,7 +399,7 @@ class RayTrainGroup:
         """Continue from a snapshot, or else from the checkpoint."""
         self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
         workers, version = self.worker_group, self.weight_version
-        self._made = workers.workers
+        self._made = None
         self._saved.interrupted(self.role)
         begin: list[int]
         if recovery is None:
@@ -409,6 +410,7 @@ class RayTrainGroup:
             sent = self._progress.has_sent(recovery)
             self._progress = self._progress.after(recovery)
             begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        self._made = workers.generation
         self._asleep, self._progress.trained = False, begin[0] - 1
         self._leave()
         if self._rollout is not None:
@@ -473,13 +475,18 @@ class RayTrainGroup:
 
         Raises:
             GroupClosedError: see `worker_group`.
-            GroupBrokenError: a worker has died; call `restart`.
+            GroupBrokenError: a worker has died, or `replace` has failed; call `restart`.
             RuntimeError: `async_init` was not called, or the worker group's own ``restart()`` was.
         """
         workers = self.worker_group
         if self._with_ref is None:
             raise RuntimeError(f"{method}(): the {self.role}'s workers have no model yet; call async_init() first")
-        if workers.workers != self._made:
+        if self._made is None:
+            raise GroupBrokenError(
+                f"{method}(): the {self.role}'s workers do not have the state of one rollout, because replace() has "
+                "failed; call it again, or restart()"
+            )
+        if workers.generation != self._made:
             raise RuntimeError(
                 f"the {self.role}'s workers were restarted by worker_group.restart(), which does not restore "
                 "checkpoints and weight versions; call restart() of the train group instead"
@@ -533,7 +540,7 @@ class RayTrainGroup:
         self._owned, self._closed = None, False
         self._placement = workers.hand_over_placement()
         self._start_alone()
-        self._group, self._made = workers, workers.workers
+        self._group, self._made = workers, workers.generation
         position = common_position(workers, timeout)
         if position is None:
             begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
@@ -575,7 +582,7 @@ class RayTrainGroup:
             )
         self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
-        self.args, self._with_ref = args, bool(with_ref)
+        self.args, self._with_ref, self._made = args, bool(with_ref), workers.generation
         self._saved, self._asleep = LastCheckpoint(), False
         self._progress = Progress()
         if self._rollout is not None:
