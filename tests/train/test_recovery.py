@@ -111,6 +111,8 @@ def test_weights_are_sent_again_if_the_rollout_workers_have_newer_ones(
     progress, recovery = Progress(7, sent_after), Recovery(number, rollout_id, (0, 1))
     assert progress.has_sent(recovery) is exactly
     assert progress.after(recovery) == Progress(rollout_id, afterwards)
+    progress.failed = True
+    assert not progress.has_sent(recovery) and progress.after(recovery) == Progress(rollout_id)
 
 
 def test_reference_weights_are_needed_too():

@@ -713,13 +713,24 @@ class Stream:
         return Stream, ()
 
 
+class Group:
+    workers = ()
+
+    def alive(self):
+        return []
+
+
 def test_stream_is_told_whether_weights_are_sent_again(slots):
-    with group_of({}, 1, slots) as group:
+    with group_of({}, 1, slots, actor_cls=FailingUpdate) as group:
         ray.get(group.async_init())
         manager = Manager()
-        manager.stream = Stream()
+        manager.stream, manager.group = Stream(), Group()
         group.set_rollout_manager(manager)
         group.update_weights()
+        group.update_weights()
+        group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "fails", True))
+        with pytest.raises(WorkerError, match="not sent"):
+            group.update_weights()
         group.update_weights()
         ray.get(group.async_train(0, ROWS))
         group.update_weights()
@@ -728,7 +739,7 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
         group.update_weights()
         group.set_rollout_manager(manager)
         group.update_weights()
-        assert manager.stream.told == [False, True, False, True, False, False]
+        assert manager.stream.told == [False, True, True, True, False, True, False, False]
 
 
 def test_failed_create_can_be_retried(slots):

@@ -28,22 +28,24 @@ class Progress:
     Attributes:
         trained: id of the last rollout that the workers have trained on, or `START`.
         sent_after: the value of ``trained`` when the weights were sent last; None if unknown.
+        failed: whether an update has failed since. Rollout workers may then have other weights, or none.
     """
 
     trained: int = START
     sent_after: int | None = None
+    failed: bool = False
 
     def has_sent(self, recovery: Recovery) -> bool:
         """Whether the weights that were sent last are those of a snapshot."""
         # Snapshot 0 is taken before the first rollout; but a single rank takes its first one when it grows.
         initial = not recovery.number and (len(recovery.sources) > 1 or self.trained == START)
-        return self.sent_after == recovery.rollout_id or (self.sent_after == START and initial)
+        return not self.failed and (self.sent_after == recovery.rollout_id or (self.sent_after == START and initial))
 
     def after(self, recovery: Recovery) -> Progress:
         """Return the progress of ranks that have restored a snapshot. Its ``sent_after`` is None if the rollout workers
         may have newer weights."""
         sent = recovery.rollout_id if self.has_sent(recovery) else self.sent_after
-        if sent is not None and sent > recovery.rollout_id:
+        if self.failed or (sent is not None and sent > recovery.rollout_id):
             sent = None
         return Progress(recovery.rollout_id, sent)
 

@@ -803,7 +803,7 @@ class RayTrainGroup:
             if self._takes_version:  # a worker that counts by itself gives the number to the next weights
                 self._tried = version
             self._leave()  # before: no other update may have this version
-            self._progress.sent_after = None  # an update that fails leaves rollout workers without weights
+            self._progress.failed = True
             try:
                 workers.update_weights(
                     *((version,) if self._takes_version else ()), **({} if verify is None else {"verify": verify})
@@ -814,6 +814,7 @@ class RayTrainGroup:
                         self._rollout.expect(self.weight_version or None)
                 raise
             self.weight_version, self._progress.sent_after = version, self._progress.trained
+            self._progress.failed = False
             self._tried, self._weights_lost = 0, False
 
     def onload(self) -> int:
