@@ -1,14 +1,22 @@
 """Which checkpoint counts as complete. Runs in this process, with a model whose save succeeds or fails on demand."""
 
 import os
+import pickle
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from workers.train.checkpoints import POSITION, CheckpointError, RolloutCheckpoints, complete_checkpoints
+from workers.train.checkpoints import (
+    POSITION,
+    CheckpointError,
+    LastCheckpoint,
+    RolloutCheckpoints,
+    complete_checkpoints,
+)
 
 
 class Model:
@@ -241,3 +249,15 @@ def test_newer_of_two_checkpoints_of_a_step_is_read(alone, tmp_path, monkeypatch
         found = RolloutCheckpoints(str(tmp_path), None, 0, step=3).find()
         assert (found.folder.name, found.optimizer_step) == (name, number)
         assert complete_checkpoints(str(tmp_path))[3].name == name
+
+
+def test_checkpoint_of_a_call_that_was_left_is_waited_for():
+    """The driver was interrupted or killed while `save_model` ran."""
+    waited = []
+    wait = SimpleNamespace(options=lambda timeout: lambda: waited.append(timeout))
+    state = {"execute_with_func_generator": lambda *_: [None], "closed": False, "broken": None}
+    workers, saved = SimpleNamespace(wait_for_save=wait, **state), LastCheckpoint()
+    for folder in (None, "checkpoints"):
+        saved.begin(workers, folder)
+        pickle.loads(pickle.dumps(saved)).wait(workers, 60, "actor")  # by the driver that takes the workers over
+    assert waited == [60]

@@ -386,12 +386,15 @@ class LastCheckpoint:
         # One item, once they have begun to write: the name in `LATEST` before. Each checkpoint gets another name than
         # the one before it.
         self._before: tuple[str | None] | None = None
-        self._unknown = False  # whether one may be being written in the background of a call that has failed
+        # Whether one may be being written in the background of a call that has failed, or was left.
+        self._unknown = False
 
     def begin(self, workers: RayWorkerGroup, folder: str | None) -> None:
         """`save_model` is about to be called, with this ``args.save``."""
         if not self._complete:
             self._look(workers, folder)
+        # Until the call has ended, if ever: it may be interrupted, or another driver may take the workers over.
+        self._unknown = folder is not None
 
     def _look(self, workers: RayWorkerGroup, folder: str | None) -> None:
         """Find out whether `LATEST` names a checkpoint of these workers."""
