@@ -139,6 +139,15 @@ def test_attempts_are_repeated_and_take_what_there_is_room_for(caplog):
     assert "1 rollout workers are missing" in caplog.text
 
 
+def test_group_that_was_restarted_as_a_whole_lacks_nobody():
+    group = Group()
+    of = GroupRecovery(group)
+    of.recover(died(1), elastic=True)
+    assert of.due
+    group.workers = [object() for _ in range(3)]
+    assert not of.due
+
+
 def test_closed_group_is_told():
     group = Group()
     of = GroupRecovery(group)

@@ -38,8 +38,8 @@ class GroupRecovery:
         self._local: list[Hashable] = []
         self._refused: int | None = None
         """The group's generation when it last refused a call."""
-        self._missing = 0
-        """Ranks that the group has lost."""
+        self._size = 0
+        """How many ranks the group had before it lost those that are to be started again."""
         self._growing: Future[int] | None = None
         self._tries = 0
         self._next_try = 0.0
@@ -51,6 +51,12 @@ class GroupRecovery:
             return list(actors)
         self._local += [object() for _ in range(self._group.world_size - len(self._local))]
         return list(self._local)
+
+    @property
+    def _missing(self) -> int:
+        """How many ranks are to be started. A restart of the whole group, by whomever, brings all of them back."""
+        now: int = self._group.world_size
+        return max(0, self._size - now)
 
     @property
     def due(self) -> bool:
@@ -83,11 +89,11 @@ class GroupRecovery:
         # A standby takes the rank of a worker that has died, and may be the only process on a host that is left.
         if elastic and len(group.standbys()) < max(1, len(lost)):
             try:
-                dropped = group.shrink(lost or None)
+                size, dropped = group.world_size, group.shrink(lost or None)
             except SingleControllerError as failed:
                 logger.debug("the group cannot go on without %s: %s", lost, failed)
             else:
-                self._missing += len(dropped)
+                self._size = max(self._size, size)
                 logger.warning("the rollout workers %s are replaced; the others go on: %s", [*dropped], cause)
                 return
         logger.warning("restarting the rollout workers %s: %s", lost or "", cause)
@@ -107,12 +113,12 @@ class GroupRecovery:
         attempt, self._growing = self._growing, None
         if attempt is None:
             # One at a time if there is not room for all, as after the loss of a host.
-            count = 1 if self._tries % 2 else self._missing
+            count = 1 if self._tries % 2 else max(1, self._missing)  # another thread may have restarted the group
             self._growing = in_thread("rollout-grow", lambda: len(self._group.grow(count)))
             return
         error = attempt.exception()
         if error is None:
-            self._missing -= attempt.result()
+            self._size = self._size if self._missing else 0
             self._tries = 0
         elif isinstance(error, GroupClosedError) or not isinstance(error, SingleControllerError):
             raise error
