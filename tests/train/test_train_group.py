@@ -804,6 +804,16 @@ def test_actor_and_critic_that_continue_at_different_rollouts_are_told_of(slots,
         assert not caplog.text
 
 
+def test_critic_is_restarted_before_the_actor_that_has_died_too(slots):
+    with group_of({}, 1, slots) as actor, group_of({}, 1, slots, role="critic") as critic:
+        ray.get([*actor.async_init(), *critic.async_init()])
+        actor.connect(critic)
+        for group in (actor, critic):
+            ray.kill(group.worker_group.workers[0])
+        assert [critic.restart(), actor.restart()] == [[0], [0]]
+        assert actor.worker_group.critic_said()[0]["pid"] == critic.worker_group.said()[0]["pid"]
+
+
 def test_groups_that_cannot_be_connected(slots, actor, critic):
     with group_of(ranks=1, pg=slots, role="critic") as lone:
         with pytest.raises(ValueError, match="actor group has 2 ranks, the critic group 1;"):

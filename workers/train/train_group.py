@@ -240,7 +240,13 @@ class RayTrainGroup:
                 self._rollout.forget()
                 self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
-                self._pair.groups[0].connect(self._pair.groups[1])
+                try:
+                    self._pair.groups[0].connect(self._pair.groups[1])
+                except SingleControllerError as error:
+                    if self.role == "actor":
+                        raise
+                    # It was to be told of the new critic, and is not worth losing that: its own restart connects them.
+                    logger.warning("the actor's workers were not connected to the new critic: %s", error)
         except BaseException:
             self._group.close()  # the group is released again, as before the call
             raise
