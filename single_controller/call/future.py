@@ -136,8 +136,8 @@ class WorkerFuture(Deferred, Generic[R_co]):
             return call.settled
         try:
             self.source()[0].wait(timeout=0.0)
-        except CallTimeoutError:
-            return False
+        except CallTimeoutError as error:
+            return not error.call_goes_on  # otherwise it is the error of the call
         except SingleControllerError:
             return True
         return True

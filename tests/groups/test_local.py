@@ -59,6 +59,10 @@ class Probe(Worker):
         if self.rank == slow:
             time.sleep(0.2)
 
+    @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def is_done(self, future):
+        return future.done()
+
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
         return (self.rank, self.world_size, self.local_rank, self.local_world_size, self.device_ids)
@@ -553,10 +557,12 @@ def test_failed_input_future_fails_the_call_without_threads():
     with (
         LocalWorkerGroup(2, ClassWithInitArgs(Fragile), threads=True) as producer,
         LocalWorkerGroup(2, ClassWithInitArgs(Counter)) as consumer,
+        LocalWorkerGroup(1, ClassWithInitArgs(Probe)) as probe,
     ):
         late = producer.sleep_on.options(timeout=0.2).remote([1], 20)
         with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded its timeout.*rank 1"):
             consumer.echo(late)
+        assert probe.is_done(late) == [True], "its error is that of the call, not of a wait"
         assert consumer.add(0) == [0, 1] and producer.broken
 
 
