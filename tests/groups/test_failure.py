@@ -11,7 +11,7 @@ import time
 
 import pytest
 import ray
-from group_workers import TRACED, Counter, Fragile
+from group_workers import TRACED, Counter, Fragile, Log
 from ray.util.placement_group import placement_group_table
 from waits import stop, wait_collected, wait_gone, wait_until, within
 
@@ -547,6 +547,20 @@ class TestFork:
         group = make_group(Counter)
         assert in_fork(lambda: str(group.add(1))) == "[1, 2, 3, 4]"
         assert group.add(0) == [0, 1, 2, 3]
+
+    @pytest.mark.transports("local")
+    def test_async_methods_of_a_copy(self, make_group):
+        """The thread of the event loop does not exist in a fork: the calls used to hang."""
+        group = make_group(Log)
+        group.note_async("before")
+
+        def use():
+            group.note_async("in the fork")
+            return str(group.read()[3])
+
+        with within(10):
+            assert in_fork(use) == str(["before", "in the fork"])
+        assert group.read()[3] == ["before"]
 
     def test_fork_may_have_a_group_with_threads_of_its_own(self, fragile):
         future = fragile.sleep.remote(0.5)  # the monitor watches it

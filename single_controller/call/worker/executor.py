@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
@@ -52,7 +53,7 @@ class Executor:
     Threads: the transport decides in which thread `run` is called; calls of ``concurrent=True`` methods overlap with it
     in threads of their own. ``async`` methods run on one event loop per process, in a daemon thread named
     "worker-loop". The first such call starts it, `close` ends it. Any thread may ask `running` and `stacks`.
-    Lock: ``_loop_lock`` protects ``_loop``. It is a leaf: nothing else is acquired while it is held.
+    Lock: ``_loop_lock`` protects ``_loop`` and ``_loop_pid``. It is a leaf: nothing else is acquired while it is held.
 
     Args:
         host: where the process runs, for messages.
@@ -78,6 +79,7 @@ class Executor:
         self._reraise = reraise
         self._role_workers = RoleWorkers()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_pid = 0  # the process whose thread runs it
         self._loop_lock = threading.Lock()
         self._closed = False
         self.refusing = False  # set by any thread, read when a call begins: a flag needs no lock
@@ -393,10 +395,10 @@ class Executor:
         thread of the call waits, so that an async method keeps its place in the order."""
         with self._loop_lock:  # another thread may close the executor at any time
             loop = self._loop
-            if loop is None:
+            if loop is None or self._loop_pid != os.getpid():  # that thread does not exist in a fork
                 loop = asyncio.new_event_loop()
                 threading.Thread(target=_run_loop, args=(loop,), name="worker-loop", daemon=True).start()
-                self._loop = loop  # only now: without a thread, it would run nothing
+                self._loop, self._loop_pid = loop, os.getpid()  # only now: without a thread, it would run nothing
 
         async def outcome() -> tuple[Any, BaseException | None]:
             try:
