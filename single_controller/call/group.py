@@ -24,7 +24,7 @@ from dispatch.register import MethodSpec, method_spec, naming_keywords
 from dispatch.typed import RegisteredMethod
 from single_controller.call.call import DECLARED, Call, CallOptions
 from single_controller.call.codec import FutureInside, future_inside
-from single_controller.call.errors import ForkedProcessError, GroupBrokenError, ranks_text
+from single_controller.call.errors import GroupBrokenError, ranks_text
 from single_controller.call.future import ComputedFuture, WorkerFuture, in_event_loop, off_loop
 from single_controller.call.joining import Inputs
 from single_controller.call.map_batches import BatchMap, report
@@ -356,9 +356,7 @@ class WorkerGroup(VerlGroup, Closing):
     def close(self) -> None:
         """End the workers. Running calls raise `GroupClosedError`. A second close does nothing, and neither does one
         in a fork of the process that made the group."""
-        try:
-            self._state.check_process()
-        except ForkedProcessError:
+        if os.getpid() != self._state.pid:
             return  # the workers belong to the process that this one was forked from
         with self._state.lock:
             self._state.close()
