@@ -369,8 +369,7 @@ class WorkerGroup(VerlGroup, Closing):
         self._state.check_process()
         if self._state.closed or not self._transport.connected:
             return [False] * self.world_size
-        dead = self._transport.deaths()
-        self._state.note_deaths(dead)
+        dead = self._state.look_for_deaths(self._transport)
         return [rank not in dead for rank in range(self.world_size)]
 
     def status(self, timeout: float = MAX_STACK_SECONDS) -> GroupStatus:

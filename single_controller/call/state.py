@@ -183,6 +183,13 @@ class GroupState:
                 if known is None or known.generation != self.restarts:
                     self.last_deaths[rank] = Death(time.time(), reason, self.restarts)
 
+    def look_for_deaths(self, transport: Transport) -> dict[int, str]:
+        """rank -> why its process has ended. Remembers those that were not ended on purpose."""
+        deaths = transport.deaths()
+        if not transport.ended:
+            self.note_deaths({rank: why for rank, why in deaths.items() if rank not in transport.restarted})
+        return deaths
+
     def renumber(self, kept: Sequence[int]) -> None:
         """Note that only these ranks are left, as 0, 1, ..."""
         with self.lock:
@@ -241,12 +248,9 @@ class GroupState:
         transport = self.transport
         if transport is None:
             raise RuntimeError(f"{self.name} has no workers yet")
-        deaths: dict[int, str] = {}
         processes = transport.processes
         gone = self.closed or transport.ended or not transport.connected
-        if not gone:
-            deaths = {rank: why for rank, why in transport.deaths().items() if rank not in transport.restarted}
-            self.note_deaths(deaths)
+        deaths = {} if gone else self.look_for_deaths(transport)
         living = [] if gone else [rank for rank in range(transport.world_size) if rank not in deaths]
         current: State = "closed" if self.closed else "open" if self.broken is None else "broken"
         reason = "" if current != "broken" else self.broken or ""

@@ -902,6 +902,22 @@ class Which(Worker):
         return self.generation
 
 
+class StartsOnce(Worker):
+    def __init__(self):
+        super().__init__()
+        if self.generation:
+            raise RuntimeError("no second start")
+
+
+def test_ranks_that_a_failed_restart_has_ended(make):
+    """They are not alive, and what has ended them is no death."""
+    group = make(StartsOnce)
+    with pytest.raises(StartError, match="no second start"):
+        group.restart()
+    assert group.alive() == [rank.alive for rank in group.status().ranks] == [False] * 4
+    assert group.broken and group.status().last_death is None
+
+
 def test_workers_know_their_generation():
     with LocalWorkerGroup(2, ClassWithInitArgs(Which), collectives=False) as group:
         assert group.which() == [0, 0]
