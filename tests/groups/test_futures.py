@@ -919,6 +919,19 @@ class TestUnsentCalls:
 
         assert asyncio.run(main()) == [[1, 2]] * 2
 
+    def test_mapped_calls_come_after_them(self):
+        """The first one has to wait for the layout, for which busy ranks are asked."""
+        with LocalWorkerGroup(2, ClassWithInitArgs(Grid, {"dp": [0, 1]}), threads=True) as group:
+
+            async def main():
+                busy = group.execute_all_async("rest", 0.3)
+                rows = group.compute_rows.remote(torch.tensor([1, 2]))
+                (seen,) = group.map("execute_with_func_generator", [lambda worker: worker.seen])
+                del busy
+                return [*seen, *await rows]
+
+            assert list(map(int, asyncio.run(main()))) == [1, 2, 10, 20]
+
     def test_inside_an_argument_of_a_blocking_call(self, plain):
         async def main():
             sending_held(plain)
