@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -306,6 +307,36 @@ def test_interrupt_leaves_the_call_and_the_group_stays_usable(error):
         with pytest.raises(expected):
             group.stop(error, [1])
         assert group.sleep(0) == [0, 1, 2]
+
+
+class Interrupting(Worker):
+    def __init__(self):
+        super().__init__()
+        self.ended = []
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def interrupt(self):
+        try:
+            await asyncio.sleep(0.1)  # the driver waits by then
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            await asyncio.sleep(30)
+        finally:
+            self.ended.append(self.rank)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def has_ended(self):
+        return self.ended
+
+
+def test_interrupt_ends_an_async_method():
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with LocalWorkerGroup(2, ClassWithInitArgs(Interrupting)) as group:
+            with within(10), pytest.raises(KeyboardInterrupt):
+                group.interrupt()
+            wait_until(lambda: group.has_ended() == [[0], []], 10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_error_cause_keeps_its_frames_for_post_mortem_debugging(make):

@@ -407,7 +407,12 @@ class Executor:
             except BaseException as error:  # returned as a value: asyncio would replace a CancelledError by its own
                 return None, error
 
-        value, error = asyncio.run_coroutine_threadsafe(outcome(), loop).result()
+        running = asyncio.run_coroutine_threadsafe(outcome(), loop)
+        try:
+            value, error = running.result()
+        except BaseException:  # Ctrl-C in the thread of a driver, whose next call must not run beside it
+            running.cancel()
+            raise
         if error is not None:
             raise error
         return value
