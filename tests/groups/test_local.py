@@ -38,6 +38,7 @@ from single_controller import (
     Worker,
     WorkerDiedError,
     WorkerError,
+    colocate,
     register,
 )
 from single_controller.call import joining
@@ -152,6 +153,14 @@ class JoinsAtStart(Worker):
     def __init__(self):
         super().__init__()
         initialize_distributed(self, "gloo")
+
+
+class FailsWhenItHasJoined(JoinsAtStart):
+    """Its constructor raises at the end."""
+
+    def __init__(self):
+        super().__init__()
+        raise RuntimeError("after it has joined")
 
 
 class HasItsOwnGroup(Worker):
@@ -723,6 +732,13 @@ class TestCollectives:
     def test_collectives_in_a_constructor_are_rejected(self, threads):
         with pytest.raises(StartError, match="so they cannot use collectives"):
             LocalWorkerGroup(2, ClassWithInitArgs(JoinsAtStart), threads=threads)
+
+    def test_failed_start_leaves_no_process_group(self, threads):
+        alone, failing = ClassWithInitArgs(JoinsAtStart), ClassWithInitArgs(FailsWhenItHasJoined)
+        for made in (failing, colocate({"alone": alone, "failing": failing})):
+            with pytest.raises(StartError, match="after it has joined"):
+                LocalWorkerGroup(1, made, threads=threads)
+            assert not torch.distributed.is_initialized()
 
     def test_group_of_one_supports_collectives(self, make):
         group = make(world_size=1)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -96,16 +96,19 @@ class Executor:
         begun = time.time()
         entry = object()
         role: str | None = None
+        made: list[Worker] = []  # with the one whose constructor raises
         try:
             for role, (cls, args, kwargs) in roles().items():
                 self._calls[entry] = role, "__init__", time.monotonic()
-                with assign(info, self._role_workers):
+                with assign(info, self._role_workers, made):
                     self.workers[role] = worker = cls(*args, **kwargs)
                 if role is not None:
                     self._role_workers[role] = worker
         except BaseException as error:
             self.workers.clear()  # the constructors may run again
             self._role_workers.clear()
+            if self._in_process:  # any other process is ended
+                _clean_up(made)
             if self._reraise(error):
                 raise
             return self.failed(error, "__init__", role)
@@ -372,12 +375,7 @@ class Executor:
             loop.call_soon_threadsafe(loop.stop)  # `_run_loop` then cancels the tasks, in the loop's own thread
         if not self._closed:
             self._closed = True
-            for worker in self.workers.values():
-                for cleanup in (worker._leave_process, *worker._cleanups):
-                    try:
-                        cleanup()
-                    except Exception:  # the others must still run
-                        logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
+            _clean_up(self.workers.values())
 
     def _resolve(self, message: CallMessage, arguments: dict[Parameter, Any]) -> None:
         """Replace references and deferred arguments by values."""
@@ -416,6 +414,16 @@ class Executor:
         if error is not None:
             raise error
         return value
+
+
+def _clean_up(workers: Iterable[Worker]) -> None:
+    """Let workers end what they have started in a process that lives on."""
+    for worker in workers:
+        for cleanup in (worker._leave_process, *worker._cleanups):
+            try:
+                cleanup()
+            except Exception:  # the others must still run
+                logger.warning("%s failed to clean up", type(worker).__name__, exc_info=True)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -81,10 +81,10 @@ _assigned = threading.local()
 
 
 @contextmanager
-def assign(info: RankInfo, role_workers: RoleWorkers) -> Iterator[None]:
-    """Inside, workers created in this thread get this rank and these role workers."""
+def assign(info: RankInfo, role_workers: RoleWorkers, made: list[Worker] | None = None) -> Iterator[None]:
+    """Inside, workers created in this thread get this rank and these role workers, and are added to ``made``."""
     before = dict(vars(_assigned))  # a constructor may create a LocalWorkerGroup, and with it other workers
-    _assigned.info, _assigned.role_workers = info, role_workers
+    _assigned.info, _assigned.role_workers, _assigned.made = info, role_workers, made
     try:
         yield
     finally:
@@ -126,6 +126,9 @@ class Worker(VerlWorker):
             object.__setattr__(self, "_layout_report", LayoutReport())
             object.__setattr__(self, "_role_workers", getattr(_assigned, "role_workers", RoleWorkers()))
             object.__setattr__(self, "_cleanups", [])  # called after _leave_process()
+            made = getattr(_assigned, "made", None)
+            if made is not None:
+                made.append(self)
             return self
 
     def _take_rank(self, info: RankInfo) -> None:
