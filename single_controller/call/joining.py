@@ -360,7 +360,7 @@ def locate(source: CallResults, join: Join, argument: DeferredArgument) -> list[
 
 
 def _lengths(source: CallResults, results: list[RankResult], join: Join) -> list[int] | None:
-    """Rows of each result; None for a single result that has no rows and is therefore sent whole."""
+    """Rows of each result; None for a single result, or several None, without rows, which is therefore sent whole."""
     lengths: list[int] = []
     for result in results:
         if result.not_rows is not None and join is not Join.LIST and not result.empty:
@@ -373,7 +373,7 @@ def _lengths(source: CallResults, results: list[RankResult], join: Join) -> list
             lengths.append(0)
         elif result.rows is not None:
             lengths.append(result.rows)
-        elif len(results) > 1:
+        elif len(results) > 1 and any(one.nbytes for one in results):  # all None are joined to None
             raise ResultError(f"the results of {source.label}() have no rows to join", method=source.label)
         else:
             return None

@@ -256,6 +256,9 @@ def test_future_is_sent_whole_where_arguments_are(counters, smaller):
     assert smaller[3].first(joined)[1].tolist() == [0, 2, 4, 6]
     assert smaller[2].echo(counters.first.remote("x")) == [(0, "x")] * 2
     assert smaller[2].echo(counters.add.remote(0)) == [[100, 101, 102, 103]] * 2
+    nothing = counters.apply.remote(lambda worker, rows: None, [1, 2, 3, 4])
+    seen = smaller[2].execute_with_func_generator(lambda worker, rows, one: [one] * len(rows), [1, 2], nothing)
+    assert nothing.result() is None and seen == [None] * 2
 
 
 def test_two_futures_and_a_batch_in_one_call(smaller):
