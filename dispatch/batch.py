@@ -75,6 +75,9 @@ class Deferred:
         """Wait until the call has ended that computes the result, with or without an error."""
         raise NotImplementedError
 
+    def hand_on(self) -> None:
+        """The error of the call that computes the result has become that of another one, whose caller is told."""
+
     def source(self) -> tuple[Any, Any]:
         """The results, as `single_controller.call.joining.CallResults`, and the `dispatch.modes.Join` that makes one
         value of them. Does not wait."""

@@ -390,7 +390,8 @@ class Call:
             return
         failures = [result.failure for result in self.rank_results.values() if result.failure is not None]
         dead = sorted(rank for rank, result in self.rank_results.items() if result.died is not None)
-        lost_input = next((error for future in self._deferred if (error := future.failed)), None) if ask else None
+        failed = next((one for one in self._deferred if one.failed is not None), None) if ask else None
+        lost_input = None if failed is None else failed.failed
         if (failures or lost_input) and self._failed_at is None:
             self._failed_at = now
         if dead:
@@ -410,6 +411,10 @@ class Call:
             # busy with an earlier call tell later.
             if isinstance(lost_input, SingleControllerError):
                 lost_input = lost_input.of_consumer(self.label)
+            if failed is not None and isinstance(lost_input, WorkerError) and not self.settled:
+                # Otherwise the log would have the error of a future that was dropped, although the caller gets it.
+                self._raised = functools.partial(str, lost_input)
+                failed.hand_on()
             self._settle(lost_input)
         elif not self._pending:
             late = self._ranks_over_time() if self.transport.synchronous else []

@@ -184,6 +184,11 @@ class WorkerFuture(Deferred, Generic[R_co]):
             with contextlib.suppress(SingleControllerError):  # whoever then reads the results is told
                 self.source()[0].wait()
 
+    def hand_on(self) -> None:
+        call = self.wait_sent()
+        if isinstance(call, Call):
+            call.reported = True
+
     @property
     def ended(self) -> bool:
         return self._call is not None and self._call.settled

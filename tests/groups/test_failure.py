@@ -96,6 +96,15 @@ class TestErrorsOfMethods:
         told = [record.getMessage() for record in caplog.records if "Unhandled error" in record.getMessage()]
         assert len(told) == 1 and "the true cause on rank 2" in told[0]
 
+    @anywhere
+    def test_error_that_another_call_has_raised_is_not_logged(self, fragile, caplog):
+        with pytest.raises(WorkerError, match="the true cause on rank 1"):
+            fragile.sleep(fragile.fail.remote([1]))
+        fragile.sleep.remote(fragile.fail.remote([2]))  # nobody retrieves its result
+        wait_collected(lambda: fragile.ping() and "the true cause on rank 2" in caplog.text)
+        told = [record.getMessage() for record in caplog.records if "Unhandled error" in record.getMessage()]
+        assert len(told) == 1 and told[0].startswith("Unhandled error of sleep()") and "rank 2" in told[0]
+
     @pytest.mark.parametrize("ended", [True, False], ids=["ended", "running"])
     def test_log_of_a_dropped_error_makes_no_error_of_a_user(self, fragile, caplog, ended):
         """The garbage collector may drop a future in any thread, where a user's code must not run."""
