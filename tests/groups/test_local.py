@@ -949,6 +949,29 @@ class Which(Worker):
         return self.generation
 
 
+class Unreported(Worker):
+    """After its method has failed, it cannot say where it is: as with process groups that are half made."""
+
+    failed = False
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self):
+        self.failed = True
+        raise KeyError("of the method")
+
+    def _report(self):
+        if self.failed:
+            raise ValueError("no layout")
+        return super()._report()
+
+
+def test_error_of_a_method_after_which_there_is_no_layout(make):
+    group = make(Unreported)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="of the method"):
+            group.fail.options(timeout=5)()
+
+
 class StartsOnce(Worker):
     def __init__(self):
         super().__init__()

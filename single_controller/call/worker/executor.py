@@ -287,8 +287,13 @@ class Executor:
         failure.alike = alike
         if lost is not None:
             failure.lost, failure.message = True, lost
-        worker = self.workers.get(role)
-        return RankResult(rank, 0 if worker is None else worker._report().version, failure=failure)
+        worker, version = self.workers.get(role), 0
+        try:
+            if worker is not None:
+                version = worker._report().version
+        except Exception:  # the method may have left what it asks half made. Without a result, the driver would wait
+            logger.warning("%s cannot report its layout", type(worker).__name__, exc_info=True)
+        return RankResult(rank, version, failure=failure)
 
     def running(self) -> tuple[RunningCall, ...]:
         """The calls that run now, the oldest first. Any thread may ask."""
