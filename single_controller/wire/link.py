@@ -258,7 +258,9 @@ class Link:
                 self._notes.pop((note, number), None)
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
-            if self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
+            if number > self._acknowledged:  # an earlier call goes on, for which the rank would keep this reply, too
+                self._send(connection, Kind.ACK, number)
+            elif self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
                 self._send(connection, Kind.ACK, 0)
             reply = call[2]()
             if reply is not None:

@@ -141,6 +141,8 @@ class Listener:
                     session.wanted.add(number)
             elif kind == Kind.INPUTS:
                 session.give_parts(number + INPUTS_OF, (data,) if data else ())
+            elif kind == Kind.ACK:
+                session.replies.pop(number, None)
             elif kind == Kind.DROP:
                 session.kept.pop(number, None)
         if kind in (Kind.CALL, Kind.CONCURRENT, Kind.JOIN):

@@ -275,6 +275,15 @@ class TestLostConnections:
         (session,) = rank.listener._sessions.values()
         assert len(session.replies) <= link.ACK_REPLIES + 1
 
+    def test_rank_keeps_no_replies_for_as_long_as_an_earlier_call_runs(self, rank, to_rank):
+        rank.delay = 30
+        long = call(to_rank, b"long")
+        wait_until(lambda: rank.ran)
+        rank.delay = 0
+        assert answered([call(to_rank, b"x" * 1000) for _ in range(100)]) and not long.told.is_set()
+        (session,) = rank.listener._sessions.values()
+        wait_until(lambda: not session.replies, 5)
+
     def test_rank_that_has_forgotten_the_driver(self, rank, to_rank):
         assert answered([call(to_rank, b"before")])
         rank.delay = 30
