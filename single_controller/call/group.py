@@ -577,7 +577,7 @@ class WorkerGroup(VerlGroup, Closing):
     def _wait_for_unsent(self) -> None:
         """In the thread of an event loop, wait until the calls that it has left to a thread are sent. They come
         first."""
-        if in_event_loop() and not self._state.restarting:
+        if in_event_loop():
             reached: Future[None] = Future()
             with self._state.lock:
                 if not self._state.unsent:

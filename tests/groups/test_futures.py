@@ -891,6 +891,14 @@ class Plain(Worker):
         return list(self.seen)
 
 
+class SlowAgain(Grid):
+    """Its second constructor takes time."""
+
+    def __init__(self, axes):
+        time.sleep(0.3 if self.generation else 0.0)
+        super().__init__(axes)
+
+
 @pytest.fixture
 def plain():
     with LocalWorkerGroup(2, ClassWithInitArgs(Plain), threads=True) as group:
@@ -921,6 +929,20 @@ class TestUnsentCalls:
             return plain.see(2)
 
         assert asyncio.run(main()) == [[1, 2]] * 2
+
+    def test_blocking_calls_come_after_them_in_a_restart(self):
+        with LocalWorkerGroup(2, ClassWithInitArgs(SlowAgain, {"dp": [0, 1]}), threads=True) as group:
+
+            async def main():
+                restart = asyncio.create_task(group.arestart())
+                while not group._state.restarting:
+                    await asyncio.sleep(0.01)
+                rows = group.compute_rows.remote(torch.tensor([1, 2]))  # then the layout is asked for, too
+                seen = group.last_seen()
+                await restart
+                return [*seen, *await rows]
+
+            assert list(map(int, asyncio.run(main()))) == [1, 2, 10, 20]
 
     def test_mapped_calls_come_after_them(self):
         """The first one has to wait for the layout, for which busy ranks are asked."""
