@@ -155,6 +155,15 @@ class JoinsAtStart(Worker):
         initialize_distributed(self, "gloo")
 
 
+class JoinsLate(JoinsAtStart):
+    joined = False
+
+    def __init__(self):
+        time.sleep(1.0)
+        super().__init__()
+        JoinsLate.joined = torch.distributed.is_initialized()
+
+
 class FailsWhenItHasJoined(JoinsAtStart):
     """Its constructor raises at the end."""
 
@@ -739,6 +748,12 @@ class TestCollectives:
             with pytest.raises(StartError, match="after it has joined"):
                 LocalWorkerGroup(1, made, threads=threads)
             assert not torch.distributed.is_initialized()
+
+    def test_constructor_that_ends_after_the_start_timeout_leaves_no_process_group(self):
+        with pytest.raises(CallTimeoutError, match=r"__init__\(\) exceeded"):
+            LocalWorkerGroup(1, ClassWithInitArgs(JoinsLate), threads=True, start_timeout=0.05)
+        wait_until(lambda: JoinsLate.joined, 10)
+        wait_until(lambda: not torch.distributed.is_initialized(), 10)
 
     def test_group_of_one_supports_collectives(self, make):
         group = make(world_size=1)

@@ -114,6 +114,8 @@ class Executor:
             return self.failed(error, "__init__", role)
         finally:
             self._calls.pop(entry, None)
+        if self._closed:  # meanwhile, by a group that has waited for long enough
+            _clean_up(made)
         ended = time.time()
         return RankResult(info.rank, clock=(begun, begun, ended, ended))
 
@@ -423,8 +425,10 @@ class Executor:
 
 def _clean_up(workers: Iterable[Worker]) -> None:
     """Let workers end what they have started in a process that lives on."""
-    for worker in workers:
-        for cleanup in (worker._leave_process, *worker._cleanups):
+    for worker in list(workers):  # a copy: their constructors may still run, in another thread
+        cleanups = [worker._leave_process, *worker._cleanups]
+        worker._cleanups.clear()  # once: `start` and `close` may both have the worker
+        for cleanup in cleanups:
             try:
                 cleanup()
             except Exception:  # the others must still run
