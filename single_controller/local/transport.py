@@ -69,12 +69,15 @@ class LocalRank:
         self._lock = threading.Lock()
         # Weak, so that a result lives only as long as somebody may read it.
         self._futures: weakref.WeakSet[cf.Future[RankResult]] = weakref.WeakSet()
-        # Bound and not listening: held for a process group that the only rank of a group may make.
-        rendezvous = socket.socket()
-        rendezvous.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # On all addresses: torch listens on all of them, which fails if another process is given this port on one.
-        rendezvous.bind(("", 0))
-        host, port = "127.0.0.1", rendezvous.getsockname()[1]
+        rendezvous: socket.socket | None = None
+        host, port = "127.0.0.1", 0
+        if world_size == 1:
+            # Bound and not listening: held for a process group that the only rank of a group may make.
+            rendezvous = socket.socket()
+            rendezvous.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # On all addresses: torch listens on all of them, which fails if another process is given this port on one.
+            rendezvous.bind(("", 0))
+            port = rendezvous.getsockname()[1]
         self._info = RankInfo(
             *(rank, world_size, rank, world_size, host, port), one_process=world_size > 1, generation=generation
         )
@@ -315,12 +318,13 @@ def _serve(jobs: Jobs) -> None:
         del job
 
 
-def _release(jobs: Jobs | None, executor: Executor, rendezvous: socket.socket) -> None:
+def _release(jobs: Jobs | None, executor: Executor, rendezvous: socket.socket | None) -> None:
     # Must not wait for the thread: the garbage collector may run this in any thread, the rank's own included.
     if jobs is not None:
         jobs.put(None)
     executor.close()
-    rendezvous.close()
+    if rendezvous is not None:
+        rendezvous.close()
 
 
 def _set_result(future: cf.Future[RankResult], result: RankResult) -> None:

@@ -493,6 +493,12 @@ def test_no_thread_outlives_a_closed_or_dropped_group(make):
     wait_until(lambda: group_threads() <= before, 5)
 
 
+def test_ranks_that_share_a_process_need_no_files():
+    before = len(os.listdir("/proc/self/fd"))
+    with LocalWorkerGroup(100, ClassWithInitArgs(Counter)) as group:
+        assert len(group.add(0)) == 100 and len(os.listdir("/proc/self/fd")) < before + 50
+
+
 def test_worker_may_create_a_group_in_its_constructor(make):
     assert make(HasItsOwnGroup, world_size=2).say() == [(0, [0, 1, 2], 0), (1, [0, 1, 2], 1)]
 
