@@ -269,9 +269,14 @@ class WorkerGroup(VerlGroup, Closing):
     def stats(self) -> Stats:
         """What the group's calls cost: bytes and seconds by method, and by call for the latest ones. Prints as a table.
         With roles, also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's part."""
+        parts = self._stats_by_role()
+        return Stats.together(parts) if self.roles else parts[None]
+
+    def _stats_by_role(self) -> dict[str | None, Stats]:
+        """The stats of each role; of a group without roles, under None."""
         if self.roles:
-            return Stats.together({role: one.stats.stats() for role, one in self._worker_classes.items()})
-        return self._worker_classes[self._role].stats.stats()
+            return {role: one.stats.stats() for role, one in self._worker_classes.items()}
+        return {None: self._worker_classes[self._role].stats.stats()}
 
     def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`; with roles, in

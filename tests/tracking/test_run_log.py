@@ -20,7 +20,15 @@ from run_batches import batch_of, check_clean, check_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waits import wait_until
 
-from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerDiedError, register
+from single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalWorkerGroup,
+    Worker,
+    WorkerDiedError,
+    colocate,
+    register,
+)
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats
 from single_controller.view.run_files import (
     EVENTS,
@@ -496,10 +504,24 @@ def test_timeline_has_the_calls_of_watched_groups(tmp_path, monkeypatch):
     assert found[3]["failed"] == "WorkerError" and "failed" not in found[0]
 
 
+def test_call_of_a_role_is_in_the_timeline_once(tmp_path):
+    made = ClassWithInitArgs(Sleeper)
+    with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(1, colocate({"actor": made, "critic": made})) as group:
+        log.watch(group)
+        for step in range(3):
+            group.actor.nap(0.01)
+            group.critic.nap(0.01)
+            log.log(step, {})
+    found = [(part["group"], part["method"], part["call"]) for part in lines(tmp_path, TIMELINE)]
+    assert sorted(found, key=lambda call: call[2]) == [
+        (group.name, f"{'critic' if number % 2 else 'actor'}.nap", number) for number in range(6)
+    ]
+
+
 def test_long_call_that_many_short_ones_overtake_is_in_the_timeline(monkeypatch):
     monkeypatch.setattr("workers.tracking.timeline.SHORT_SECONDS", 0.15)
     stats = CallStats()
-    lines_of = CallLines(SimpleNamespace(name="g", stats=stats.stats))
+    lines_of = CallLines(SimpleNamespace(name="g", _stats_by_role=lambda: {None: stats.stats()}))
     long = CallRecord("long", 100.0, 100.0)
     stats.calls.append(long)
     assert lines_of.new() == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from heapq import nlargest
 from typing import Any
 
+from dispatch.register import label
 from single_controller.call.stats import CallRecord
 
 SHORT_SECONDS = 0.005
@@ -31,23 +33,27 @@ class CallLines:
     def __init__(self, group: Any, first: int = 0) -> None:
         self._group = group
         self.count = first
-        self._last: CallRecord | None = None
-        self._running: list[tuple[int, CallRecord]] = []  # the group keeps the latest calls alone
+        self._last: dict[str | None, CallRecord] = {}  # by role, None without roles
+        self._running: list[tuple[int, str | None, CallRecord]] = []  # the group keeps the latest calls alone
 
     def new(self) -> list[dict[str, Any]]:
         """Return the lines of the calls that have ended since the last call."""
-        calls = list(self._group.stats().calls)
-        known = next((number for number, call in enumerate(calls, 1) if call is self._last), 0)
-        candidates = [*self._running, *enumerate(calls[known:], self.count)]
-        self.count += len(calls) - known
-        self._last = calls[-1] if calls else self._last
+        candidates = self._running
+        # By role: `WorkerGroup.stats` has copies of the calls of roles, which would be new each time.
+        for role, stats in self._group._stats_by_role().items():
+            calls = list(stats.calls)
+            known = next((number for number, call in enumerate(calls, 1) if call is self._last.get(role)), 0)
+            candidates += [(number, role, call) for number, call in enumerate(calls[known:], self.count)]
+            self.count += len(calls) - known
+            if calls:
+                self._last[role] = calls[-1]
         self._running = []
         lines: list[dict[str, Any]] = []
-        for number, call in candidates:
+        for number, role, call in candidates:
             if not call.settled:
-                self._running.append((number, call))
+                self._running.append((number, role, call))
             elif call.failed or call.settled - call.begun >= SHORT_SECONDS:
-                lines += call_lines(self._group.name, number, call)
+                lines += call_lines(self._group.name, number, replace(call, method=label(role, call.method)))
         return lines
 
 
