@@ -512,10 +512,32 @@ def test_call_of_a_role_is_in_the_timeline_once(tmp_path):
             group.actor.nap(0.01)
             group.critic.nap(0.01)
             log.log(step, {})
-    found = [(part["group"], part["method"], part["call"]) for part in lines(tmp_path, TIMELINE)]
+    found = [
+        (part["group"], part["method"], part["call"]) for part in lines(tmp_path, TIMELINE) if part["rank"] is None
+    ]
     assert sorted(found, key=lambda call: call[2]) == [
         (group.name, f"{'critic' if number % 2 else 'actor'}.nap", number) for number in range(6)
     ]
+
+
+def test_groups_of_one_name_are_all_recorded(tmp_path):
+    made = ClassWithInitArgs(Sleeper)
+    with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(1, made) as one, LocalWorkerGroup(1, made) as two:
+        train_groups = [SimpleNamespace(async_train=None, role="critic", worker_group=group) for group in (one, two)]
+        log.watch(*train_groups)
+        for step in range(3):
+            one.nap(0.01)
+            two.nap(0.02)
+            log.log(step, {})
+        assert len(log._watchers) == 2
+        one.close()
+        with LocalWorkerGroup(1, made) as train_groups[0].worker_group:  # as after a restart
+            log.log(3, {})
+            train_groups[0].worker_group.nap(0.03)
+            log.log(4, {})
+    naps = [part for part in lines(tmp_path, TIMELINE) if part["rank"] is None]
+    assert [part["call"] for part in naps] == [0, 0, 1, 1, 2, 2, 3] and naps[-1]["end"] - naps[-1]["start"] >= 0.03
+    assert read_run(tmp_path)["groups"] == [one.name] == [two.name]
 
 
 def test_long_call_that_many_short_ones_overtake_is_in_the_timeline(monkeypatch):

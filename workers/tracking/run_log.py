@@ -110,7 +110,7 @@ class RunLog(Closing):
         self._decode: Callable[[Sequence[int]], str] | None = None if tokenizer is None else tokenizer.decode
         self._limit = None if record_rows is None else check_count("record_rows", record_rows, 0)
         self._lock = threading.RLock()
-        self._groups: dict[str, tuple[Any, CallLines, int]] = {}  # name -> group, its calls, its generation
+        self._groups: list[tuple[Any, CallLines, int]] = []  # each with its calls and its generation
         self._watchers: list[Closing] = []
         self._actor: Any = None
         self._train_groups: list[Any] = []
@@ -197,7 +197,7 @@ class RunLog(Closing):
                 self._watch_group(one)
         with self._lock, self._saving():
             if self._folder is not None:
-                self._folder.update(groups=list(self._groups), ranks=ranks)
+                self._folder.update(groups=list(dict.fromkeys(group.name for group, _, _ in self._groups)), ranks=ranks)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -316,11 +316,13 @@ class RunLog(Closing):
 
     def _watch_group(self, group: Any) -> None:
         with self._lock:
-            known = self._groups.get(group.name)
-            if known is not None and known[0] is group:
+            if any(_same(known, group) for known, _, _ in self._groups):
                 return
-            first = 0 if known is None else known[1].count
-            self._groups[group.name] = group, CallLines(group, first), group.generation
+            # A closed group of this name is the one that this one replaces: its calls are counted on.
+            ended = [one for one in self._groups if one[0].name == group.name and one[0].closed]
+            first = max((lines.count for _, lines, _ in ended), default=0)
+            self._groups = [one for one in self._groups if one not in ended]
+            self._groups.append((group, CallLines(group, first), group.generation))
         # A rank takes 400 bytes of each call.
         group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))))
         self._watchers.append(group.watch(lambda error: self._died(group.name, error)))
@@ -405,11 +407,12 @@ class RunLog(Closing):
         folder = self._folder
         if folder is None:
             return
-        for name, (group, lines, generation) in self._groups.items():
+        for number, (group, lines, generation) in enumerate(self._groups):
             folder.timeline(lines.new())
             if group.generation != generation:
-                self._groups[name] = group, lines, group.generation
-                folder.event("replace", f"workers of {name} were replaced or restarted", step, group=name, rank=None)
+                self._groups[number] = group, lines, group.generation
+                said = f"workers of {group.name} were replaced or restarted"
+                folder.event("replace", said, step, group=group.name, rank=None)
 
     def _tick(self) -> None:
         """What the thread does."""
@@ -508,6 +511,11 @@ def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
         except Exception:
             logger.exception("recording the run has failed; training goes on")
         del one  # this thread must not keep it while it waits
+
+
+def _same(group: Any, other: Any) -> bool:
+    """Whether two groups are one. A role's group is a new object each time; groups of one name may be several."""
+    return group.name == other.name and getattr(group, "_whole", group) is getattr(other, "_whole", other)
 
 
 def _new_folder() -> Path:
