@@ -372,10 +372,11 @@ class WorkerGroup(VerlGroup, Closing):
     def alive(self) -> list[bool]:
         """Whether each rank's process is alive. Returns also while they are busy."""
         self._state.check_process()
-        if self._state.closed or not self._transport.connected:
-            return [False] * self.world_size
-        dead = self._state.look_for_deaths(self._transport)
-        return [rank not in dead for rank in range(self.world_size)]
+        transport = self._transport
+        if self._state.closed or not transport.connected:
+            return [False] * transport.world_size
+        dead = self._state.find_deaths(transport)
+        return [rank not in dead for rank in range(transport.world_size)]
 
     def status(self, timeout: float = MAX_STACK_SECONDS) -> GroupStatus:
         """Each rank's process, what it runs now and since when, and why it died. Prints as a table. The ranks answer

@@ -183,9 +183,10 @@ class GroupState:
                 if known is None or known.generation != self.restarts:
                     self.last_deaths[rank] = Death(time.time(), reason, self.restarts)
 
-    def look_for_deaths(self, transport: Transport) -> dict[int, str]:
-        """rank -> why its process has ended. Remembers those that were not ended on purpose."""
+    def find_deaths(self, transport: Transport) -> dict[int, str]:
+        """rank -> why its process has ended. Remembers those that nobody meant to end."""
         deaths = transport.deaths()
+        # What a restart ends, it has noted before: so this is read after the question.
         if not transport.ended:
             self.note_deaths({rank: why for rank, why in deaths.items() if rank not in transport.restarted})
         return deaths
@@ -250,7 +251,7 @@ class GroupState:
             raise RuntimeError(f"{self.name} has no workers yet")
         processes = transport.processes
         gone = self.closed or transport.ended or not transport.connected
-        deaths = {} if gone else self.look_for_deaths(transport)
+        deaths = {} if gone else self.find_deaths(transport)
         living = [] if gone else [rank for rank in range(transport.world_size) if rank not in deaths]
         current: State = "closed" if self.closed else "open" if self.broken is None else "broken"
         reason = "" if current != "broken" else self.broken or ""

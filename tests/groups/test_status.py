@@ -13,7 +13,7 @@ import ray
 from group_workers import Counter, Fragile
 from waits import wait_until, within
 
-from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller import GroupMetrics, RayClassWithInitArgs, RayWorkerGroup
 from single_controller.__main__ import main
 from single_controller.call.transport import RunningCall
 from single_controller.ray import group_records
@@ -104,11 +104,13 @@ def test_record_follows_restart_and_close(pool):
         os.kill(group.status().ranks[3].process.pid, signal.SIGKILL)
         wait_until(lambda: not all(group.alive()))
         assert group.status().last_death.rank == 3  # without a call that ran into it
-        group.restart()
+        with GroupMetrics(group, interval=0.02):  # it looks while the workers are ended, which is no death
+            group.restart()
         wait_until(lambda: records_of("recorded_Counter")[0].generation == 1)
         status = group.status()
         assert (status.state, status.generation) == ("open", 1) and all(rank.alive for rank in status.ranks)
         assert status.last_death.death.generation == 0
+        assert [rank.rank for rank in status.ranks if rank.death is not None] == [3]
         pids = [rank.location.pid for rank in records_of("recorded_Counter")[0].ranks]
         assert pids == [rank.process.pid for rank in status.ranks]
     assert not records_of("recorded_Counter")
