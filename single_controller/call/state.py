@@ -125,6 +125,7 @@ class GroupState:
         # Deaths that calls found: number of restarts before, and the error
         self.deaths: list[tuple[int, WorkerDiedError]] = []
         self.last_deaths: dict[int, Death] = {}  # rank -> the last death of a process of this rank, for `GroupStatus`
+        self.died = 0  # number of deaths, also of ranks that the group goes on without
         # Called when the group breaks, or was restarted or replaced. It runs while locks are held, so it must return at
         # once.
         self.on_change: Callable[[], object] = lambda: None
@@ -182,6 +183,7 @@ class GroupState:
                 known = self.last_deaths.get(rank)
                 if known is None or known.generation != self.restarts:
                     self.last_deaths[rank] = Death(time.time(), reason, self.restarts)
+                    self.died += 1
 
     def find_deaths(self, transport: Transport) -> dict[int, str]:
         """rank -> why its process has ended. Remembers those that nobody meant to end."""

@@ -64,7 +64,6 @@ class _Exported(NamedTuple):
 
     group: weakref.ref[WorkerGroup]
     counted: dict[tuple[str, str], float]  # (counter, method) -> total
-    deaths: set[tuple[int, int]]  # (rank, generation)
 
 
 class GroupMetrics(Closing):
@@ -104,7 +103,7 @@ class GroupMetrics(Closing):
             )
         group = getattr(group, "_whole", group)  # a role's group is a new object each time, and may be gone soon
         if all(one.group() is not group for one in self._groups):
-            self._groups.append(_Exported(weakref.ref(group), {}, set()))
+            self._groups.append(_Exported(weakref.ref(group), {}))
         self._start()
 
     def _start(self) -> None:
@@ -162,8 +161,7 @@ class GroupMetrics(Closing):
         for method, of_method in stats.methods.items():
             for counter, total in _totals(of_method).items():
                 self._count(exported, counter, name, method, total)
-        exported.deaths.update((rank, death.generation) for rank, death in list(group._state.last_deaths.items()))
-        self._count(exported, "deaths", name, "", len(exported.deaths))
+        self._count(exported, "deaths", name, "", group._state.died)
 
     def _set_gauges(self, group: WorkerGroup) -> None:
         state, now = group._state, time.monotonic()

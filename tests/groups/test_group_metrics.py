@@ -163,3 +163,17 @@ def test_role_stands_for_its_group(told):
         group.actor.add(1)
         metrics.look()
         assert told["ranks"] == {(group.name,): 2} and told["calls"][group.name, "actor.add"] == 1
+
+
+def test_death_counts_once_whatever_becomes_of_its_rank(told):
+    with LocalWorkerGroup(3, RayClassWithInitArgs(Counter)) as group, GroupMetrics(group, interval=60) as metrics:
+        group._state.note_deaths({2: "killed"})
+        metrics.look()
+        group._state.restarts += 1  # the rank was replaced,
+        group._state.renumber([1, 2])  # and has another number since another one was dropped
+        metrics.look()
+        assert told["deaths"] == {(group.name, ""): 1}
+        group._state.note_deaths({0: "killed"})
+        group._state.renumber([1])  # before the next look
+        metrics.look()
+        assert told["deaths"] == {(group.name, ""): 2}
