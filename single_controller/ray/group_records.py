@@ -248,7 +248,9 @@ def find_takeover(
     ensure_ray()
     stem = "" if worker_names is None else next(iter(worker_names), "").rpartition("_")[0]
     records = read()
-    found = {}
+    here = ray.get_runtime_context().namespace
+    found: dict[str, GroupRecord] = {}
+    nearest: dict[str, GroupRecord] = {}  # those in the driver's own namespace
     for key, record in records.groups.items():
         of_group = record.ranks[0].name.rpartition("_")[0]
         actor = records.actors.get(record.ranks[0].actor)
@@ -258,6 +260,9 @@ def find_takeover(
             and (namespace is None or (actor is not None and actor.namespace == namespace))
         ):
             found[key] = record
+            if actor is not None and actor.namespace == here:
+                nearest[key] = record
+    found = nearest or found
     exactly = {key: record for key, record in found.items() if name_prefix in record.names}
     if len(found := exactly or found) != 1:
         return None

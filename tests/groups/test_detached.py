@@ -162,6 +162,11 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster):
             names = group.worker_names
             group.restart()
             assert group.worker_names == names and group.add(0) == [5, 6]
+            counter = RayClassWithInitArgs(Counter)
+            with RayWorkerGroup(pool[:1], counter, name_prefix="stays_", detached=True, namespace="elsewhere"):
+                wait_until(lambda: [one.name for one in group_records.read().groups.values()].count(group.name) == 2)
+                left = group_records.find_takeover("stays_", None, None, None)  # that of this driver's own namespace
+                assert [rank.actor for rank in left.ranks] == group.workers
 
 
 def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
