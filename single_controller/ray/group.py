@@ -508,6 +508,7 @@ class RayWorkerGroup(WorkerGroup):
         if not recruits:
             return ()
         try:
+            self._state.on_change()  # a driver that takes the group over meanwhile has to end them
             wait_started([one.prepared for one in recruits], _left(end), self.name)
             larger = enlist(plan, transport, recruits, self.generation + 1)
             # With a state of their own: a constructor that raises does not break the group.

@@ -3,10 +3,12 @@
 import os
 import signal
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 from group_workers import Counter, Drives, Fragile
+from replace_workers import Lone
 from waits import wait_gone, wait_until, within
 
 from single_controller import (
@@ -167,6 +169,24 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster):
                 wait_until(lambda: [one.name for one in group_records.read().groups.values()].count(group.name) == 2)
                 left = group_records.find_takeover("stays_", None, None, None)  # that of this driver's own namespace
                 assert [rank.actor for rank in left.ranks] == group.workers
+
+
+def test_what_is_left_for_another_driver_has_the_processes_with_which_the_group_grows(ray_cluster, tmp_path):
+    def left():
+        return group_records.find_takeover("left_", None, None, None)
+
+    with RayResourcePool([2], use_gpu=False, detached=True) as pool, ThreadPoolExecutor() as threads:
+        made = RayClassWithInitArgs(Lone, hold=str(tmp_path))
+        with RayWorkerGroup(pool, made, name_prefix="left_", detached=True, collectives=False) as group:
+            assert group.shrink([1]) == (1,)
+            (tmp_path / "hold").touch()
+            growing = threads.submit(group.grow)
+            try:
+                wait_until(lambda: list(tmp_path.glob("held-*")))
+                wait_until(lambda: [name for _, name, _ in left().standbys] == ["left_Lone_1"])
+            finally:
+                (tmp_path / "hold").unlink()
+            assert growing.result(30) == (1,)
 
 
 def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
