@@ -116,6 +116,8 @@ class Registration:
                 # Before the record: a process that finds the group may take it over at once.
                 if left is not None and (encoded := left.encode()) is not None:
                     compat.write_record(_TAKEOVER + self._key, encoded)
+                elif left is not None:  # what was left before may have other ranks, and older data
+                    compat.delete_record(_TAKEOVER + self._key)
                 compat.write_record(_PREFIX + self._key, pickle.dumps(_record(state, transport)))
         except Exception:
             logger.debug("the record of a group could not be written", exc_info=True)

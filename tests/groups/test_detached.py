@@ -3,6 +3,7 @@
 import os
 import signal
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -171,7 +172,7 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster):
                 assert [rank.actor for rank in left.ranks] == group.workers
 
 
-def test_what_is_left_for_another_driver_has_the_processes_with_which_the_group_grows(ray_cluster, tmp_path):
+def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path):
     def left():
         return group_records.find_takeover("left_", None, None, None)
 
@@ -187,6 +188,10 @@ def test_what_is_left_for_another_driver_has_the_processes_with_which_the_group_
             finally:
                 (tmp_path / "hold").unlink()
             assert growing.result(30) == (1,)
+            group.takeover_data = "new"
+            assert left().data == "new"
+            group.takeover_data = threading.Lock()  # which cannot be pickled
+            assert left() is None  # rather than what was left before
 
 
 def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
