@@ -38,7 +38,7 @@ from single_controller.call.errors import (
 )
 from single_controller.call.future import off_loop
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, check_ranks
-from single_controller.call.state import GroupState
+from single_controller.call.state import POLL_SECONDS, GroupState
 from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import Colocated
@@ -720,6 +720,8 @@ class RayWorkerGroup(WorkerGroup):
             error.add_note(f"grow() waited for the calls of {ranks_text(error.ranks)} to end; the group is as before")
             raise
         reports.check()
+        if plan.collectives:  # a method with concurrent=True may run beside the reports, and use the process groups
+            self._wait_for_calls(end)
         end = max(end, time.monotonic() + JOIN_SECONDS)
         if not plan.collectives:
             try:
@@ -734,6 +736,18 @@ class RayWorkerGroup(WorkerGroup):
             return new
         self._change(add, end)
         return new
+
+    def _wait_for_calls(self, end: float) -> None:
+        """Wait until no rank runs a call any more, for `grow`. The caller holds ``sending``."""
+        end = time.monotonic() + _left(end)
+        while running := self._state.running():
+            if time.monotonic() > end:
+                late = sorted({rank for call in running for rank in call.late})
+                said = f"grow() waited for the calls of {ranks_text(late)} to end; the group is as before"
+                raise CallTimeoutError(said, ranks=late, call_goes_on=True)
+            time.sleep(POLL_SECONDS)
+        if (refusal := self._state.refusal()) is not None:
+            raise refusal
 
     def _join(
         self, before: RayTransport, encoded: Any, timeout: float | None, chosen: Sequence[int] | None = None

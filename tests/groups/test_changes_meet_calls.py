@@ -66,6 +66,10 @@ class Loaded(Worker):
         while not os.path.exists(path):
             time.sleep(0.01)
 
+    @register(Dispatch.ONE_TO_ALL, concurrent=True)
+    def wait_beside(self, path):
+        self.wait_for(path)
+
     @register(Dispatch.ONE_TO_ALL)
     def wait(self, seconds, fail=None):
         if self.rank == fail:
@@ -193,6 +197,18 @@ def test_call_while_the_group_waits_for_running_calls_to_grow(three, tmp_path):
         (tmp_path / "go").touch()
         assert [one[:2] for one in place.result(20)] == [(rank, 4) for rank in range(4)]
         assert grown.result(20) == (3,) and running.result() == [None] * 3
+
+
+def test_growth_waits_for_calls_that_run_beside_others(three, tmp_path, monkeypatch):
+    def add_while_it_runs(self, recruits, encoded, end):
+        threading.Timer(0.5, (tmp_path / "go").touch).start()
+        return add(self, recruits, encoded, end)
+
+    add = RayWorkerGroup._add
+    monkeypatch.setattr(RayWorkerGroup, "_add", add_while_it_runs)
+    running = three.wait_beside.remote(str(tmp_path / "go"))
+    assert three.grow() == (3,)
+    assert running.result(0) == [None] * 3 and three.get() == [7] * 4
 
 
 @pytest.mark.parametrize("change", ["replace", "shrink"])
