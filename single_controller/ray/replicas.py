@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +35,7 @@ def number_to_add(state: GroupState, transport: RayTransport, count: int | None,
     first = _replicas(state, transport, [0], end).get(0)
     if first is None:
         raise GroupBrokenError(f"{state.name} cannot grow: rank 0 has died. {state.advice}")
-    size = transport.world_size // min(replicas for _, replicas in first)
+    size = math.lcm(*(transport.world_size // replicas for _, replicas in first))  # of whole replicas in all roles
     if count is None:
         return vacant - vacant % size
     if not is_count(count) or count % size:

@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from replace_workers import Lone, Member, Replica
@@ -20,7 +22,9 @@ from single_controller import (
     StartError,
     WorkerDiedError,
 )
-from single_controller.ray.replicas import complete_replicas
+from single_controller.call.state import GroupState
+from single_controller.ray.replicas import complete_replicas, number_to_add
+from single_controller.wire.link import Answer
 
 
 @pytest.fixture(scope="module")
@@ -251,3 +255,13 @@ def test_replicas_are_complete_in_all_roles():
     assert complete_replicas(of, 4) == [0, 1, 2, 3]
     assert complete_replicas({rank: of[rank] for rank in (0, 1, 2)}, 4) == []
     assert complete_replicas({0: [], 1: [(1, 2)]}, 2) == [1]  # a process without workers
+
+
+def test_whole_replicas_of_all_roles_are_added():
+    """Of six ranks, one role has two replicas, and the other one three."""
+    answer = Answer("[[0, 2], [0, 3]]")
+    transport = SimpleNamespace(world_size=6, deaths=dict, ask=lambda *_: {0: answer})
+    add = partial(number_to_add, GroupState("group", 5.0), transport, end=0.0)
+    assert [add(None, vacant=vacant) for vacant in (5, 6, 11)] == [0, 6, 6] and add(6, vacant=6) == 6
+    with pytest.raises(ValueError, match="positive multiple of 6"):
+        add(3, vacant=6)
