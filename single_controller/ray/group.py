@@ -338,7 +338,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def standbys(self) -> list[StandbyPlan]:
         """Where the standbys are that live, and what memory they take. Waits for nothing."""
-        return [plan for one in self._ray.standbys if (plan := one.plan(self.name)) is not None]
+        transport = cast(RayTransport | None, self._state.transport)  # None while the group starts
+        known = [] if transport is None else transport.standbys
+        return [plan for one in known if (plan := one.plan(self.name)) is not None]
 
     # --- life cycle ---------------------------------------------------------------------------------------------------
 

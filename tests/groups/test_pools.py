@@ -117,6 +117,19 @@ def test_dropped_pool_frees_its_slots(ray_cluster):
         wait_free(CRATES)
 
 
+def test_plan_of_a_pool_while_a_group_starts_on_it(pool, monkeypatch):
+    plans = []
+
+    def start(*args):
+        plans.append(pool.plan())  # as another thread may ask
+        raise OSError("no more")
+
+    monkeypatch.setattr("single_controller.ray.group.start", start)
+    with pytest.raises(OSError, match="no more"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
+    assert [(plan.what, plan.standbys) for plan in plans] == [(repr(pool), ())]
+
+
 def test_error_of_a_full_pool_names_its_groups(ray_cluster):
     with RayResourcePool([1], use_gpu=False, max_colocate_count=1) as pool:
         with RayWorkerGroup(pool, counter(), name_prefix="first_"):
