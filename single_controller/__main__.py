@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     often.add_argument("--watch", action="store_true", help="show it again each second, until Ctrl-C")
     often.add_argument("--once", action="store_true", help="also say what is wrong; exit code 1 if something is")
     status.add_argument("--json", action="store_true", help="JSON instead of text; means --once")
-    status.add_argument("--run", metavar="FOLDER", help="also the last step and the alarms of a run")
+    status.add_argument(
+        "--run", metavar="FOLDER", help="also the last step and the alarms of a run; means --once without --watch"
+    )
     status.add_argument(
         "--late", type=_seconds, default=LATE_SECONDS, metavar="S", help="seconds of a call after which a rank is late"
         " for which others wait (%(default)g)",
@@ -104,7 +106,8 @@ def _look(given: argparse.Namespace) -> int:
     if given.command == "stacks":
         sys.stdout.write(f"{inspect_groups.stacks(given.group, given.ranks, native=given.native)}\n")
         return 0
-    if not (given.watch or given.once or given.json):
+    given.once = given.once or given.json or (given.run is not None and not given.watch)
+    if not (given.watch or given.once):
         sys.stdout.write(f"{inspect_groups.status(given.group)}\n")
         return 0
     run = None if given.run is None else RunReader(given.run)
@@ -124,7 +127,7 @@ def _look(given: argparse.Namespace) -> int:
 
 def _seen(watch: GroupWatch, run: RunReader | None, given: argparse.Namespace) -> dict[str, Any]:
     """What `status` shows, as plain data; "text" has what is for people alone."""
-    looks = watch.look(ONCE_SECONDS if given.once or given.json else 0.4)
+    looks = watch.look(ONCE_SECONDS if given.once else 0.4)
     problems = [problem for look in looks for problem in look.problems(given.late, given.no_progress)]
     about: dict[str, Any] | None = None
     if run is not None:

@@ -120,12 +120,13 @@ class TestStuckGroup:
             code, _, err = finish(server)
         assert code == 0, err
 
-    def test_status_says_who_is_late(self, hung):
+    def test_status_says_who_is_late(self, hung, tmp_path):
         time.sleep(0.5)  # of the call, for the rank to be late
-        process = start("status", "stuck_", "--once", "--late", "0.5")
+        process = start("status", "stuck_", "--late", "0.5", "--run", str(write_run(tmp_path / "run", steps=3)))
         code, out, err = finish(process)
         assert code == 1, err
         assert re.search(r"^  rank 2 of group stuck_Fragile is late: all_reduce\(\) for .*wait for it$", out, re.M)
+        assert re.search(r"^run: ended: finished, step 2$", out, re.M)
         assert re.search(r"^0 .* waits in all_reduce, for rank 2; at group_workers\.py:\d+, in all_reduce$", out, re.M)
 
     @pytest.mark.full("what status --watch shows")
