@@ -151,8 +151,10 @@ def delete(key: str) -> None:
 
 def read() -> Records:
     """All records. Removes those whose workers and driver have ended."""
+    written = compat.read_records(_PREFIX)
+    # Only now: a group that has started since would seem to have neither workers nor a driver.
     found = Records({}, compat.all_actors(), compat.living_jobs())
-    for full, value in compat.read_records(_PREFIX).items():
+    for full, value in written.items():
         key = full.removeprefix(_PREFIX)
         try:
             record: GroupRecord = pickle.loads(value)

@@ -16,7 +16,7 @@ from waits import wait_until, within
 from single_controller import GroupMetrics, RayClassWithInitArgs, RayWorkerGroup
 from single_controller.__main__ import main
 from single_controller.call.transport import RunningCall
-from single_controller.ray import group_records
+from single_controller.ray import compat, group_records
 from single_controller.ray.inspect_groups import status_of
 from single_controller.ray.rank.frames import frames_of
 
@@ -98,9 +98,16 @@ class TestHungGroup:
             assert "last death of rank 1, " in str(status)
 
 
-def test_record_follows_restart_and_close(pool):
+def test_record_follows_restart_and_close(pool, monkeypatch):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 1), name_prefix="recorded_") as group:
         wait_until(lambda: records_of("recorded_Counter"))
+        reads, actors, jobs = compat.read_records, compat.all_actors, compat.living_jobs
+        with monkeypatch.context() as patch:  # the group has started while another process reads the records
+            read = []
+            patch.setattr(compat, "read_records", lambda prefix: read.append(prefix) or reads(prefix))
+            patch.setattr(compat, "all_actors", lambda: actors() if read else {})
+            patch.setattr(compat, "living_jobs", lambda: jobs() if read else frozenset())
+            assert records_of("recorded_Counter")
         os.kill(group.status().ranks[3].process.pid, signal.SIGKILL)
         wait_until(lambda: not all(group.alive()))
         assert group.status().last_death.rank == 3  # without a call that ran into it
