@@ -161,6 +161,12 @@ def all_actors() -> dict[str, ActorInfo]:
     return found
 
 
+def own_actor() -> str:
+    """Id, in hex, of the actor whose process this is; empty in others. Ray's public function warns in a driver."""
+    actor = global_worker.actor_id
+    return "" if actor.is_nil() else str(actor.hex())
+
+
 def living_jobs() -> frozenset[str]:
     """Ids, in hex, of the jobs whose driver is running. Asks the control store; needs no dashboard."""
     return frozenset(job["JobID"] for job in ask_store(state.jobs) if not job["IsDead"])

@@ -62,6 +62,7 @@ class GroupRecord:
     generation: int  # how often it was restarted or replaced
     deaths: dict[int, Death]  # rank -> its last death
     ranks: tuple[RankRecord, ...]  # by rank
+    owner: str = ""  # Ray's id of the actor whose process has the group, in hex; empty if that is a driver or a task
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,6 +133,7 @@ def _record(state: GroupState, transport: RayTransport) -> GroupRecord:
         state.restarts,
         dict(state.last_deaths),
         tuple(RankRecord(rank.actor._actor_id.hex(), rank.name, rank.location) for rank in transport.ranks),
+        compat.own_actor(),
     )
 
 
@@ -141,6 +143,11 @@ class Records(NamedTuple):
     groups: dict[str, GroupRecord]  # key -> record, of each group that has workers, or a driver that has not closed it
     actors: dict[str, ActorInfo]  # the actors by id
     jobs: frozenset[str]  # the jobs whose driver is running
+
+    def driver_runs(self, record: GroupRecord) -> bool:
+        """Whether the process that has a group is running: a driver, or a worker."""
+        owner = self.actors.get(record.owner)
+        return record.job in self.jobs if owner is None else owner.alive
 
 
 def delete(key: str) -> None:
@@ -163,7 +170,7 @@ def read() -> Records:
             logger.warning("the record %s cannot be read; another version of this library may have written it", key)
             continue
         if not any(actor is not None and actor.alive for actor in known):
-            if record.job not in found.jobs:
+            if not found.driver_runs(record):
                 delete(key)
                 continue
             if record.broken is None and all(actor is None or actor.ended_on_purpose for actor in known):
@@ -274,6 +281,6 @@ def find_takeover(
     encoded = compat.read_records(_TAKEOVER + key).get(_TAKEOVER + key)
     if encoded is None:
         return None
-    if record.job in records.jobs:
+    if records.driver_runs(record):
         logger.warning("taking over %s, although its driver is running (%s)", record.name, record.driver)
     return Takeover.decode(key, record, encoded)

@@ -53,7 +53,7 @@ def status_from(record: GroupRecord, records: Records, answers: Mapping[int, Ans
         known = deaths.get(number)
         if number not in living and (known is None or known.generation != record.generation):
             deaths[number] = Death(*_end_of(rank, records), record.generation)
-    note = f"driver: {record.driver}" + ("" if record.job in records.jobs else ", which has ended")
+    note = f"driver: {record.driver}" + ("" if records.driver_runs(record) else ", which has ended")
     return GroupStatus(
         record.name,
         "open" if record.broken is None else "broken",

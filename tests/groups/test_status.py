@@ -1,5 +1,6 @@
 """What a group is doing now: `status()`, and ``python -m single_controller`` in another process."""
 
+import builtins
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import ray
 from group_workers import Counter, Fragile
 from waits import wait_until, within
 
-from single_controller import GroupMetrics, RayClassWithInitArgs, RayWorkerGroup
+from single_controller import GroupMetrics, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from single_controller.__main__ import main
 from single_controller.call.transport import RunningCall
 from single_controller.ray import compat, group_records
@@ -98,6 +99,12 @@ class TestHungGroup:
             assert "last death of rank 1, " in str(status)
 
 
+def nest():
+    """Make a group in a worker."""
+    pool = RayResourcePool([1], use_gpu=False)
+    builtins.nested = pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="nested_")
+
+
 def test_record_follows_restart_and_close(pool, monkeypatch):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 1), name_prefix="recorded_") as group:
         wait_until(lambda: records_of("recorded_Counter"))
@@ -120,7 +127,10 @@ def test_record_follows_restart_and_close(pool, monkeypatch):
         assert [rank.rank for rank in status.ranks if rank.death is not None] == [3]
         pids = [rank.location.pid for rank in records_of("recorded_Counter")[0].ranks]
         assert pids == [rank.process.pid for rank in status.ranks]
+        group.execute_func_rank_zero(nest)
+        wait_until(lambda: records_of("nested_Counter"))
     assert not records_of("recorded_Counter")
+    wait_until(lambda: not records_of("nested_Counter"))  # its driver, a worker, was ended without closing it
     assert group.status().state == "closed" and not any(rank.alive for rank in group.status().ranks)
 
 
