@@ -383,7 +383,9 @@ def _transport(
     calls are to be repeated."""
     nodes = [rank.location.node_id for rank in ranks]
     node_ranks = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    homes = [rank.slot.home for rank in ranks if rank.slot is not None]
+    slots = [rank.slot for rank in ranks if rank.slot is not None]  # all of them: the group has started its workers
+    homes = [slot.home for slot in slots]
+    plan.pool.note_locations(slots, [rank.location for rank in ranks])  # Ray may have moved one to another node
     environment, members = _worker_environment(plan), members_of(ranks) if plan.collectives else None
     told = []
     for number, (rank, local) in enumerate(zip(ranks, local_ranks(homes), strict=True)):

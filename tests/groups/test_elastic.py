@@ -65,7 +65,7 @@ def kill(group, *ranks):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_group_goes_on_without_a_dead_rank_and_takes_it_back(four, victim):
+def test_group_goes_on_without_a_dead_rank_and_takes_it_back(four, victim, pool):
     before, generation = four.me(), four.generation
     with pytest.raises(WorkerDiedError), within(5):
         four.total(kill=victim, absent=[3])
@@ -78,7 +78,10 @@ def test_group_goes_on_without_a_dead_rank_and_takes_it_back(four, victim):
     assert [one["history"] for one in found] == [[*one["history"], told] for one in kept]
     assert four.shrink() == ()  # nothing to do
     four.configure("second")
+    known = pool.slots()[victim].location
+    pool.reservations[0].update_location(victim, known._replace(hostname="lost"))  # from which Ray has moved the slot
     assert four.grow() == (3,)
+    assert [rank.hostname for rank in pool.plan().ranks] == [known.hostname] * 4
     again = check_ranks(four, 4)
     assert [one["pid"] for one in again[:3]] == [one["pid"] for one in found]
     told = f"generation {generation + 2}"

@@ -481,9 +481,16 @@ class RayResourcePool(Closing, ResourcePool):
             self._owned.assign(slots, locations)  # of several groups that start at once, the first one's order stays
         index = {(slot.placement_group, slot.bundle): number for number, slot in enumerate(slots)}
         order = [index[slot.placement_group, slot.bundle] for slot in self.slots()]
-        for (reservation, number), found in zip(self._members(), order, strict=True):
-            reservation.update_location(number, locations[found])
+        self.note_locations(slots, locations)
         return order
+
+    def note_locations(self, slots: Sequence[Slot], locations: Sequence[Location]) -> None:
+        """Note where processes in some of the slots found themselves."""
+        found = {(slot.placement_group, slot.bundle): where for slot, where in zip(slots, locations, strict=True)}
+        for (reservation, number), slot in zip(self._members(), self.slots(), strict=True):
+            where = found.get((slot.placement_group, slot.bundle))
+            if where is not None:
+                reservation.update_location(number, where)
 
     # --- the groups in it -------------------------------------------------------------------------------
 
