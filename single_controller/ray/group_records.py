@@ -8,6 +8,7 @@ its records behind; `read` removes those whose workers have ended too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -161,6 +162,8 @@ def read() -> Records:
     written = compat.read_records(_PREFIX)
     # Only now: a group that has started since would seem to have neither workers nor a driver.
     found = Records({}, compat.all_actors(), compat.living_jobs())
+    # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that.
+    in_use = {(actor.namespace, actor.name) for actor in found.actors.values() if actor.alive and actor.detached}
     for full, value in written.items():
         key = full.removeprefix(_PREFIX)
         try:
@@ -169,7 +172,7 @@ def read() -> Records:
         except Exception:
             logger.warning("the record %s cannot be read; another version of this library may have written it", key)
             continue
-        if not any(actor is not None and actor.alive for actor in known):
+        if not any(actor is not None and (actor.alive or (actor.namespace, actor.name) in in_use) for actor in known):
             if not found.driver_runs(record):
                 delete(key)
                 continue
@@ -232,6 +235,7 @@ class Takeover:
         transport = RayTransport(self.ranks, self.plan.pool)
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
+        self._end_others()
         transport.note_started(range(transport.world_size))
         transport.standbys = [standby_of(self.plan, *one, encoded) for one in living]
         state.transport = transport
@@ -246,6 +250,17 @@ class Takeover:
             )
         elif self.record is not None and self.record.broken is not None:
             state.break_(self.record.broken)
+
+    def _end_others(self) -> None:
+        """End processes of the group that the former driver has not told of, because it was killed while it started
+        them. They have names that a restart needs."""
+        stem = f"{self.plan.prefix}{self.plan.process.name}"
+        known = {one.actor._actor_id.hex() for one in self.ranks} | {one[0]._actor_id.hex() for one in self.standbys}
+        for number, one in compat.all_actors().items():
+            named = (one.namespace, one.name.rpartition("_")[0]) == (self.plan.namespace, stem)
+            if named and one.alive and one.detached and number not in known:
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    ray.kill(ray.get_actor(one.name, one.namespace), no_restart=True)
 
 
 def find_takeover(

@@ -123,6 +123,29 @@ def test_killed_driver_s_group_is_replaced_and_restarted_by_another(start_driver
     assert not any(record.name == group.name for record in group_records.read().groups.values())
 
 
+def test_driver_that_is_killed_while_it_restarts_a_group_leaves_it_to_another(start_driver, tmp_path):
+    """The new workers have the names of the old ones, and nothing else tells of them."""
+    code = f"""
+        import pathlib
+        from replace_workers import Lone
+        folder = pathlib.Path({str(tmp_path)!r})
+        pool = RayResourcePool([2], use_gpu=False, detached=True)
+        made = RayClassWithInitArgs(Lone, hold=str(folder))
+        group = RayWorkerGroup(pool, made, name_prefix="midway_", detached=True, collectives=False)
+        (folder / "hold").touch()
+        threading.Thread(target=group.restart, daemon=True).start()
+        while len(list(folder.glob("held-*"))) < 2:
+            time.sleep(0.02)
+    """
+    left_by_a_killed_driver(start_driver, code)
+    (tmp_path / "hold").unlink()
+    with attach("midway_", own=True) as group:
+        assert group.broken is not None
+        group.restart()
+        assert group.add(1) == [1, 1]
+        wait_gone([file.name.removeprefix("held-") for file in tmp_path.iterdir()])
+
+
 def test_survivors_of_another_driver_s_call_are_freed(start_driver):
     """They wait in a collective that no death ends: one for a living rank that does not take part."""
     code = """
