@@ -155,11 +155,17 @@ def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], enc
         return []
     make = _actor_maker(plan, again=True)
     taken = {one.name for one in transport.everyone}
-    names = [name for name in _names(plan, range(len(taken) + len(slots))) if name not in taken]
-    return [
-        standby_of(plan, make(slot, name), name, slot, encoded)
-        for slot, name in zip(slots, names[-len(slots) :], strict=True)
-    ]
+    names = [name for name in _names(plan, range(len(taken) + len(slots))) if name not in taken][-len(slots) :]
+    actors: list[ActorHandle] = []
+    try:
+        for slot, name in zip(slots, names, strict=True):
+            actors.append(make(slot, name))
+        parts = zip(actors, names, slots, strict=True)
+        return [standby_of(plan, actor, name, slot, encoded) for actor, name, slot in parts]
+    except BaseException:  # detached ones would live on, and keep their names
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        raise
 
 
 def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:

@@ -5,6 +5,7 @@ import signal
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -195,7 +196,7 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster):
                 assert [rank.actor for rank in left.ranks] == group.workers
 
 
-def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path):
+def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path, monkeypatch):
     def left():
         return group_records.find_takeover("left_", None, None, None)
 
@@ -203,6 +204,9 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
         made = RayClassWithInitArgs(Lone, hold=str(tmp_path))
         with RayWorkerGroup(pool, made, name_prefix="left_", detached=True, collectives=False) as group:
             assert group.shrink([1]) == (1,)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr("single_controller.ray.start.standby_of", Mock(side_effect=KeyboardInterrupt))
+                group.grow()  # what it has created must not keep its name
             (tmp_path / "hold").touch()
             growing = threads.submit(group.grow)
             try:
