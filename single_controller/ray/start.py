@@ -122,11 +122,11 @@ def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: 
     with _created(plan, slots, names, again=True) as made:
         for number, rank in zip(missing, made, strict=True):
             ranks[number] = rank
-    filled = _transport(plan, ranks, generation, before, before.fresh | frozenset(chosen))
-    # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
-    filled.standbys = standbys
-    filled.standbys += recruit(plan, filled, lost, encoded)
-    return filled
+        filled = _transport(plan, ranks, generation, before, before.fresh | frozenset(chosen))
+        # The slots that became free get standbys in turn. Nobody waits for them: the host may be gone.
+        filled.standbys = standbys
+        filled.standbys += recruit(plan, filled, lost, encoded)
+        return filled
 
 
 def keep(plan: StartPlan, before: RayTransport, kept: Sequence[int], generation: int) -> RayTransport:

@@ -215,6 +215,10 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             finally:
                 (tmp_path / "hold").unlink()
             assert growing.result(30) == (1,)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr("single_controller.ray.start.recruit", Mock(side_effect=KeyboardInterrupt))
+                group.replace(ranks=[0])
+            assert group.replace() == (0,) and group.add(1) == [1, 1]
             group.takeover_data = "new"
             assert left().data == "new"
             group.takeover_data = threading.Lock()  # which cannot be pickled
