@@ -157,6 +157,8 @@ class PolicyTrainWorker(ModelWorker):
 
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
+        # Also of a rollout that only the critic is trained on: a replay needs its values.
+        self._kept = KeptRows(data) if RECORD_ROWS in data else None
         metrics = {**self._about(data), **self._penalize_length(data), **self._filter_overlong(data)}
         waits = self._rollout_id < args.num_critic_only_steps
         if waits and args.kl_target is None:
@@ -210,7 +212,7 @@ class PolicyTrainWorker(ModelWorker):
         reports: list[StepReport] = []
         lr = 0.0
         totals = None
-        kept = self._kept = KeptRows(data) if RECORD_ROWS in data and self.role == "actor" else None
+        kept = self._kept
         # The trainer's old log-probabilities are of before the first step. Those of a later pass are not, nor are those
         # of the weights that generated the tokens.
         own = "old_log_probs" in data and not (args.use_rollout_logprobs or args.keep_old_actor)

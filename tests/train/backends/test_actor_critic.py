@@ -151,11 +151,16 @@ def test_critic_learns_alone_at_first(pair_of, llama_folder, data):
             "kl_target": 0.01, "kl_horizon": 100, "lr_decay_style": "linear"}  # fmt: skip
     actor, critic = pair_of(2, args, with_ref=True)
     before, values = whole_weights(actor), [critic.worker_group.compute_values(data)]
+    rows, real = data.clone().set("record_rows", torch.arange(len(data))), data["attention_mask"].bool()
     found = []
     for step in range(4):
-        refs = critic.async_train(step, data)
-        metrics = learn(actor, step, data)
+        refs = critic.async_train(step, rows)
+        metrics = learn(actor, step, rows)
         found.append((metrics, ray.get(refs)[0]))
+        kept = actor.recorded_rows()  # a replay needs the values from the first rollout on
+        for number in range(len(data)):
+            expected = values[-1][number][real[number]].numpy()
+            np.testing.assert_allclose(kept[number]["values"], expected, atol=1e-5)
         values.append(critic.worker_group.compute_values(data))
         assert (distance(whole_weights(actor), before) == 0.0) == (step < 2)
         assert (values[-1] - values[-2]).abs().max() > 1e-4
