@@ -151,6 +151,19 @@ def test_samples_hold_what_the_batch_has(tmp_path):
     assert words == [(token, f"<{token}>") for token in (1, *range(300, 306))]
 
 
+def test_rows_have_the_weight_version_of_before_the_training(tmp_path):
+    with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group, RunLog(run_dir=tmp_path) as log:
+        actor = SimpleNamespace(role="actor", async_train=None, worker_group=group, actor_cls=Sleeper, with_ref=False)
+        actor.ready_workers = lambda method: SimpleNamespace(world_size=1, dp_size=1)
+        actor.weight_version, actor.last_checkpoint, actor.recorded_rows = 4, None, dict
+        actor.last_sync = lambda: None
+        log.watch(actor)
+        batch = log.mark(0, batch_of(0))
+        actor.weight_version = 5  # the script updates the weights before it logs the step
+        log.log(0, {}, batch)
+    assert json.loads(sample_files(tmp_path, 0)[1].read_bytes())["weight_version"] == 4
+
+
 def test_of_a_large_batch_the_worst_and_the_best_groups_are_recorded(tmp_path):
     batch = batch_of(0, rows=40)
     batch["rewards"][17], batch["rewards"][30] = -9.0, 9.0

@@ -116,6 +116,7 @@ class RunLog(Closing):
         self._train_groups: list[Any] = []
         self._managers: list[Any] = []
         self._version, self._checkpoint = 0, None  # of the actor, that events are written of
+        self._marked: dict[int, int | None] = {}  # step -> the actor's weight version when its rows were marked
         self._known_tokens = np.zeros(0, bool)
         self._failed: set[str] = set()
         bound = int(self._config.get("max_staleness") or 0) if self._config.get("async_rollout") else 0
@@ -223,6 +224,7 @@ class RunLog(Closing):
         if self._folder is None or self._limit == 0:
             return batch
         marked = with_record_rows(batch, self._limit, step)
+        self._marked[step] = self._weight_version
         for manager in self._managers:
             manager.row_notes.same(batch, marked)
         return marked
@@ -258,7 +260,7 @@ class RunLog(Closing):
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
         with self._saving(None if batch is None else "samples"):
-            samples = self._samples(batch)
+            samples = self._samples(batch, self._marked.pop(step, self._weight_version))
         events = self._of_actor()
         with self._lock, self._saving("folder"):
             if self._folder is not None:
@@ -340,7 +342,12 @@ class RunLog(Closing):
         for rank in getattr(error, "ranks", ()):
             self.event("death", str(error), group=group, rank=rank, host=host, error=type(error).__name__)
 
-    def _samples(self, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    @property
+    def _weight_version(self) -> int | None:
+        version: int | None = None if self._actor is None else self._actor.weight_version
+        return version
+
+    def _samples(self, batch: Any, version: int | None) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
         """Return the samples of a batch, with what the ranks have computed. Not under the lock: it calls the ranks."""
         if self._folder is None or batch is None or "record_rows" not in batch.keys():  # noqa: SIM118  (a TensorDict)
             return None
@@ -352,7 +359,7 @@ class RunLog(Closing):
         for manager in self._managers:
             notes = manager.row_notes.of(batch) or notes
         arrays, about = step_samples(batch, computed, notes, self._decode)
-        about["weight_version"] = None if self._actor is None else self._actor.weight_version
+        about["weight_version"] = version  # not that of now: the script may have sent the trained weights already
         return arrays, about
 
     def _of_actor(self) -> list[dict[str, Any]]:
