@@ -110,16 +110,19 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     """
     folder = Path(run_dir)
     run = read_run(folder)
-    recorded = next((line["metrics"] for _, line in read_lines(folder / METRICS) if line["step"] == step), None)
-    if recorded is None:
+    of_steps = {line["step"]: line["metrics"] for _, line in read_lines(folder / METRICS)}
+    if step not in of_steps:
         raise ReplayError(f"{folder} has no step {step}")
+    recorded = of_steps[step]
+    started = run["resumed"][-1]["step"] if run.get("resumed") else min(of_steps)  # of the run's last start
     args, ranks = _args(run), run.get("ranks") or {}
     if not ranks:
         raise ReplayError(f"{folder} does not say what was trained: call RunLog.watch() with the train group")
     several = ranks["world_size"] > 1
     if several and args.shuffle_minibatches and args.num_steps_per_rollout > 1:
         raise ReplayError("the run shuffles each rank's rows (shuffle_minibatches), which one rank cannot repeat")
-    checkpoint, begin = _begin([run["config"].get(name) for name in ("load", "save")], step, folder)
+    checkpoint, begin = _begin(args.load, run["config"].get("save"), step, started, folder)
+    args["no_load_optim"] = args.no_load_optim and begin == started  # later, the run had an optimizer's state
     args["load"] = None if checkpoint is None else str(checkpoint.parent)
     args["ckpt_step"] = None if checkpoint is None else begin - 1
     made = ClassWithInitArgs(_class(ranks["worker_class"]))
@@ -148,7 +151,7 @@ def _args(run: Mapping[str, Any]) -> Any:
     sizes = ("tensor_model", "pipeline_model", "sequence", "expert_model")
     alone = {**{f"{axis}_parallel_size": 1 for axis in sizes}, "expert_tensor_parallel_size": None}
     nothing = ("save", "save_hf", "profile_dir", "profile_step_start", "profile_step_end", "fsdp_shard_size")
-    for name, value in {**alone, **dict.fromkeys(nothing), "peer_snapshot_interval": 0, "no_load_optim": False}.items():
+    for name, value in {**alone, **dict.fromkeys(nothing), "peer_snapshot_interval": 0}.items():
         args[name] = value
     return args
 
@@ -165,18 +168,23 @@ def _class(path: str) -> type[Any]:
     return worker_class("", found)
 
 
-def _begin(saved: Sequence[str | None], step: int, folder: Path) -> tuple[Path | None, int]:
+def _begin(load: str | None, save: str | None, step: int, started: int, folder: Path) -> tuple[Path | None, int]:
     """Return the checkpoint to begin with, None for the initial weights, and the first step to train.
 
     Args:
-        saved: folders with checkpoints.
+        load: folder of the checkpoint that the run has loaded.
+        save: folder of the run's own checkpoints.
         step: to be replayed.
+        started: the first step since the run has loaded its checkpoint.
         folder: the run's.
 
     Raises:
         ReplayError: not all rows of the steps from there on are recorded.
     """
-    found = {number: path for where in saved for number, path in complete_checkpoints(where).items()}
+    found = complete_checkpoints(load)
+    if load != save:  # later ones are of the run that this one was begun from
+        found = {number: path for number, path in found.items() if number < started}
+    found |= complete_checkpoints(save)
     whole = {number for number in sample_steps(folder) if number <= step and _complete(folder, number)}
     begin = step
     while begin in whole and begin - 1 not in found and begin > 0:
@@ -187,7 +195,7 @@ def _begin(saved: Sequence[str | None], step: int, folder: Path) -> tuple[Path |
     known = ", ".join(str(number) for number in sorted(found) if number < step) or "none"
     raise ReplayError(
         f"step {begin} {what}, and there is no later checkpoint before step {step} (checkpoints: {known} in "
-        f"load={saved[0]!r} and save={saved[1]!r}). Record with record_rows=null, and save more often or keep more "
+        f"load={load!r} and save={save!r}). Record with record_rows=null, and save more often or keep more "
         "steps (record_steps)"
     )
 

@@ -19,8 +19,8 @@ from workers.tracking.replay import ReplayError, replay
 SETTINGS = {"lr": 3e-3, "kl_loss_coef": 0.05, "calculate_entropy": True, "balance_data": True, "record_rows": None}
 
 
-def record(group, folder, args, *, steps=4, save_after=1, values=False):
-    """Train, with a checkpoint after one of the steps, and the values of a critic if wanted.
+def record(group, folder, args, *, first=0, steps=4, save_after=(1,), values=False):
+    """Train, with a checkpoint after some of the steps, and the values of a critic if wanted.
 
     Returns by step: the data, and the log-probabilities before.
     """
@@ -28,14 +28,14 @@ def record(group, folder, args, *, steps=4, save_after=1, values=False):
     trained = []
     with RunLog.from_args(group.args, run_dir=folder / "run") as log:
         log.watch(group)
-        for step in range(steps):
+        for step in range(first, steps):
             data = rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=step)
             if values:
                 data["values"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(step))
             trained.append((data, group.compute_log_prob(data)))
             batch = log.mark(step, data)
             log.log(step, learn(group, step, batch), batch)
-            if step == save_after:
+            if step in save_after:
                 group.save_model(step)
     return trained
 
@@ -100,7 +100,7 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
 
 
 def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
-    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, "record_rows": 3}, steps=3, save_after=0)
+    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, "record_rows": 3}, steps=3, save_after=(0,))
     run = tmp_path / "run"
     with pytest.raises(ReplayError, match=r"step 2 has not all its rows.*checkpoints: 0 in"):
         replay(run, 2)
@@ -113,6 +113,16 @@ def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         replaying.main([str(tmp_path), "1"])
     assert ended.value.code == 1 and "is not a run folder" in capsys.readouterr().err
+
+
+def test_replay_begins_with_what_the_run_has_loaded(fsdp_groups, llama_folder, tmp_path):
+    """Not with a later checkpoint of the run before, and without an optimizer's state if the run had none."""
+    args = {"hf_checkpoint": llama_folder, "lr": 1e-2}
+    record(fsdp_groups(1), tmp_path / "one", args, steps=2, save_after=(0, 1))
+    args |= {"load": str(tmp_path / "one" / "checkpoints"), "ckpt_step": 0, "no_load_optim": True}
+    record(fsdp_groups(1), tmp_path / "other", args, first=1, steps=3, save_after=())
+    done = replay(tmp_path / "other" / "run", 2)
+    assert done.exact and done.begun == 1 and done.different == {}, str(done)
 
 
 CASES = {
@@ -152,7 +162,7 @@ def test_tensor_parallel_step_of_megatron_is_replayed_on_one_rank(megatron_group
 
 @pytest.mark.full("a replay under a debugger, in a process of its own")
 def test_replay_stops_in_a_debugger(fsdp_groups, llama_folder, tmp_path):
-    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder}, steps=1, save_after=None)
+    record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder}, steps=1, save_after=())
     command = [sys.executable, "-m", "workers.tracking.replay", str(tmp_path / "run"), "0", "--debug"]
     done = subprocess.run(
         command, input="next\nnext\nargs\nstep\nwhere\ncontinue\n", capture_output=True, text=True, timeout=100
