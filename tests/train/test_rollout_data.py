@@ -32,6 +32,12 @@ def test_jagged_entry_is_refused_with_the_way_to_pad_it(name):
     assert padded.tolist() == [[4, 5, 0], [6, 7, 8]]
 
 
+def test_rows_without_columns():
+    data = {name: value[:, :0] if value.dim() == 2 else value for name, value in rows().items()}
+    with pytest.raises(RolloutDataError, match="row 0 has no real token"):
+        check_rollout_data(data, vocab_size=32)
+
+
 @pytest.mark.parametrize("wrong", [-1.0, -100.0, float("nan"), float("inf")])
 def test_loss_mask_is_a_weight(wrong):
     data = rows()

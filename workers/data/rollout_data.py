@@ -286,13 +286,13 @@ def check_rollout_data(
             )
     if not len(ids):
         return
+    counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
+    _check_masks(real, counts)  # first: rows without tokens have no lowest id
     if vocab_size is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise RolloutDataError(
             f"rollout data: input_ids has token ids from {int(ids.min())} to {int(ids.max())}, but vocab_size is "
             f"{vocab_size}"
         )
-    counts, real = data["loss_mask"] != 0, data["attention_mask"].bool()
-    _check_masks(real, counts)
     if bool((wrong := ~(data["loss_mask"] >= 0) | data["loss_mask"].isinf()).any()):  # NaN too
         row, column = wrong.nonzero()[0].tolist()
         raise RolloutDataError(
