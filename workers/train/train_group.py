@@ -240,12 +240,13 @@ class RayTrainGroup:
                 self._rollout.forget()
                 self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
+                actor, critic = self._pair.groups
                 try:
-                    self._pair.groups[0].connect(self._pair.groups[1])
+                    actor.connect(critic)
                 except SingleControllerError as error:
-                    if self.role == "actor":
+                    if actor is self or not actor.worker_group.broken:
                         raise
-                    # It was to be told of the new critic, and is not worth losing that: its own restart connects them.
+                    # The new critic is not worth losing for that: the restart of the actor connects them.
                     logger.warning("the actor's workers were not connected to the new critic: %s", error)
         except BaseException:
             self._group.close()  # the group is released again, as before the call
