@@ -146,6 +146,9 @@ def test_group_that_was_restarted_as_a_whole_lacks_nobody():
     assert of.due
     group.workers = [object() for _ in range(3)]
     assert not of.due
+    of.grow()
+    del group.workers[2]  # by somebody who wants fewer
+    assert not of.due
 
 
 def test_closed_group_is_told():

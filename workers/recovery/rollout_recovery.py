@@ -108,6 +108,8 @@ class GroupRecovery:
 
     def grow(self) -> None:
         """Begin to start workers in the place of those that died, or look whether that has ended."""
+        if self._growing is None and not self._missing:
+            self._size = self._tries = 0  # whoever drops ranks from now on does not want them back
         if not self.due:
             return
         attempt, self._growing = self._growing, None
@@ -118,11 +120,10 @@ class GroupRecovery:
             return
         error = attempt.exception()
         if error is None:
-            self._size = self._size if self._missing else 0
             self._tries = 0
         elif isinstance(error, GroupClosedError) or not isinstance(error, SingleControllerError):
             raise error
-        else:
+        elif self._missing:
             wait = min(RETRY_SECONDS[0] * 2**self._tries, RETRY_SECONDS[1])
             wait = 0.0 if isinstance(error, PlacementError) and not self._tries and self._missing > 1 else wait
             self._tries += 1
