@@ -393,7 +393,7 @@ class LastCheckpoint:
         """`save_model` is about to be called, with this ``args.save``."""
         if not self._complete:
             self._look(workers, folder)
-        # Until the call has ended, if ever: it may be interrupted, or another driver may take the workers over.
+        # Until `failing` sees its end, if ever: it may be interrupted, or another driver may take the workers over.
         self._unknown = folder is not None
 
     def _look(self, workers: RayWorkerGroup, folder: str | None) -> None:
@@ -406,7 +406,7 @@ class LastCheckpoint:
     def begun(self, *, background: bool) -> None:
         """`save_model` has returned. The checkpoint before it is complete, because `save_model` waits for it."""
         self._complete = self._complete or self.writing or not background
-        self.writing, self._unknown = background, False
+        self.writing = background
 
     def interrupted(self, role: str) -> None:
         """Workers have died. `exists` looks what has become of a checkpoint that was being written."""
@@ -417,7 +417,6 @@ class LastCheckpoint:
     def ended(self) -> None:
         """The checkpoint that was being written is complete."""
         self._complete, self.writing = self._complete or self.writing, False
-        self._unknown = False
 
     @contextlib.contextmanager
     def failing(self, *, background: bool = False) -> Iterator[None]:
@@ -428,6 +427,7 @@ class LastCheckpoint:
         except SingleControllerError:
             self.writing, self._unknown = False, background
             raise
+        self._unknown = False
 
     def wait(self, workers: RayWorkerGroup, seconds: float, role: str) -> None:
         """Wait for the checkpoint that workers are writing, before they are ended.
