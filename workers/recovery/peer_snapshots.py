@@ -368,7 +368,7 @@ class PeerSnapshots:
                 one = mine[owner]
                 if rank == to:
                     kept = Snapshot.of(one.memory, one.header["layout"])
-                    if len(sources) != len(shards):
+                    if len(sources) != len(shards) and number != REFERENCE:
                         # It gets another number, and this memory, under the old one, is written over by a later one.
                         kept = take_snapshot(kept.parts, None)
                     found = kept, one.header["about"]
