@@ -1,9 +1,9 @@
 """The records of groups in Ray's control store: any process of the cluster learns from them which groups there are, and
 another driver takes a detached one over.
 
-A group's driver writes its record when the workers have started, when the group breaks, and after a restart: one small
-request, whatever the number of ranks. It removes the record when it closes the group. A driver that is killed leaves
-its records behind; `read` removes those whose workers have ended too.
+A group's driver writes its record when the workers have started, when the group breaks or grows, and after a restart:
+one small request, whatever the number of ranks. It removes the record when it closes the group. A driver that is killed
+leaves its records behind; `read` removes those whose workers have ended too.
 """
 
 from __future__ import annotations
@@ -162,16 +162,20 @@ def read() -> Records:
     written = compat.read_records(_PREFIX)
     # Only now: a group that has started since would seem to have neither workers nor a driver.
     found = Records({}, compat.all_actors(), compat.living_jobs())
-    # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that.
-    in_use = {(actor.namespace, actor.name) for actor in found.actors.values() if actor.alive and actor.detached}
+    records: dict[str, tuple[GroupRecord, list[ActorInfo | None]]] = {}
     for full, value in written.items():
         key = full.removeprefix(_PREFIX)
         try:
             record: GroupRecord = pickle.loads(value)
-            known = [found.actors.get(rank.actor) for rank in record.ranks]
+            records[key] = record, [found.actors.get(rank.actor) for rank in record.ranks]
         except Exception:
             logger.warning("the record %s cannot be read; another version of this library may have written it", key)
-            continue
+    # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that, or
+    # where another group has been started since, which then has a record of its own.
+    others = {_group_of(actor) for _, known in records.values() for actor in known if actor is not None and actor.alive}
+    detached = [actor for actor in found.actors.values() if actor.alive and actor.detached]
+    in_use = {(actor.namespace, actor.name) for actor in detached if _group_of(actor) not in others}
+    for key, (record, known) in records.items():
         if not any(actor is not None and (actor.alive or (actor.namespace, actor.name) in in_use) for actor in known):
             if not found.driver_runs(record):
                 delete(key)
@@ -180,6 +184,11 @@ def read() -> Records:
                 continue  # its driver has dropped it without closing it
         found.groups[key] = record
     return found
+
+
+def _group_of(actor: ActorInfo) -> tuple[str, str]:
+    """The namespace of a rank's name, and what the names of its group have in common."""
+    return actor.namespace, actor.name.rpartition("_")[0]
 
 
 @dataclass
@@ -257,7 +266,7 @@ class Takeover:
         stem = f"{self.plan.prefix}{self.plan.process.name}"
         known = {one.actor._actor_id.hex() for one in self.ranks} | {one[0]._actor_id.hex() for one in self.standbys}
         for number, one in compat.all_actors().items():
-            named = (one.namespace, one.name.rpartition("_")[0]) == (self.plan.namespace, stem)
+            named = _group_of(one) == (self.plan.namespace, stem)
             if named and one.alive and one.detached and number not in known:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(one.name, one.namespace), no_restart=True)

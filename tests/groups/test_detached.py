@@ -1,10 +1,12 @@
 """Workers that outlive their driver, and drivers that attach to running workers."""
 
 import os
+import pickle
 import signal
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +26,7 @@ from single_controller import (
     attach,
     end_detached,
 )
-from single_controller.ray import group_records
+from single_controller.ray import compat, group_records
 
 
 def test_group_outlives_its_driver_and_is_found_again(run_driver):
@@ -145,6 +147,23 @@ def test_driver_that_is_killed_while_it_restarts_a_group_leaves_it_to_another(st
         group.restart()
         assert group.add(1) == [1, 1]
         wait_gone([file.name.removeprefix("held-") for file in tmp_path.iterdir()])
+
+
+def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch):
+    """By workers of which no record tells, with which its driver was restarting it; not by another group."""
+    living = compat.ActorInfo("again_Counter_0", "here", True, "", True, 0.0, "", False)
+    dead = living._replace(alive=False, reason="killed")
+    rank = group_records.RankRecord("old", living.name, None)
+    record = group_records.GroupRecord("group again_Counter", "job", "driver", None, 0, {}, (rank,))
+    other = replace(record, ranks=(rank._replace(actor="new"),))
+    written = {"group/old": pickle.dumps(record)}
+    monkeypatch.setattr(compat, "read_records", lambda prefix: written)
+    monkeypatch.setattr(compat, "all_actors", lambda: {"old": dead, "new": living})
+    monkeypatch.setattr(compat, "living_jobs", frozenset)
+    monkeypatch.setattr(compat, "delete_record", lambda key: written.pop(key, None))
+    assert list(group_records.read().groups) == ["old"]
+    written["group/new"] = pickle.dumps(other)
+    assert list(group_records.read().groups) == list(group_records.read().groups) == ["new"]
 
 
 def test_survivors_of_another_driver_s_call_are_freed(start_driver):
