@@ -935,7 +935,7 @@ class TestUnsentCalls:
 
             async def main():
                 restart = asyncio.create_task(group.arestart())
-                while not group._state.restarting:
+                while not (group._state.restarting or restart.done()):
                     await asyncio.sleep(0.01)
                 rows = group.compute_rows.remote(torch.tensor([1, 2]))  # then the layout is asked for, too
                 seen = group.last_seen()

@@ -328,6 +328,8 @@ def test_interrupt_leaves_the_call_and_the_group_stays_usable(error):
 
 
 class Interrupting(Worker):
+    """Its method interrupts the driver, which waits for it."""
+
     def __init__(self):
         super().__init__()
         self.ended = []
@@ -335,8 +337,10 @@ class Interrupting(Worker):
     @register(Dispatch.ONE_TO_ALL)
     async def interrupt(self):
         try:
-            await asyncio.sleep(0.1)  # the driver waits by then
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            driver = threading.main_thread().ident
+            while sys._current_frames()[driver].f_code is not threading.Condition.wait.__code__:
+                await asyncio.sleep(0.01)
+            signal.pthread_kill(driver, signal.SIGUSR1)
             await asyncio.sleep(30)
         finally:
             self.ended.append(self.rank)
