@@ -252,8 +252,9 @@ class Link:
             raise HandshakeError(f"it has sent a frame of kind {kind}")
         with self.lock:
             call = self._unanswered.pop(number, None)
-            if call is None:
-                return  # a copy of a reply that has arrived before
+            if call is None:  # a copy of a reply that has arrived before; what said so may have been lost
+                self._send(connection, Kind.ACK, number)
+                return
             for note in (Kind.WANT, Kind.CANCEL, Kind.INPUTS) if self._notes else ():
                 self._notes.pop((note, number), None)
             self._unacknowledged[0] += 1
