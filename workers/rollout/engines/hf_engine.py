@@ -221,8 +221,8 @@ class HFEngine(RequestEngine):
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""
         self._hold("sleep")
-        if self._batch is not None:
-            self._batch.forget()
+        if (batch := self._batch) is not None:  # an idle thread that ends meanwhile sets None
+            batch.forget()
         self._prefixes.clear()
         self._move("cpu")
 
