@@ -146,7 +146,7 @@ def test_driver_that_is_killed_while_it_restarts_a_group_leaves_it_to_another(st
         assert group.broken is not None
         group.restart()
         assert group.add(1) == [1, 1]
-        wait_gone([file.name.removeprefix("held-") for file in tmp_path.iterdir()])
+        wait_gone([file.name.removeprefix("held-") for file in tmp_path.glob("held-*")])
 
 
 def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch):
