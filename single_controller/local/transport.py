@@ -286,16 +286,16 @@ class LocalRef:
         self._rank = rank
 
     def get(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it, or raise what the method raised, as ``ray.get`` does: a new `WorkerError`
-        each time, which is an instance of the exception's class, too. A `CallTimeoutError` after ``timeout`` seconds; a
-        `WorkerDiedError` if the rank died."""
+        """Wait for the result and return it, or raise what the method raised, as ``ray.get`` does. A `CallTimeoutError`
+        after ``timeout`` seconds; a `WorkerDiedError` if the rank died."""
         results, rank = self._results, self._rank
         try:
             result = results.futures[rank].result(timeout)
         except TimeoutError:
             raise CallTimeoutError.of_wait(results.label, timeout, [rank]) from None
         if result.failure is not None:
-            raise result.failure.error()
+            cause = result.failure.cause
+            raise cause if isinstance(cause, Exception) else result.failure.error()
         if result.died is not None:
             raise WorkerDiedError.during(results.label, rank, HOST, result.died)
         return results.value(rank, private=True)
