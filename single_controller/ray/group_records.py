@@ -159,17 +159,21 @@ def delete(key: str) -> None:
 
 def read() -> Records:
     """All records. Removes those whose workers and driver have ended."""
-    written = compat.read_records(_PREFIX)
-    # Only now: a group that has started since would seem to have neither workers nor a driver.
-    found = Records({}, compat.all_actors(), compat.living_jobs())
-    records: dict[str, tuple[GroupRecord, list[ActorInfo | None]]] = {}
-    for full, value in written.items():
+    actors, jobs = compat.all_actors(), compat.living_jobs()
+    written: dict[str, GroupRecord] = {}
+    for full, value in compat.read_records(_PREFIX).items():  # last: a group's record follows its start by a moment
         key = full.removeprefix(_PREFIX)
         try:
             record: GroupRecord = pickle.loads(value)
-            records[key] = record, [found.actors.get(rank.actor) for rank in record.ranks]
+            unknown = not any(rank.actor in actors for rank in record.ranks)
         except Exception:
             logger.warning("the record %s cannot be read; another version of this library may have written it", key)
+            continue
+        written[key] = record
+        if unknown:  # it may have started since, and would seem to have neither workers nor a driver
+            actors, jobs = compat.all_actors(), compat.living_jobs()
+    found = Records({}, actors, jobs)
+    records = {key: (one, [actors.get(rank.actor) for rank in one.ranks]) for key, one in written.items()}
     # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that, or
     # where another group has been started since, which then has a record of its own.
     others = {_group_of(actor) for _, known in records.values() for actor in known if actor is not None and actor.alive}
