@@ -76,7 +76,7 @@ class Deferred:
         raise NotImplementedError
 
     def hand_on(self) -> None:
-        """The error of the call that computes the result has become that of another one, whose caller is told."""
+        """Do not log the error of the call that computes the result as unhandled: another call raises it."""
 
     def source(self) -> tuple[Any, Any]:
         """The results, as `single_controller.call.joining.CallResults`, and the `dispatch.modes.Join` that makes one

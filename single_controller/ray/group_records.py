@@ -165,13 +165,12 @@ def read() -> Records:
         key = full.removeprefix(_PREFIX)
         try:
             record: GroupRecord = pickle.loads(value)
-            unknown = not any(rank.actor in actors for rank in record.ranks)
+            written[key] = record
         except Exception:
             logger.warning("the record %s cannot be read; another version of this library may have written it", key)
-            continue
-        written[key] = record
-        if unknown:  # it may have started since, and would seem to have neither workers nor a driver
-            actors, jobs = compat.all_actors(), compat.living_jobs()
+    if not all(any(rank.actor in actors for rank in record.ranks) for record in written.values()):
+        # A group that has started since would seem to have neither workers nor a driver.
+        actors, jobs = compat.all_actors(), compat.living_jobs()
     found = Records({}, actors, jobs)
     records = {key: (one, [actors.get(rank.actor) for rank in one.ranks]) for key, one in written.items()}
     # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that, or
