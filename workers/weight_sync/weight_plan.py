@@ -122,7 +122,8 @@ def check_cover(name: str, held: Held) -> None:
     # Sorted by rows, only boxes that begin before this one ends can overlap it. Shards of rows form a chain, so few do.
     boxes.sort()
     for index, box in enumerate(boxes):
-        for other in itertools.islice(boxes, index + 1, None):
+        for after in range(index + 1, len(boxes)):
+            other = boxes[after]
             if box and other[0][0] >= box[0][1]:
                 break
             if overlap(box, other) is not None:
