@@ -57,11 +57,11 @@ class CustomMode:
 
     Attributes:
         dispatch_fn: (group, *args, **kwargs) -> (args, kwargs), or (args, kwargs, context). If all of the arguments are
-            lists of length world_size, rank i gets item i of each. If none is a list, every rank gets all of them. It
-            gets the value of a future that the caller passes, which the call waits for; with
-            ``materialize_futures=False`` the future itself.
-        collect_fn: (group, list of all ranks' results) -> what the driver gets. With a context, which may be anything
-            that the dispatch_fn knows of the call: (group, results, context).
+            lists of length world_size, rank i gets item i of each. If none is a list, every rank gets all of them. If
+            the caller passes a future, the call waits for it, and the function gets its value; with
+            ``materialize_futures=False``, the function gets the future itself.
+        collect_fn: (group, list of all ranks' results) -> what the driver gets. If dispatch_fn has returned a context,
+            which may be any value, it is called with (group, results, context).
     """
 
     dispatch_fn: Callable[..., Any]
@@ -206,8 +206,8 @@ def _member(name: str) -> DispatchMode:
 
 
 def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> UntypedMode:
-    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>``, in processes that have run this: call
-    it in a module that both the driver and the workers import.
+    """Add a dispatch mode by name. It is then available as ``Dispatch.<name>`` in every process that has called this
+    function: call it in a module that both the driver and the workers import.
 
     Args:
         name: an identifier that no mode has yet.

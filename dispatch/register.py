@@ -188,15 +188,16 @@ def register(
         inputs: ``"copy"`` gives the method tensors and arrays of its own. ``"view"`` gives it the memory that all ranks
             of a node share, without a copy. The method must never write to it, in place or through a view
             (``x.add_(1)``, ``x[0] = 1``): views are not write-protected, and every other reader sees the write.
-        concurrent: exempt an ``async def`` method (or a short plain one) from the order in which calls run on a rank:
-            it may begin while an earlier call is still running, in a thread of its own.
+        concurrent: whether a call may begin while an earlier call is still running on the rank, in a thread of its own.
+            Use it for ``async def`` methods and for short plain ones.
         device: the device to which the arguments' tensors are moved before the method runs, such as ``"cuda"``. Tensors
             travel as CPU tensors, wherever they were before, and otherwise stay so. With ``inputs="view"`` they are
             moved to the device without a copy on the host.
-        replay: whether ``group.restart()`` repeats the latest successful call of this method after the constructors:
-            for methods that bring a worker into its state, such as ``init_model`` or ``load_checkpoint``. The driver
-            keeps that call's arguments. Replays of several methods are repeated in the order of those calls. Only calls
-            of the group that restarts count, not those of its copies in other processes.
+        replay: whether the latest successful call of this method is repeated on new workers after their constructors,
+            in ``group.restart()``, ``replace()`` and ``grow()``. Use it for methods that create the state of a worker,
+            such as ``init_model`` or ``load_checkpoint``. The driver keeps the arguments of the call. If several
+            methods have such a call, these calls are repeated in their original order. Calls of the group's copies in
+            other processes do not count.
 
     Raises:
         ValueError: a mode or option is unknown (the message lists the known ones), or ``uneven`` would have no

@@ -51,11 +51,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class PlacementError(SingleControllerError):
-    """A pool or group can never be placed, or was not within its timeout. The message has a table per node."""
+    """A pool or group can never be placed, or was not placed within its timeout. The message has a table of the
+    nodes."""
 
 
 class ControlStoreError(SingleControllerError):
-    """Ray's control store has not answered a question."""
+    """Ray's control store has not answered a request."""
 
 
 class _RankError(SingleControllerError):
@@ -65,7 +66,7 @@ class _RankError(SingleControllerError):
         rank: the rank, or None if none was assigned yet.
         host: the host that it ran on, if that is known.
         method: name of the method, without parentheses.
-        ranks: all ranks to which the same has happened, as far as that was known when the error was made.
+        ranks: all ranks that have failed in the same way, as far as this was known when the error was created.
         role: role of the worker, if several share the process (`colocate`); otherwise None.
     """
 
@@ -80,9 +81,9 @@ class WorkerError(_RankError):
     """A method raised on a rank. The message names the first cause, with the remote traceback below.
 
     ``__cause__`` is the exception itself, if it could be sent to the driver. The error is then an instance of that
-    exception's class too, so ``except KeyError`` catches a KeyError of a method. Not so for classes that cannot be
-    subclassed, this library's errors about a call, StopIteration, and exceptions such as KeyboardInterrupt that do not
-    derive from Exception. Attributes of the exception are on ``__cause__``.
+    exception's class too, so ``except KeyError`` catches a KeyError of a method. This does not apply to classes that
+    cannot be subclassed, to this library's errors about a call, to StopIteration, or to exceptions such as
+    KeyboardInterrupt that do not derive from Exception. Attributes of the exception are on ``__cause__``.
 
     Attributes:
         cause_type: qualified name of the exception's type.
@@ -115,10 +116,10 @@ class WorkerDiedError(_RankError):
 
 
 class ResultLostError(ResultError):
-    """A rank is alive, but its result was lost, because contact with it was lost for a while.
+    """A rank is alive, but its result was lost, because it could not be reached for too long.
 
-    The rank may have run the call or not. The group can be used, unless other ranks have not ended the call within its
-    ``error_grace``: they may wait in a collective for the rank that never got the call.
+    The rank may or may not have run the call. You can continue to use the group, unless other ranks have not ended the
+    call within its ``error_grace``: they may wait in a collective for a rank that never got the call.
 
     Attributes:
         role: role of the worker, if several share the process; otherwise None.
@@ -135,8 +136,8 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
         ranks: the ranks that had not finished.
         call_goes_on: True if only the wait ended (``future.result(timeout)``): the call continues, and a later wait
             gets its result. False if the call's own timeout passed: the group is broken.
-        stacks: rank -> its Python stack when the call's timeout passed, as text. The message shows them too, equal
-            ones once.
+        stacks: rank -> its Python stack when the call's timeout passed, as text. The message also shows them, each
+            distinct stack once.
     """
 
     method: str | None = None
@@ -156,7 +157,8 @@ class CallTimeoutError(SingleControllerError, TimeoutError):
 
 
 class GroupBrokenError(SingleControllerError):
-    """The group lost a worker, or a call exceeded its timeout, earlier. Call ``group.restart()``."""
+    """The group takes no calls, for example because a worker has died or a call has exceeded its timeout. Call
+    ``group.restart()``, ``replace()`` or ``shrink()``."""
 
 
 class GroupClosedError(SingleControllerError):
@@ -164,13 +166,13 @@ class GroupClosedError(SingleControllerError):
 
 
 class LocalGroupError(SingleControllerError):
-    """A `LocalWorkerGroup`, whose ranks share the driver's process, was asked for something that needs processes."""
+    """A feature that a `LocalWorkerGroup` does not have, because its ranks share the driver's process."""
 
 
 class ForkedProcessError(SingleControllerError):
-    """A group, a pool or a future was used in a fork of the process that made it.
+    """A group, a pool or a future was used in a fork of the process that created it.
 
-    A fork has none of its parent's threads, so Ray and the threads of a `LocalWorkerGroup` would never answer.
+    A fork has none of its parent's threads, so Ray and the threads of a `LocalWorkerGroup` would never respond.
     """
 
     @classmethod

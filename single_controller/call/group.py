@@ -463,19 +463,19 @@ class WorkerGroup(VerlGroup, Closing):
     ) -> Iterator[Any]:
         """Call a method with one batch after another, a few in flight, and yield the results.
 
-        With ``collectives=False`` each rank gets its shard in a call of its own, and only the shards of ranks that died
-        are sent again; otherwise, and for methods with ``replay=True``, all batches in flight. Nothing is sent while
-        the caller holds the generator.
+        With ``collectives=False``, each rank gets its shard in a call of its own, and only the shards of ranks that
+        died are sent again. Otherwise, and for methods with ``replay=True``, all batches in flight are sent again. No
+        batch is sent while the caller processes a result.
 
         Args:
             method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument
                 is the batch.
             batches: any iterable; an item is taken when there is room for it.
-            in_flight: how many batches the ranks have at most, so that they need not wait for the driver.
-            retries: how often a batch is sent again of which a rank may have died: the oldest in flight. Before that,
-                dead ranks are replaced, as ``on_death`` says, or else by `restart`: of these ranks alone with
-                ``collectives=False``, otherwise of all.
-            ordered: yield the results in the order of the batches; otherwise as they come.
+            in_flight: the maximum number of batches in flight, so that the ranks need not wait for the driver.
+            retries: how often a batch is sent again that may have caused the death of a rank, which is the oldest one
+                in flight. Before that, the dead ranks are replaced, as ``on_death`` says, or otherwise restarted: only
+                these ranks with ``collectives=False``, and all ranks without.
+            ordered: yield the results in the order of the batches; otherwise in the order in which they arrive.
             progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
 
         Raises:

@@ -101,9 +101,9 @@ class RayWorkerGroup(WorkerGroup):
         error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken. With
             ``collectives=False`` it is not.
         collectives: whether ranks use collectives. If not, ``restart(ranks=[3])`` may restart some of them alone.
-        standby: how many of the pool's slots, the last ones, have a standby instead of a rank: a process that has
-            imported the class and waits to `replace` a rank. Let the last slots be on a host of their own to keep it
-            there.
+        standby: how many of the pool's last slots have a standby instead of a rank: a process that has imported the
+            class and waits to `replace` a rank. To keep the standbys on a host of their own, use a pool whose last
+            slots are there.
         on_death: what a call does if a rank has died before: ``"error"`` raises `GroupBrokenError`, ``"replace"`` calls
             `replace` first, and ``"shrink"`` calls `replace` if there are enough standbys, and otherwise `shrink`. The
             call in which the rank died raises `WorkerDiedError` in all cases.
@@ -389,12 +389,12 @@ class RayWorkerGroup(WorkerGroup):
     def replace(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
         """Replace the ranks that have died. The others keep their processes and their workers.
 
-        Standbys, or new processes in the same slots, take the dead ranks. Collectives in which other ranks wait are
-        aborted, process groups destroyed, and all ranks get a new rendezvous: another ``master_port``, and other local
-        ranks if a standby is elsewhere. The latest successful calls with ``replay=True`` are repeated on the new ranks
-        alone, so these methods and constructors must not run collectives. Then `Worker.on_membership_change` runs on
-        all. With ``collectives=False`` nothing happens on the other ranks, but for calls that wait for a future as an
-        argument, which they do not run.
+        Standbys, or new processes in the same slots, take the place of the dead ranks. Collectives in which other ranks
+        wait are aborted, process groups are destroyed, and all ranks get a new rendezvous: another ``master_port``, and
+        other local ranks if a standby is on another node. The latest successful calls with ``replay=True`` are repeated
+        on the new ranks only, so these methods and constructors must not run collectives. Then
+        `Worker.on_membership_change` runs on all ranks. With ``collectives=False``, the other ranks are not
+        interrupted; they only drop calls that still wait for a future as an argument.
 
         Args:
             ranks: living ranks to end and replace too, such as one that hangs.
@@ -433,12 +433,12 @@ class RayWorkerGroup(WorkerGroup):
         return await off_loop(lambda: self.grow(count, timeout))
 
     def shrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
-        """Go on without the ranks that have died. The others keep their processes and their workers, and get the
-        numbers 0, 1, ... in the same order. Otherwise it does what `replace` does.
+        """Continue without the ranks that have died. The others keep their processes and their workers, and are
+        renumbered 0, 1, ... in the same order. Otherwise, this does the same as `replace`.
 
         Whole data-parallel replicas are dropped (`Worker.dp_replica`): living ranks of a replica that has lost a rank
-        end too. Workers must register a layout again in `Worker.on_membership_change`. `grow` and `restart` take ranks
-        back.
+        are ended too. Workers must register a layout again in `Worker.on_membership_change`. `grow` and `restart` add
+        the ranks again.
 
         Args:
             ranks: living ranks to drop too.
@@ -470,12 +470,12 @@ class RayWorkerGroup(WorkerGroup):
         return tuple(sorted(dropped))
 
     def grow(self, count: int | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
-        """Add ranks in the pool's slots that have none, such as those that `shrink` has dropped. They come after the
-        others.
+        """Add ranks in the pool's slots that have none, such as the slots of ranks that `shrink` has dropped. The new
+        ranks are numbered after the others.
 
-        The group goes on while processes start and run their constructors. Then it waits until the running calls have
-        ended, and all ranks join a new rendezvous, as in `replace`; with ``collectives=False``, they take the new
-        number of ranks, and leave nothing.
+        The group continues while the new processes start and run their constructors. Then it waits until the running
+        calls have ended, and all ranks join a new rendezvous, as in `replace`. With ``collectives=False``, the ranks
+        only get the new number of ranks, and keep their process groups.
 
         Args:
             count: how many ranks, in whole replicas (`Worker.dp_replica`); by default as many as there is room for.

@@ -93,17 +93,17 @@ def assign(info: RankInfo, role_workers: RoleWorkers, made: list[Worker] | None 
 
 
 class Worker(VerlWorker):
-    """Base class of what runs on a rank. Put `register` on the methods that the driver calls.
+    """Base class of workers. Decorate the methods that the driver calls with `register`.
 
     The rank and the other properties are available in the constructor. The environment has RANK, WORLD_SIZE,
     LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, except in a `LocalWorkerGroup`, whose ranks
     share one environment. A worker that you create yourself takes its rank from the environment, or is rank 0 of 1.
 
-    A second base class whose constructor needs no arguments is constructed too. Call another one's constructor in your
-    own.
+    If a second base class has a constructor without required arguments, it is called too. Call any other constructor in
+    your own.
 
     Args:
-        cuda_visible_devices: for constructors written for verl, which pass it on; None. The pool decides on devices.
+        cuda_visible_devices: accepted for constructors written for verl, and must be None. The pool decides on devices.
 
     Raises:
         TypeError: ``cuda_visible_devices`` is not None.
@@ -174,7 +174,7 @@ class Worker(VerlWorker):
 
     @property
     def generation(self) -> int:
-        """How often the group was restarted or had ranks replaced before this worker joined it as it is now."""
+        """How often the group had been restarted, or had its ranks changed, when this worker joined it last."""
         return self._rank_info.generation
 
     @property
@@ -186,9 +186,10 @@ class Worker(VerlWorker):
 
     @property
     def dp_replica(self) -> tuple[int, int]:
-        """Number of the data-parallel replica that this rank belongs to, and how many there are: ``group.shrink()``
-        drops whole replicas. By default the coordinate on the axis dp of `register_layout`, and its size; without a
-        layout each rank is a replica of its own. Another thread may ask, while a method runs.
+        """The index of the data-parallel replica that this rank belongs to, and the number of replicas, for
+        ``group.shrink()``, which drops whole replicas. By default, these are the coordinate on the axis dp of
+        `register_layout`, and the size of that axis; without a layout, each rank is a replica of its own. It is read by
+        another thread, possibly while a method runs.
 
         Raises:
             ValueError: `register_layout` was not told the size of dp.
@@ -251,13 +252,13 @@ class Worker(VerlWorker):
         call that needs the layout. A second report replaces the first.
 
         Args:
-            sizes: axis -> number of coordinates. Optional; with it, a missing rank is noticed.
+            sizes: axis -> number of coordinates. Optional; it allows the group to detect missing ranks.
             axes: axis -> coordinate, from 0: dp, tp, pp, cp, sp, and any other name for your own use. An axis that is
                 not given has size 1.
 
         Raises:
-            ValueError: no axis is given, a size is not an integer >= 1, or a coordinate not one >= 0 and below its
-                size.
+            ValueError: no axis is given, a size is not an integer >= 1, or a coordinate is not an integer >= 0 and
+                below its size.
         """
         sizes = {axis: check_count(f"register_layout(): size of {axis}", size) for axis, size in (sizes or {}).items()}
         if not axes:
@@ -319,12 +320,12 @@ class Worker(VerlWorker):
 
     def on_membership_change(self, generation: int) -> None:
         """Called on every rank after ``group.replace()``, ``shrink()`` or ``grow()`` has changed which processes are
-        the group's ranks. Override it to create process groups, and what depends on them, anew, and to register the
-        layout again if the number of ranks may have changed. The default does nothing.
+        the group's ranks. Override it to create the process groups, and everything that depends on them, again, and to
+        register the layout again if the number of ranks may have changed. The default does nothing.
 
-        On ranks that have kept their process, all process groups of torch.distributed were destroyed before, and
-        properties and environment describe the new rendezvous. On the others, the constructor and the calls with
-        ``replay=True`` have run without collectives: see `is_replacement`.
+        On ranks that have kept their process, all process groups of torch.distributed have been destroyed, and the
+        properties and the environment describe the new rendezvous. On the other ranks, the constructor and the calls
+        with ``replay=True`` have run without collectives: see `is_replacement`.
 
         Args:
             generation: how often the group was restarted or had its ranks changed, this time included.
