@@ -76,8 +76,8 @@ class _Sent:
 class RolloutManager:
     """Generates several completions for each prompt on all workers of a group, and computes their rewards.
 
-    You can pass a manager to a worker: the copy drives the same workers through an attached group. The reward function
-    goes with it if it pickles; otherwise `generate` of the copy raises.
+    You can pass a manager to a worker: the copy drives the same workers through an attached group. It has the reward
+    function if that can be pickled; otherwise `generate` of the copy raises an error.
 
     Args:
         group: a `RayWorkerGroup` or `LocalWorkerGroup` of `RolloutWorker`, or that role of a colocated group. If one
@@ -98,7 +98,7 @@ class RolloutManager:
         reward_timeout: seconds that one call of the reward function may take, or None.
         on_reward_timeout: the reward of a completion whose call takes longer; None for a `RewardError`.
         greedy_baselines: also generate one greedy completion of each prompt, whose reward becomes the entry
-            ``reward_baselines`` of the prompt's rows (ReMax). It is no row itself.
+            ``reward_baselines`` of the prompt's rows (ReMax). The greedy completion has no row of its own.
         engine_extras: names of the ``extras`` that the engine gets too, for an environment; see
             `RolloutEngine.generate`. They are sent to the workers.
         pad_token_id: the padding token.
@@ -176,8 +176,8 @@ class RolloutManager:
 
     @classmethod
     def from_args(cls, args: Any, group: Any, reward_function: RewardFunction | None = None, **options: Any) -> Self:
-        """Make a manager as a training run's configuration says: how to sample, how often per prompt, and with which
-        seed, how rewards are computed, and greedy baselines for ReMax.
+        """Create a manager from the configuration of a training run, which has the sampling parameters, the number of
+        samples per prompt, the seed, the options of the reward function, and greedy baselines for ReMax.
 
         Args:
             args: the configuration; see `workers.train.args`.

@@ -83,7 +83,7 @@ class RayTrainGroup:
         actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
         standby: how many standbys the group keeps, in slots of their own: see `RayWorkerGroup`. ``pg`` must have room.
         on_death: what `replace` does if more ranks have died than there are standbys: ``"replace"`` starts new
-            processes, ``"shrink"`` goes on with fewer data-parallel ranks, until `grow` or `restart`.
+            processes, ``"shrink"`` continues with fewer data-parallel ranks, until `grow` or `restart`.
         detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
         name_prefix: distinguishes the workers' names from those of other runs in the cluster.
 
@@ -190,13 +190,13 @@ class RayTrainGroup:
     def create(self) -> list[int] | None:
         """Create the workers on the slots that they had before `release`.
 
-        If the group was initialized before, the new workers are too: from the last checkpoint that this group saved, or
-        else as the first time. They keep the weight version, the rollout manager and the critic. A connected
-        group continues at its own rollout, until it is restarted too.
+        If the group was initialized before, the new workers are initialized from the last checkpoint that this group
+        saved, or in the same way as the first time if there is none. They keep the weight version, the rollout manager
+        and the critic. A connected group continues at its own rollout, until it is restarted too.
 
-        If the rollout workers have weights, `update_weights` is called, because theirs may be of training that is lost.
-        If only that fails, the new workers stay, and it can be repeated; ``next_rollout_id`` is the rollout to continue
-        with, and the manager refuses tokens of the lost weights.
+        If the rollout workers have received weights, `update_weights` is called, because these weights may belong to
+        training that is lost. If only this update fails, the new workers stay, and you can call `update_weights` again.
+        ``next_rollout_id`` is then the rollout to continue with, and the manager refuses tokens of the lost weights.
 
         Returns:
             By rank, the rollout id to continue with; None if the group was not initialized.
@@ -306,11 +306,11 @@ class RayTrainGroup:
         """Replace the ranks that have died, and continue from the latest snapshots in the memory of the ranks, which
         ``args.peer_snapshot_interval`` asks for. The other ranks keep their processes. All ranks return to the same
         rollout, and so do those of a connected actor or critic, whose dead ranks are replaced too. Without a complete
-        set of snapshots, all continue from the checkpoint, as after `restart`.
+        set of snapshots, all ranks continue from the checkpoint, as after `restart`.
 
         If the rollout workers have newer weights, or the checkpoint was loaded, `update_weights` is called. If only
-        that fails, the ranks stay: call it again, and continue with ``next_rollout_id``. A `RolloutStream` of the
-        manager returns the batches from that rollout on once more.
+        this update fails, the ranks stay: call `update_weights` again, and continue with ``next_rollout_id``. A
+        `RolloutStream` of the manager returns the batches from that rollout on again.
 
         Returns:
             By rank, the rollout id to continue with; None if no rank was replaced, or the group was not initialized.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """Parameters of sampling.
 
     Attributes:
         max_new_tokens: maximum length of a completion, in tokens.
@@ -29,7 +29,8 @@ class SamplingParams:
         top_k: sample only from this many of the most likely tokens; 0 keeps all tokens.
         stop_token_ids: a completion ends with the first of these tokens and includes it.
         min_p: sample only from tokens with at least this share of the most likely one's probability (Nguyen et al.
-            2024, arXiv 2407.01082); 0 keeps all tokens. ``top_p`` is of what ``top_k`` and ``min_p`` keep.
+            2024, arXiv 2407.01082); 0 keeps all tokens. ``top_p`` applies to the tokens that ``top_k`` and ``min_p``
+            keep.
 
     Raises:
         ValueError: a value is out of range.
@@ -294,31 +295,33 @@ class Completion:
     Attributes:
         token_ids: the generated tokens, including the stop token.
         log_probs: log-probability of each token, in nats, under the model at the sampling temperature (at temperature 1
-            if it is 0). With a ``sampling_mask``, of the distribution that the token was drawn from, renormalized over
-            the tokens that were left; otherwise before ``top_p``, ``top_k`` and ``min_p`` truncate it. This is what a
-            trainer computes for the same tokens and mask.
+            if it is 0). With a ``sampling_mask``, it is that of the distribution from which the token was sampled,
+            renormalized over the tokens that were kept; otherwise, it is that before ``top_p``, ``top_k`` and ``min_p``
+            truncate the distribution. A trainer computes the same for the same tokens and mask.
         finish_reason: "stop" if a stop token ended it, "length" if ``max_new_tokens`` did, "abort" if
             `RolloutEngine.abort` did, "error" if the environment failed: `collate` then leaves it out of training.
-        weight_versions: version of the weights that generated each token; None if the engine does not say, and then all
-            tokens are of the worker's weight version.
-        fingerprints: of the weights of these versions, as far as the worker knows them; the worker adds them.
+        weight_versions: version of the weights that generated each token; None if the engine does not report it, in
+            which case all tokens have the worker's weight version.
+        fingerprints: weight version -> fingerprint of the weights, as far as the worker knows it; added by the worker.
         loss_mask: one number per token, 0 for tokens that the policy did not choose, such as the output of a tool; None
             if it chose all of them. It becomes the ``loss_mask`` of the rollout data.
-        info: what the engine's environment knows of the completion, such as whether a test passed. A reward function
-            with a parameter ``info`` gets it.
-        sampling_mask: what ``top_p``, ``top_k`` and ``min_p`` left to choose from; None if they left everything at
-            every token, or if the engine does not say. It becomes the ``sampling_mask`` of the rollout data.
-        routed_experts: of the prompt's and the completion's tokens; None if the engine does not say. The last token was
-            not computed yet, so its own are not known. They become the ``routed_experts`` of the rollout data.
+        info: what the engine's environment reports about the completion, such as whether a test passed. A reward
+            function with a parameter ``info`` gets it.
+        sampling_mask: the tokens that ``top_p``, ``top_k`` and ``min_p`` kept at each position; None if they kept the
+            whole vocabulary everywhere, or if the engine does not report it. It becomes the ``sampling_mask`` of the
+            rollout data.
+        routed_experts: the experts of the prompt's and the completion's tokens; None if the engine does not report
+            them. Those of the last token are unknown, because it was not computed yet. They become the
+            ``routed_experts`` of the rollout data.
         token_rewards: one number per token, for rewards that were earned before the end, such as those of turns; None
             if the reward is one number. They become the ``token_rewards`` of the rollout data.
-        rows: the rows of the rollout data that this rollout becomes, at least one, if that is not exactly one row of
-            the prompt and this completion: a session with branches has several. None for one row. The fields above then
-            are what a reward function gets; ``finish_reason`` is the rollout's.
+        rows: the rows of the rollout data that this rollout becomes, at least one; for example, a session with branches
+            has several. None for exactly one row of the prompt and this completion. With ``rows``, the fields above are
+            what a reward function gets, and ``finish_reason`` is that of the rollout.
         session: with the finish reason "abort", a picklable state from which an engine with sessions continues this
             one, if the completion is passed back as ``partial``; None if there is none.
-        prompt_ids: the prompt that the engine generated from, as it says itself, if `RequestEngine.echo_prompts`; None
-            otherwise.
+        prompt_ids: the prompt from which the engine generated, as reported by the engine, if
+            `RequestEngine.echo_prompts`; None otherwise.
     """
 
     token_ids: list[int]
@@ -375,15 +378,15 @@ class RolloutEngine(ABC):
     Attributes:
         weight_version: version of the weights in force, set by the worker and by `finish_update`; None if the engine
             has no complete weights.
-        any_rank: whether engines do not depend on their worker's rank. When a worker dies, a `RolloutStream` then lets
-            the others go on, and starts a worker with another rank. Otherwise it restarts the worker at its rank, and
-            the others get no prompts meanwhile.
+        any_rank: whether engines do not depend on their worker's rank. If so, a `RolloutStream` lets the other workers
+            continue when one dies, and starts a worker with another rank. Otherwise it restarts the worker at its rank,
+            and the others get no prompts meanwhile.
         partial_updates: whether an update may leave out tensors, which then keep their values.
         sampling_masks: whether completions have a `Completion.sampling_mask` if `SamplingParams.truncates`.
-        largest_mask: of how many tokens a set may be, so that it is in a sampling mask; None for any number.
+        largest_mask: maximum number of tokens of a set in a sampling mask; None for any number.
         routed_experts: whether completions have `Completion.routed_experts`.
         exact_digest: what `exact_decoding.probe` returned, in exact mode; None otherwise.
-        journals: whether `progress` tells anything.
+        journals: whether `progress` returns states.
         keeps_weights: whether the engine still has its weights after `sleep`. If not, the worker has no weight version
             until the next update.
     """
@@ -407,8 +410,7 @@ class RolloutEngine(ABC):
         Args:
             prompts: token ids of each prompt, at least one; prompts may differ in length. The list may be empty.
             sampling_params: how to sample.
-            seeds: one per prompt. The same prompt, seed and weights give the same completion, whatever else is in the
-                batch.
+            seeds: one per prompt. The same prompt, seed and weights give the same completion in every batch.
 
         An engine with an environment adds a parameter ``extras``: name -> one value per prompt, of the columns that
         ``RolloutManager(engine_extras=...)`` names. `submit` gets ``extras`` of its prompt alone: name -> value.
@@ -489,8 +491,8 @@ class RolloutEngine(ABC):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """An update begins. Calls of `load_weights` follow, and then `finish_update` or `abandon_update`. Requests that
-        are running wait from here on."""
+        """Called when an update begins. Calls of `load_weights` follow, and then `finish_update` or `abandon_update`.
+        Running requests wait until then."""
         self.weight_version = None
 
     @abstractmethod
@@ -503,8 +505,8 @@ class RolloutEngine(ABC):
         """
 
     def finish_update(self, version: int) -> None:
-        """All tensors have been loaded. Requests that are running continue with the new weights, from the tokens that
-        they have.
+        """Called when all tensors have been loaded. Running requests continue with the new weights, from the tokens
+        that they have.
 
         Args:
             version: of the weights.
@@ -512,8 +514,8 @@ class RolloutEngine(ABC):
         self.weight_version = version
 
     def abandon_update(self) -> None:  # noqa: B027  (optional)
-        """The update ends before all tensors have come. The engine has no complete weights until a later update is
-        finished: it keeps requests waiting, and refuses new ones."""
+        """Called when an update ends before all tensors have arrived. The engine has no complete weights until a later
+        update is finished: it keeps requests waiting, and refuses new ones."""
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -526,8 +528,8 @@ class RolloutEngine(ABC):
         called at any time.
 
         Returns:
-            name -> dtype; None if the engine cannot read its weights back. Then `read_weights` is not called, and an
-            update is proved as far as the worker: what arrived is compared, and not what the engine has made of it.
+            name -> dtype; None if the engine cannot read its weights back. `read_weights` is then not called, and the
+            worker compares the tensors as they arrived, not as the engine holds them.
         """
         return None
 
