@@ -19,23 +19,23 @@ class PromptData:
         prompts, extras = data(rollout_id)
         manager.generate(prompts, rollout_id=rollout_id, extras=extras)
 
-    The same rollout always has the same prompts, so a prompt whose rollout is generated again, after a death or from a
-    checkpoint, is read again; the state in the checkpoint says from where on.
+    The same rollout always has the same prompts. If a rollout is generated again, after a death or from a checkpoint,
+    its prompts are read again; the state in the checkpoint has the position.
 
     A prompt is a text, a list of messages, or a list of token ids. Messages become a text by the tokenizer's chat
     template, with the beginning of the answer (``add_generation_prompt``) and without further special tokens. A text
     that is no message gets the special tokens that the tokenizer adds by itself.
 
     Args:
-        rows: from `open_rows`, without ``prepare`` and best without ``epochs``: runs have a number of rollouts. They
-            belong to this object from now on.
-        batch_size: prompts of a rollout.
+        rows: from `open_rows`, without ``prepare``, and preferably without ``epochs``, because a run has a number of
+            rollouts. Do not use the rows elsewhere.
+        batch_size: number of prompts of a rollout.
         tokenizer: a Hugging Face tokenizer; None if all prompts are token ids.
         input_key: name of the column with the prompt.
         label_key: name of the column that the reward function gets as ``label``. By default columns keep their names.
         columns: names of the columns that the reward function gets, besides ``label``; a row without one of them is
-            bad. By default all except the prompt; a row without one that others have gets None.
-        apply_chat_template: a text is the message of a user.
+            bad. By default all except the prompt; a row that lacks a column of other rows gets None.
+        apply_chat_template: whether a text is the message of a user.
         apply_chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
         max_prompt_len: rows with more tokens are left out and counted; None for no limit.
 

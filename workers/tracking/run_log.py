@@ -44,21 +44,21 @@ class RunLog(Closing):
     """Metrics by step, and the run's folder. Use it in the driver's script, which has the metrics of all ranks. A
     context manager.
 
-    Opening the folder of a run that was killed continues it: the first step that is logged replaces what the folder has
-    of that step and those after it. If ``args`` load no checkpoint, it is another run, which replaces the old one. A
-    step that is logged again replaces that step and those after it.
+    Opening the folder of a killed run continues the run: the first step that is logged replaces the entries of that
+    step and of all later steps. If ``args`` load no checkpoint, a new run begins, which replaces the old one. A step
+    that is logged again also replaces itself and all later steps.
 
     Args:
         folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
         run_dir: the run's folder; "auto" for a new one in ``runs/``. None writes no folder.
-        loggers: where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console, ray.
-            Files go into the run's folder.
+        loggers: where the metrics are also sent: any of tensorboard, wandb, mlflow, swanlab, trackio, json, console,
+            ray. Their files are written into the run's folder.
         metric_names: names that the loggers get: "own", "verl" or "slime"; see `workers.tracking.metric_names`. The
             folder has those of this library.
         name: of the run; by default that of its folder.
-        project: what loggers group runs under.
-        args: the configuration, to be recorded.
-        tokenizer: what turns token ids into the samples' text, by its method ``decode``; None records ids alone.
+        project: the name under which loggers group runs.
+        args: the configuration to record.
+        tokenizer: its method ``decode`` turns token ids into the text of the samples; with None, only ids are recorded.
         record_rows: how many rows of each step are recorded; None for all, which `replay` needs, and 0 for none.
         keep_steps: how many of the latest steps keep their samples.
         keep_bytes: size of all samples, in bytes, above which the oldest are dropped.

@@ -33,7 +33,7 @@ class RolePlacement(Closing):
         actor: slots of the actor, and of its standbys.
         critic: slots of the critic, and of its standbys; None without a critic.
         rollout: slots of the rollout workers.
-        whole: the pool that the others are slices of.
+        whole: the pool of which the others are slices.
         share: share of a slot for each role's workers: ``num_gpus_per_actor`` of `RayTrainGroup`.
     """
 
@@ -56,17 +56,17 @@ def place(
     detached: bool = False,
     standby: int = 0,
 ) -> RolePlacement:
-    """Create the pools for a run's groups, as slices of one pool. The first group reserves all slots;
-    call ``plan()`` of ``whole`` to check before that whether the cluster has room.
+    """Create the pools for a run's groups, as slices of one pool. The first group reserves all slots. To check before
+    that whether the cluster has room, call ``plan()`` of ``whole``.
 
     Args:
-        args: the configuration. There is a critic if ``advantage_estimator`` is "gae". With ``colocate`` all roles
-            share the same slots, from the first on; otherwise each role has its own.
+        args: the configuration. There is a critic if ``advantage_estimator`` is "gae". With ``colocate``, all roles
+            share the same slots, beginning with the first one; otherwise each role has its own.
         use_gpu: whether slots are GPUs (or what the cluster has instead, such as NPUs); by default whether the cluster
             has any. Otherwise they are logical CPUs.
         max_colocate_count: worker processes that may share a slot; by default the number of roles on it.
-        detached: whether the slots outlive the driver, for groups that do.
-        standby: slots for standbys of the actor, and as many for those of the critic; see `RayTrainGroup`.
+        detached: whether the slots outlive the driver, for detached groups.
+        standby: number of slots for standbys of the actor, and as many for those of the critic; see `RayTrainGroup`.
 
     Raises:
         TrainArgsError: the configuration is invalid.

@@ -74,11 +74,11 @@ class TrainWorker(Worker, ABC):
 
     Attributes:
         critic: handle of the critic's worker of the same rank (a Ray actor), after `connect_actor_critic`.
-        rollout_manager: what `set_rollout_manager` was given.
-        weight_version: of the weights that the rollout workers have; 0 before the first update.
+        rollout_manager: the manager that was passed to `set_rollout_manager`.
+        weight_version: version of the weights that the rollout workers have; 0 before the first update.
         next_rollout_id: id of the rollout to train on next. `init` and `train` of a subclass set it when they have
-            succeeded, so that `RayTrainGroup.attach` continues there. None if they do not, and from the moment that a
-            `train` changes the state until it has succeeded: if it fails in between, the state is of no rollout.
+            succeeded, so that `RayTrainGroup.attach` continues there. None if they do not set it, and while a `train`
+            changes the state: if it fails halfway, the state does not belong to any rollout.
     """
 
     next_rollout_id: int | None = None

@@ -54,24 +54,24 @@ class WeightSender:
             devices, in the same process or not.
         rollout: the group of rollout workers (as an argument of a call it arrives attached), a list of groups, a
             function that returns them, or a manager with a ``group``. It is looked up again for each update.
-        bucket_bytes: how much of the weights is under way at a time. Each train rank and each receiver needs memory
-            for about two of them; a row of a tensor is never divided.
-        folder: for "disk": a folder that train and rollout workers see under this path, and nobody else uses.
-        timeout: seconds that an update may take, with all its phases. This includes the time for calls that were sent
-            to the receivers before. Keep it well below the timeout of the train ranks' collectives.
+        bucket_bytes: size of a bucket, in bytes, of the weights that are sent at a time. Each train rank and each
+            receiver needs memory for about two buckets. A row of a tensor is never divided.
+        folder: for "disk": a folder that train and rollout workers can access under this path, used for nothing else.
+        timeout: seconds that an update may take, with all its phases, and including earlier calls on the receivers.
+            Keep it well below the timeout of the train ranks' collectives.
         neighbour: for "device": the rollout worker in the same process, ``self.role_worker("rollout")``. ``rollout``
             is not needed then.
         process_group: of the train ranks; the default group if None.
-        verify: what the receivers prove before they take the version. "fingerprint": what the update has changed,
-            read back from the engine, has the digests that the trainer has computed. "full": all that the engine
-            holds. "none": nothing.
+        verify: what the receivers compare before they accept the version. "fingerprint": the digests of the tensors
+            that the update has changed, read back from the engine, with those that the trainer has computed. "full":
+            the same for all tensors. "none": nothing.
         delta: send only the elements that have changed since the last update, bit for bit, to receivers that have
-            exactly its weights. Each rank keeps a copy of its shards in host memory for it. Not for "disk".
-        full_every: with ``delta``, send whole tensors every so many updates; 0: only to receivers that need them.
-        double_buffer: whether receivers keep the version before, and generate with it, until the update is complete,
-            for which they need host memory for another copy of the weights. None: those that have the memory. A
-            receiver that does not keep it has no version from the beginning of an update to its end. Differences are
-            sent only to receivers that do.
+            exactly the weights of that update. Each rank then keeps a copy of its shards in host memory. Not for
+            "disk".
+        full_every: with ``delta``, send whole tensors in every n-th update; 0: only to receivers that need them.
+        double_buffer: whether receivers keep the previous version, and generate with it, until the update is complete.
+            They need host memory for another copy of the weights. None: those that have the memory. A receiver without
+            a double buffer has no version during an update, and gets no deltas.
         exact: the trainer's digest in exact mode, see `exact_decoding.probe`; an update to an engine with another one,
             or with none, fails before anything is sent. None for any engine.
 

@@ -131,15 +131,15 @@ def local_ranks(homes: Sequence[Hashable]) -> list[tuple[int, int]]:
 class RayResourcePool(Closing, ResourcePool):
     """Slots for processes on Ray's nodes, shared by the groups that are made on the pool.
 
-    Starts a local Ray if none is running. The slots are reserved when the first group is made, or by `place`. Each slot
-    is one bundle of a placement group: a CPU-only slot reserves one logical CPU, a GPU slot one GPU and one CPU. Up to
-    ``max_colocate_count`` worker processes share a slot, each with its fraction of the slot's CPU, GPU and memory. A
-    pool is a context manager; closing it ends what runs in it.
+    Starts a local Ray if none is running. The slots are reserved when the first group is created, or by `place`. Each
+    slot is one bundle of a placement group: a CPU-only slot reserves one logical CPU, a GPU slot one GPU and one CPU.
+    Up to ``max_colocate_count`` worker processes share a slot, each with its fraction of the slot's CPU, GPU and
+    memory. A pool is a context manager; closing it closes the groups in it.
 
     Slot k is rank k of a group on the whole pool. Once Ray has placed them, slots are ordered by (node, device),
     compared as numbers, and keep that order as long as the pool lives; before, they are in the order declared.
-    ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups and frees no
-    slot, closing this pool closes them too.
+    ``pool[0:4]``, ``pool[::2]`` and ``pool[3]`` are pools that borrow slots: closing one closes its groups but frees no
+    slot, and closing this pool closes them too.
 
     Args:
         process_on_nodes: processes of each entry, ``[8, 8]``. An entry is on one node. Entries may differ in size.

@@ -165,16 +165,16 @@ class Columns(dict[str, Any]):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Budgets of one session; None for no limit. A session that exceeds one ends there and keeps its tokens and
-    rewards, with the name of the budget as its ``end_reason``.
+    """Limits of one session; None for no limit. A session that reaches a limit ends, and keeps its tokens and rewards.
+    Its ``end_reason`` is the name of the limit.
 
     Attributes:
         turns: how many times the engine generates.
-        tokens: behind the prompt, those of observations included. The engine's `RequestEngine.max_positions` is a limit
-            too.
+        tokens: number of tokens after the prompt, including those of observations. The engine's
+            `RequestEngine.max_positions` is a limit too.
         invalid: how many actions in a row may be invalid; see `Step.invalid`.
         silence: seconds that one call of the environment may take, unless it is `Environment.busy`.
-        seconds: of the session, waiting for the engine included.
+        seconds: duration of the session, including the time for which it waits for the engine.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -201,17 +201,17 @@ class SessionLimits:
 class Environment(ABC):
     """The environment of one session. Each session has one of its own, in the process of its rollout worker.
 
-    All methods run on one event loop per worker, with those of all its other sessions: what blocks belongs into
-    ``await asyncio.to_thread(...)``. An exception ends this session only, with the ``end_reason`` "error". When a call
-    takes too long, or the session is aborted, the call is cancelled: it gets `asyncio.CancelledError`.
+    All methods of a worker's sessions run on one event loop: wrap blocking calls in ``await asyncio.to_thread(...)``.
+    An exception ends only this session, with the ``end_reason`` "error". When a call takes too long, or the session is
+    aborted, the call is cancelled: it gets `asyncio.CancelledError`.
 
-    A session moves to another worker when its own dies, or into a checkpoint, if the environment has `state_dict`.
-    Without it, the session begins again.
+    If the environment has a `state_dict`, a session can be stored in a checkpoint, and continues on another worker when
+    its own dies. Without it, the session begins again.
 
     Attributes:
-        tools: what the renderer tells the policy about, and uses to parse its calls.
-        busy: whether a call waits for something that has a time limit of its own. As long as it does,
-            `SessionLimits.silence` does not end it.
+        tools: the tools that the renderer describes to the policy, and whose calls it parses.
+        busy: whether a call waits for something that has a time limit of its own. If so, `SessionLimits.silence` does
+            not end the session.
     """
 
     tools: Sequence[Tool] = ()

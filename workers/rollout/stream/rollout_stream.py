@@ -47,26 +47,27 @@ CLOSE_SECONDS = 10.0
 
 
 class RolloutStream(Closing):
-    """Generates groups (all samples of one prompt) all the time, as far as the buffer admits them.
+    """Generates groups (all samples of one prompt) in the background, as long as the buffer admits them.
 
-    `take` returns the next batch, as `RolloutManager.generate` would. `RayTrainGroup.update_weights` pauses the stream
-    by itself; around updates of your own, use `updating`. When a worker dies, its groups are given to others, which go
-    on; the worker that is started in its place gets the weights from one of them. A context manager.
+    `take` returns the next batch, in the same form as `RolloutManager.generate`. `RayTrainGroup.update_weights` pauses
+    the stream itself; put `updating` around updates of your own. When a worker dies, its groups are given to other
+    workers, which continue; the worker that is started in its place gets the weights from one of them. A stream is a
+    context manager.
 
     Args:
         manager: the manager, in this process. Its group's engines must have requests (`RequestEngine`). Create the
-            group with ``collectives=False``: otherwise all workers are restarted when one dies. Ranks change then.
+            group with ``collectives=False``: otherwise all workers are restarted when one dies.
         prompts: see `Prompts`; called in the router's thread, for rollouts of ``buffer.groups_per_batch`` prompts.
-            Group n is prompt n modulo that of rollout n divided by it. With a dynamic sampling, further rollouts
-            replace what was filtered, also beyond the last one.
-        buffer: the store, which says how old samples may be. It belongs to the stream from now on.
-        update_mode: what an update does with requests that are running. "wait": it waits for their ends. "interrupt":
-            they go on with the weights that they have while the new ones arrive, stop for as long as their engine loads
-            them, and continue with the new ones from the tokens that they have. A worker without a double buffer stops
-            for the whole update.
-        dynamic_sampling: filter groups whose rewards are all equal. Give the buffer a ``max_filtered``, or `take` waits
-            for ever once all groups are so.
-        requests_per_worker: largest number of completions that a worker is given at a time, at least one group.
+            Group n is prompt ``n % groups_per_batch`` of rollout ``n // groups_per_batch``. With dynamic sampling,
+            prompts of further rollouts replace filtered groups, even beyond the last rollout.
+        buffer: the store, which determines how old samples may be. Do not use it elsewhere.
+        update_mode: what an update does with running requests. "wait": the update waits until they have ended.
+            "interrupt": they continue with the current weights while the new ones arrive, stop while their engine loads
+            these, and continue with the new weights from the tokens that they have. A worker without a double buffer
+            stops for the whole update.
+        dynamic_sampling: filter groups whose rewards are all equal. Set the buffer's ``max_filtered``; otherwise `take`
+            waits forever if all groups are filtered.
+        requests_per_worker: maximum number of completions that a worker generates at a time; at least one group.
 
     Raises:
         TypeError: the manager is not a `RolloutManager` of this process, or ``prompts`` is not a function.

@@ -145,32 +145,34 @@ class SampleBuffer:
     A *group* is all samples of one prompt. Its *number* is the position of its prompt in the run, from 0. Batch b is
     what the b-th `take` returns, from 0. The trainer's weights are sent before batch 0, and again before every batch
     whose number is a multiple of ``update_interval``. The *staleness* of a group, in versions, is the number of updates
-    since the weights that generated its oldest token that is trained.
+    since its oldest trained token was generated.
 
-    A payload is anything, usually a reference to the object store: the buffer keeps at most
+    A payload may be any object, usually a reference to the object store. The buffer keeps at most
     ``groups_per_batch * update_interval * (max_staleness + 1)`` groups and those of the last ``keep_batches`` batches,
     and drops its reference when a group is filtered or dropped.
 
     Args:
         groups_per_batch: groups that `take` returns.
-        max_staleness: largest staleness of a group when it is taken. A group is begun only if it will not be older in
-            order of number: see `begin`. 0: all groups are generated with the weights that train on them.
-        on_stale: which groups may be left behind when faster ones are taken. "wait": none that would become too old.
-            "drop": any; a group that becomes too old is dropped, and its prompt begins again. "train": any, and they
-            are trained however old they become. With ``order="fifo"`` no group is left behind and these are the same.
+        max_staleness: maximum staleness of a group when it is taken. A group is begun only if it will not be older when
+            groups are taken in order of number: see `begin`. With 0, all groups are generated with the weights that are
+            trained on them.
+        on_stale: which groups may be overtaken by faster ones. "wait": none that would become too old. "drop": any; a
+            group that becomes too old is dropped, and its prompt begins again. "train": any; groups are trained however
+            old they become. With ``order="fifo"``, no group is overtaken, so these options are equal.
         order: "fifo" takes groups in order of number. "window" lets ready groups overtake.
         window: a group that is not ready may be overtaken only by the next ``window`` numbers; by default two batches.
         update_interval: batches from one update to the next.
-        num_batches: batches of the run. No group begins that would be in a later one. None: no end.
+        num_batches: number of batches of the run; a group that would be in a later batch does not begin. None for no
+            limit.
         max_filtered: how many flat groups (see `put`) may be filtered for each ``groups_per_batch`` groups that are
-            kept, in order of number; further ones are kept. None: no limit.
+            kept, in order of number; further ones are kept. None for no limit.
         keep_batches: how many batches that were taken are kept, so that `rewind` need not generate them again. Twice
             ``peer_snapshot_interval`` if the trainer takes snapshots.
 
     Attributes:
-        version: the version in force; None before the first `set_version`. Read only, as ``batches``.
+        version: the current weight version; None before the first `set_version`. Read-only, like ``batches``.
         keep_batches: see above; may be raised at any time.
-        batches: number of batches taken, and so the number of the next one.
+        batches: number of batches that were taken, which is also the number of the next batch.
 
     Raises:
         ValueError: an argument is out of range.
