@@ -35,23 +35,25 @@ def _on_ray_only(group: object) -> NoReturn:
 class LocalWorkerGroup(WorkerGroup):
     """Workers of one class, or of several roles, in the driver's own process and without Ray: to debug and test them.
 
-    It behaves as a group on Ray: each rank has its own copy of its arguments (with ``inputs="view"``, one that the
-    ranks share), results are the driver's own, and a value that cannot be pickled is refused.
+    It behaves like a group on Ray: each rank has its own copy of its arguments (with ``inputs="view"``, the ranks share
+    one), results are private to the driver, and a value that cannot be pickled is refused.
 
-    By default the ranks run one after the other in the caller's thread, and a call has ended when it returns, even
-    ``group.m.remote(x)``. ``breakpoint()`` in a method stops there, below the driver's line; where Ray was started too,
-    it is Ray's: call ``pdb.set_trace()``. `single_controller.local.set_trace` steps from the driver's line into the
-    method. An ``async def`` method runs in the worker's event loop, in a thread of its own. Ctrl-C, or "quit" in a
-    debugger, leaves the call at once: earlier ranks have run it, later ranks have not. Nothing interrupts a call:
-    timeouts are compared with the time that each rank took, time at a breakpoint included. With ``threads=True`` each
-    rank has a thread: futures are asynchronous, ranks overlap, ``concurrent=True`` methods overtake others, and a rank
-    that does not end in time breaks the group. Its method continues where a process would be killed.
+    By default, the ranks run one after the other in the caller's thread, and a call has ended when it returns, even
+    ``group.m.remote(x)``. ``breakpoint()`` in a method stops there, below the driver's line. If Ray was started too,
+    ``breakpoint()`` is that of Ray: call ``pdb.set_trace()`` instead. `single_controller.local.set_trace` steps from
+    the driver's line into the method. An ``async def`` method runs in the worker's event loop, in a thread of its own.
+    Ctrl-C, or "quit" in a debugger, leaves the call at once: earlier ranks have run it, later ranks have not. Nothing
+    else interrupts a call: timeouts are compared with the time that each rank took, including time at a breakpoint.
+
+    With ``threads=True``, each rank has a thread: futures are asynchronous, ranks overlap, methods with
+    ``concurrent=True`` overtake others, and a rank that does not end in time breaks the group. Its method continues,
+    whereas a process would be killed.
 
     Several ranks in one process cannot run collectives: `workers.distributed.initialize_distributed`,
-    ``self.master_addr`` and ``self.master_port`` raise `LocalGroupError`. In a group of one rank they work. RANK and
-    the other variables are not in the environment, which all ranks share, so ``torch.distributed.init_process_group()``
-    needs explicit arguments, and you must destroy its process group yourself. ``sys.exit()`` in a method ends that
-    rank; ``os._exit()`` or a signal ends the driver.
+    ``self.master_addr`` and ``self.master_port`` raise `LocalGroupError`. In a group of one rank, they work. RANK and
+    the other variables are not set in the environment, which all ranks share. Therefore
+    ``torch.distributed.init_process_group()`` needs explicit arguments, and you must destroy its process group
+    yourself. ``sys.exit()`` in a method ends that rank; ``os._exit()`` or a signal ends the driver.
 
     Args:
         world_size: number of ranks.

@@ -44,10 +44,10 @@ def init_model_parallel_config(config: Mapping[str, Any]) -> ModelParallelConfig
         config: an OmegaConf or any mapping. All keys are optional: sequence_parallel, param_dtype ("fp32", "bf16",
             "fp16"), tensor_model_parallel_size, pipeline_model_parallel_rank, pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_rank, virtual_pipeline_model_parallel_size, and any other field of
-            ``ModelParallelConfig``. Sizes default to those that megatron was initialised with.
+            ``ModelParallelConfig``. Sizes default to those that megatron was initialized with.
 
     Raises:
-        ValueError: an unknown key, a size that differs from the one megatron was initialised with, or a combination
+        ValueError: an unknown key, a size that differs from the one megatron was initialized with, or a combination
             that megatron-core does not support here.
         ImportError: megatron-core is not installed.
     """
@@ -70,7 +70,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Make megatron's `TransformerConfig` from the Hugging Face config of a model in `SUPPORTED_MODELS`.
 
-    Parallel sizes are those that megatron was initialised with. Fusions that need Transformer Engine or Apex are off,
+    Parallel sizes are those that megatron was initialized with. Fusions that need Transformer Engine or Apex are off,
     so that the results match the Hugging Face model.
 
     Args:

@@ -36,7 +36,7 @@ from workers.weight_sync.weight_plan import Shard
 
 
 class MegatronTrainModel(TrainModel):
-    """A decoder of `SUPPORTED_MODELS` on megatron-core, whose model parallelism must be initialised in the process.
+    """A decoder of `SUPPORTED_MODELS` on megatron-core, whose model parallelism must be initialized in the process.
 
     Each dp rank gets rows of its own; the tp and pp ranks of one dp rank get the same rows.
 

@@ -33,8 +33,8 @@ AXES = {"dp": "data", "cp": "context", "tp": "tensor_model", "pp": "pipeline_mod
 class MegatronWorker(Worker):
     """Subclass this for a model on megatron-core.
 
-    As soon as megatron is initialised, the worker registers its layout with the group: its coordinates on dp, tp, pp,
-    cp and ep, and the number of virtual pipeline stages, all from megatron's own getters. You may initialise megatron
+    As soon as megatron is initialized, the worker registers its layout with the group: its coordinates on dp, tp, pp,
+    cp and ep, and the number of virtual pipeline stages, all from megatron's own getters. You may initialize megatron
     with `initialize_model_parallel`, or with ``torch.distributed.init_process_group()`` and
     ``parallel_state.initialize_model_parallel(...)``, in the constructor or in any later method.
 
@@ -85,7 +85,7 @@ class MegatronWorker(Worker):
         backend: str | None = None,
         **options: Any,
     ) -> torch.device:
-        """Select the device, initialise torch.distributed (if needed) and megatron's model parallelism, and seed.
+        """Select the device, initialize torch.distributed (if needed) and megatron's model parallelism, and seed.
 
         Python's, numpy's and torch's generators are seeded with ``seed + 100 * pp rank``, and megatron's tracker of
         random states from the same number. So data-parallel replicas draw the same numbers.
@@ -106,7 +106,7 @@ class MegatronWorker(Worker):
             The device of this rank.
 
         Raises:
-            RuntimeError: megatron is already initialised, or the sizes do not divide the number of ranks.
+            RuntimeError: megatron is already initialized, or the sizes do not divide the number of ranks.
             TypeError: a keyword looks like a misspelling of one of megatron's.
         """
         from megatron.core import parallel_state
@@ -134,7 +134,7 @@ class MegatronWorker(Worker):
         return mine
 
     def on_membership_change(self, generation: int) -> None:
-        """Initialise megatron's model parallelism with the arguments of the last time. Models, which keep the process
+        """Initialize megatron's model parallelism with the arguments of the last time. Models, which keep the process
         groups that they were created with, have to be created anew: do that in an override, after this."""
         if self._parallel is not None:
             self.initialize_model_parallel(**self._parallel)
@@ -151,7 +151,7 @@ class MegatronWorker(Worker):
         if self._reported is REGISTERED_BY_HAND:
             return super()._report()
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)
-        # Each initialisation makes a new group object of all model-parallel ranks; without one it is None.
+        # Each initialization makes a new group object of all model-parallel ranks; without one it is None.
         mp_group = (
             parallel_state.get_model_parallel_group(check_initialized=False) if parallel_state is not None else None
         )

@@ -33,7 +33,7 @@ class ParallelLlamaMLP(nn.Module):
     Raises:
         ValueError: intermediate_size is not divisible by the tensor-parallel size, hidden_act is unknown, a size is
             missing, or megatron-core does not support the combination here.
-        RuntimeError: megatron's model parallelism is not initialised.
+        RuntimeError: megatron's model parallelism is not initialized.
     """
 
     def __init__(self, config: Any, megatron_config: ModelParallelConfig) -> None:

@@ -37,21 +37,21 @@ def evaluate(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> dict[str, float]:
-    """Generate completions for prompts that are not trained on, and return what their rewards say about the policy.
+    """Generate completions for prompts that are not trained on, and return statistics of their rewards.
 
-    The workers generate with the weights that they have. Rollouts are not affected: seeds are the evaluation's own, and
-    the completions go nowhere else. Each evaluation draws the same random numbers, so that two of them differ by the
-    weights alone.
+    The workers generate with the weights that they have. Rollouts are not affected: the evaluation has seeds of its
+    own, and its completions are not trained. Each evaluation uses the same random numbers, so that two evaluations
+    differ only by the weights.
 
-    The intervals are Student's t intervals over prompts, which are taken to be drawn independently: the mean over
-    prompts of each prompt's estimate, plus or minus t times their standard deviation / sqrt(number of prompts). For
-    pass@k they are cut at 0 and 1. If all prompts have pass@k = 0, the upper end is 1 - (alpha / 2)^(1 / prompts), as
-    Clopper and Pearson's (1934) for a proportion, and likewise the lower end if all have 1. They say nothing of the
-    choice of the prompts, and are too narrow if only one or two prompts differ from the rest.
+    The intervals are Student's t intervals over prompts, which are assumed to be independent: the mean over prompts of
+    each prompt's estimate, plus or minus t times their standard deviation / sqrt(number of prompts). For pass@k, they
+    are clipped to [0, 1]. If all prompts have pass@k = 0, the upper end is 1 - (alpha / 2)^(1 / prompts), as that of
+    Clopper and Pearson (1934) for a proportion; the lower end is analogous if all have 1. The intervals do not account
+    for the choice of the prompts, and are too narrow if only one or two prompts differ from the rest.
 
     Args:
-        manager: whose workers generate. With its reward function, timeouts count in its `reward_metrics`.
-        prompts: token ids of each; at least one.
+        manager: the manager whose workers generate. With its reward function, timeouts count in its `reward_metrics`.
+        prompts: token ids of each prompt; at least one prompt.
         extras: name -> one value per prompt, for the reward function.
         reward_function: replaces the manager's: a function, or a `RewardRunner` if it needs processes or a timeout.
         sampling_params: replaces the manager's. `SamplingParams.for_eval` reads them from a configuration.

@@ -77,7 +77,7 @@ class WeightSender:
 
     Raises:
         ValueError: an unknown transport, or an option that is invalid or missing.
-        TypeError: ``rollout`` is nothing that weights can be sent to, or None without a ``neighbour``.
+        TypeError: weights cannot be sent to ``rollout``, or it is None without a ``neighbour``.
     """
 
     def __init__(

@@ -52,29 +52,29 @@ def _inner(name: str) -> Any:
 
 class AgentEngine(RolloutEngine):
     """Plays a session for each prompt: the policy generates a turn, the environment reacts, and so on, until the
-    environment or a limit ends it. A session is one completion: the tokens of all turns and observations behind the
-    prompt, with a ``loss_mask`` of 0 for those that the policy has not sampled. ``Completion.info`` has ``reward`` (the
-    sum of the turns'), ``turn_rewards``, ``turns``, ``end_reason`` and what the environment has told.
+    environment or a limit ends the session. A session is one completion: the tokens of all turns and observations after
+    the prompt, with a ``loss_mask`` of 0 for tokens that the policy has not sampled. ``Completion.info`` has ``reward``
+    (the sum over the turns), ``turn_rewards``, ``turns``, ``end_reason`` and the environment's `Step.info`.
 
-    ``max_new_tokens`` of the sampling parameters is of each turn; turn k of a session draws with the seed
-    ``mixed_seed(seed, k)``. Thousands of sessions run at once, in one thread. Weights are those of the inner engine,
-    and may be updated in the middle of a turn.
+    ``max_new_tokens`` of the sampling parameters applies to each turn. Turn k of a session is sampled with the seed
+    ``mixed_seed(seed, k)``. Thousands of sessions run at once, in one thread. The weights are those of the inner
+    engine, and may be updated in the middle of a turn.
 
     Args:
         engine: a subclass of `RequestEngine`, a function that returns an engine, or an engine.
-        *args: arguments of the engine.
-        **kwargs: the same.
-        environment: makes the environment of a session: a subclass of `Environment`, or a function.
-        renderer: makes tokens of messages and messages of tokens: a `Renderer`, or a function that returns one; None if
+        *args: positional arguments of the engine.
+        **kwargs: keyword arguments of the engine.
+        environment: creates the environment of a session: a subclass of `Environment`, or a function.
+        renderer: converts between messages and tokens: a `Renderer`, or a function that returns one; None if
             observations are token ids.
-        limits: of each session; by default `SessionLimits`.
+        limits: limits of each session; by default `SessionLimits`.
         turn_discount: credit each turn with its own reward and those of later turns, each discounted once more per
             turn: `Completion.token_rewards`. None: the session has one reward.
-        train_failed: train sessions that end with "error" or "silence", too, with the rewards of their turns. By
-            default they have the finish reason "error": `collate` gives them a ``loss_mask`` of 0 and leaves them out
-            of the statistics of their group, so that an outage is not the policy's fault.
-        verify: compare the prompt that each turn was generated from, as the engine says it, with the session's tree. A
-            difference fails the rollout with a `PromptMismatchError`.
+        train_failed: also train sessions that end with "error" or "silence", with the rewards of their turns. By
+            default, they have the finish reason "error": `collate` gives them a ``loss_mask`` of 0 and leaves them out
+            of the statistics of their group, so that the policy is not penalized for an outage.
+        verify: compare the prompt from which each turn was generated, as reported by the engine, with the session's
+            tree. A difference makes the rollout fail with a `PromptMismatchError`.
 
     Raises:
         TypeError: an argument has the wrong type, or the engine has no requests.

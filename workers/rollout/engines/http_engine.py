@@ -93,14 +93,14 @@ class _Reader:
 
 
 class HTTPEngine(RequestEngine):
-    """An engine behind a server that already runs. The server is started, and ended, by you.
+    """An engine behind a server that already runs. You start and end the server.
 
-    Updates of the weights go through a folder that this worker and the server both see, and vLLM's server must run with
-    ``VLLM_SERVER_DEV_MODE=1``. Each rollout worker has a server of its own.
+    Weight updates go through a folder that this worker and the server can both access, and vLLM's server must run with
+    ``VLLM_SERVER_DEV_MODE=1``. Each rollout worker needs a server of its own.
 
-    Requests are streams, and all of them run at the server at the same time. An update interrupts them; afterwards the
-    engine asks for the rest of each completion. A request that was interrupted gets other tokens than it would have
-    got, because the server's random numbers begin anew.
+    Requests are streams, and all of them run on the server at the same time. An update interrupts them; afterwards, the
+    engine requests the rest of each completion. An interrupted request gets other tokens than it would have got without
+    the update, because the server restarts its random numbers.
 
     Args:
         url: ``http://host:port`` of the server.

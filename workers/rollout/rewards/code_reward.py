@@ -47,11 +47,12 @@ harness()
 
 
 def code_tests(completion: str, label: Any, *, partial: bool = False, limits: CodeLimits | None = None) -> float:
-    """Whether the Python program in a completion passes the label's tests: 1.0 if all, else 0.0.
+    """Whether the Python program in a completion passes the label's tests: 1.0 if it passes all, otherwise 0.0.
 
-    The program is the last fenced block (of ``python``, if some block is), or else the whole completion. It runs in
-    processes with limits and, where the system allows it, without network; see `run_python`, and there what they do not
-    protect from. A program that fails in any way, exceeds a limit or ends by itself before its tests, passes none.
+    The program is the last fenced block (the last ``python`` block, if there is one), or the whole completion if there
+    is no block. It runs in processes with limits and, where the system allows it, without network; `run_python` also
+    says what these processes do not protect from. A program that fails, exceeds a limit, or ends by itself before its
+    tests passes none.
 
     Args:
         completion: what was generated.

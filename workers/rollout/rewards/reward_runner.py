@@ -50,9 +50,9 @@ REWARD_CONCURRENCY = 128
 
 
 class RewardRunner(Closing):
-    """Computes rewards, of one group or of many at once. Its limits hold over all groups together.
+    """Computes the rewards of one group, or of several groups at once. Its limits apply to all groups together.
 
-    You can pickle a runner: the copy has the same function and options, and threads and processes of its own.
+    You can pickle a runner: the copy has the same function and options, but threads and processes of its own.
 
     Args:
         function: see `RewardFunction`.
@@ -60,9 +60,9 @@ class RewardRunner(Closing):
         concurrency: maximum number of calls of an ``async`` function that run at once; None for all.
         workers: run the function in this many processes, each with one call at a time; None runs it in this process.
             The processes are Ray actors. They start when they are needed.
-        timeout: seconds that one call of the function may take, or None. When it is over, an ``async`` function is
-            cancelled, and a process is killed and replaced. An ``async`` function that blocks its event loop cannot be
-            cancelled: set ``workers``.
+        timeout: seconds that one call of the function may take, or None. After the timeout, an ``async`` function is
+            cancelled; with ``workers``, the process is killed and replaced. An ``async`` function that blocks its event
+            loop cannot be cancelled: set ``workers``.
         on_timeout: reward of the samples of a call that takes longer; None raises a `RewardError`.
 
     Raises:
