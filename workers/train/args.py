@@ -77,8 +77,8 @@ class TrainArgs:
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass instead of storing them")
     exact: bool = _key(
         False,
-        "fsdp: log-probabilities equal those of an HFEngine with exact=True, bit for bit; a probe at the start refuses "
-        "where they do not",
+        "fsdp: log-probabilities equal those of an HFEngine with exact=True, bit for bit; a check at the start raises "
+        "an error where they do not",
     )
 
     # backend and parallelism
@@ -221,7 +221,7 @@ class TrainArgs:
         above=1,
     )
     tau_pos: float | None = _key(None, "sapo: steepness of the gate at positive advantages; by default 1", above=0)
-    tau_neg: float | None = _key(None, "sapo: at other advantages; by default 1.05", above=0)
+    tau_neg: float | None = _key(None, "sapo: the same at other advantages; by default 1.05", above=0)
     dro_beta: float | None = _key(None, "dro: weight of the squared log-ratio, halved; required", above=0)
     dppo_kl_tau: float | None = _key(
         None, "dppo_*: weight of the squared log-ratio; by default 0; 1e-3 in prime-rl, as kl_tau", least=0
@@ -238,7 +238,7 @@ class TrainArgs:
         None, "kl_cov: weight of the absolute log-ratio at these tokens; by default 1", least=0
     )
     dpo_beta: float | None = _key(
-        None, "dpo: how strongly the policy is held near the reference; by default 0.1", above=0
+        None, "dpo: beta; larger values keep the policy closer to the reference; by default 0.1", above=0
     )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
@@ -297,7 +297,7 @@ class TrainArgs:
         None,
         "correction for tokens that another policy or engine generated: token_tis, seq_tis, geo_tis, token_mis, "
         "seq_mis, geo_mis, icepop, seq_mask_tis, token_rs, seq_rs, geo_rs, error_rs; one *_rs and another, joined by "
-        "'+'; report for metrics alone",
+        "'+'; or report, which only adds metrics",
     )
     rollout_correction_low: float | None = _key(
         None, "lower bound of the importance weights; by default the preset's", least=0, most=1
@@ -327,7 +327,7 @@ class TrainArgs:
     keep_old_actor: bool = _key(
         False,
         "keep the weights of the last two updates, and compute the old log-probabilities of each token with those that "
-        "generated it, or take the rollout's if they are gone since a resume, a recovery or a failed update",
+        "generated it; if those were lost in a resume, a recovery or a failed update, take the rollout's",
     )
 
     # batches
@@ -339,8 +339,8 @@ class TrainArgs:
     )
     sequence_packing: bool | None = _key(
         None,
-        "fsdp: compute the rows of a micro-batch without padding, and their common prefixes once; by default with "
-        "models that can, true makes it an error if the model cannot, false turns it off",
+        "fsdp: compute the rows of a micro-batch without padding, and their common prefixes once; by default if the "
+        "model supports it; true makes it an error if the model does not; false turns it off",
     )
     balance_data: bool = _key(
         False,
@@ -410,18 +410,19 @@ class TrainArgs:
     )
     update_weights_verify: str = _key(
         "none",
-        "what rollout workers prove before they take new weights: the digests of what has changed, or of everything",
+        "what rollout workers compare before they accept new weights: nothing, the digests of the tensors that have "
+        "changed, or the digests of all tensors",
         choices=("none", "fingerprint", "full"),
     )
     update_weights_delta: bool = _key(
         False, "send only the elements that have changed; each train rank keeps a copy of its shards in host memory"
     )
     update_weights_full_every: int = _key(
-        0, "delta: send whole tensors every so many updates; 0: only to workers that need them", least=0
+        0, "delta: send whole tensors in every n-th update; 0: only to workers that need them", least=0
     )
     update_weights_double_buffer: bool | None = _key(
         None,
-        "rollout workers keep the weights before, and generate with them, until an update is complete; by default if "
+        "rollout workers keep the previous weights, and generate with them, until an update is complete; by default if "
         "they have the host memory",
     )
     enable_weights_backuper: bool = _key(
@@ -443,7 +444,7 @@ class TrainArgs:
     actor_num_nodes: int = _key(1, "number of nodes of the actor; `place` only uses the number of ranks", least=1)
     actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without GPUs)", least=1)
     critic_num_nodes: int | None = _key(
-        None, "likewise of the critic; by default the actor's. Both must have as many ranks", least=1
+        None, "number of nodes of the critic; by default the actor's. Both need equally many ranks", least=1
     )
     critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
     rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
@@ -466,7 +467,9 @@ class TrainArgs:
         "column that the reward function gets as `label`; by default all columns keep their names. sft: column of the "
         "completion, by default `completion`",
     )
-    apply_chat_template: bool = _key(False, "a text is the message of a user; messages always use the chat template")
+    apply_chat_template: bool = _key(
+        False, "treat a text as a message of the user; messages always use the chat template"
+    )
     apply_chat_template_kwargs: dict[str, Any] = _key({}, "further variables of the chat template")
     rollout_max_prompt_len: int | None = _key(
         None,
@@ -544,7 +547,8 @@ class TrainArgs:
     )
     on_stale: str = _key(
         "wait",
-        "async: prompts that overtaking would make too old: overtake so that there are none, drop them, or train them",
+        "async: prompts that would become too old because others overtake them: do not overtake these, drop them, or "
+        "train them",
         choices=("wait", "drop", "train"),
     )
     rollout_order: str = _key(
@@ -571,10 +575,11 @@ class TrainArgs:
     profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")
     tensorboard_dir: str | None = _key(None, "folder for TensorBoard event files, for the driver's script")
     run_dir: str | None = _key(
-        "auto", "the run's folder, see docs/runs.md; auto is the script's choice, and none at all is written with null"
+        "auto", "the run's folder, see docs/runs.md; auto leaves the choice to the script, and null writes no folder"
     )
     loggers: list[str] = _key(
-        [], "where the metrics go too: some of tensorboard, wandb, mlflow, swanlab, trackio, json, console and ray"
+        [],
+        "where the metrics are also sent: any of tensorboard, wandb, mlflow, swanlab, trackio, json, console and ray",
     )
     metric_names: str = _key("own", "names of the metrics for the loggers", choices=("own", "verl", "slime"))
     record_rows: int | None = _key(
