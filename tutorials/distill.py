@@ -1,11 +1,11 @@
-"""Distil a teacher's policy into a student, on tokens that the student draws (on-policy distillation).
+"""Distil a teacher's policy into a student, on tokens that the student samples (on-policy distillation).
 
     python tutorials/distill.py                    # the sampled-token loss: a policy gradient
-    python tutorials/distill.py loss=top_k k=24    # over the k likeliest tokens of the teacher alone
+    python tutorials/distill.py loss=top_k k=24    # over the teacher's k most likely tokens
     python tutorials/distill.py teacher=FOLDER hf_checkpoint=FOLDER     # models of your own
 
-Pass any key of workers/train/ARGUMENTS.md as key=value. What the teacher says goes from its ranks to the student's, as
-a future: the driver never has it.
+Pass any key of workers/train/ARGUMENTS.md as key=value. The teacher's outputs go from its ranks to the student's
+as a future, and never pass through the driver.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""A scoring service: batches stream through workers, and workers that are killed cost nothing but their own rows.
+"""A scoring service: batches stream through workers, and only the rows of a killed worker are scored again.
 
     python tutorials/score.py                     # 60 batches on two workers; each is killed once
     python tutorials/score.py --workers 4 --kills 0
 
 ``group.map`` keeps a few batches in flight, so that workers never wait for the driver, and no more, so that a source of
-any size fits. The workers are independent (``collectives=False``): one that died is restarted alone, and only the rows
-that it had are sent again.
+any size fits. The workers are independent (``collectives=False``): if one dies, only this worker is restarted, and
+only its rows are sent again.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from single_controller import Dispatch, Worker, register
 
 
 class Scorer(Worker):
-    """Scores rows of tokens with a language model: their log-likelihood. Its ranks know nothing of each other.
+    """Scores rows of tokens with a language model: their log-likelihood. Its ranks are independent.
 
     Args:
         config: a Hugging Face config as a dict; the weights are random, the same on all ranks.

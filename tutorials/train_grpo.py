@@ -9,7 +9,7 @@
     python tutorials/train_grpo.py async_rollout=true max_staleness=1  # generate the next batch while training this one
     python tutorials/train_grpo.py engine=vllm                         # vLLM generates, in an environment of its own
     python tutorials/train_grpo.py eval_interval=10 eval_temperature=0 # evaluates held-out prompts
-    python tutorials/train_grpo.py standby=1                           # goes on if you kill -9 a trainer
+    python tutorials/train_grpo.py standby=1                           # continues if you kill -9 a trainer
     python tutorials/train_grpo.py lora_rank=8                         # trains a LoRA adapter, and sends only that
     python tutorials/train_grpo.py rollout_data=FILE.jsonl             # trains on prompts and labels of a file
     python tutorials/train_grpo.py moe=true                            # a mixture of four experts per layer

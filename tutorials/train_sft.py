@@ -1,8 +1,8 @@
-"""Supervised fine-tuning of a small language model, which GRPO can go on with.
+"""Supervised fine-tuning of a small language model, from which GRPO can continue.
 
     python tutorials/train_sft.py                                          # sums of two numbers, half of them wrong
     python tutorials/train_sft.py rollout_data=FILE.jsonl hf_checkpoint=FOLDER   # rows and a model of your own
-    python tutorials/train_sft.py save=FOLDER save_interval=20             # goes on from there if it was interrupted
+    python tutorials/train_sft.py save=FOLDER save_interval=20             # continues from there if it was interrupted
     python tutorials/train_sft.py sequence_parallel_size=2                 # two ranks share each sequence
 
 Pass any key of workers/train/ARGUMENTS.md as key=value; num_rollout is the number of steps. A row has a prompt and a
