@@ -438,7 +438,7 @@ class WorkerGroup(VerlGroup, Closing):
                 self._replay(chosen)
 
     async def arestart(self, ranks: Sequence[int] | None = None) -> None:
-        """`restart` for event loops, which go on meanwhile."""
+        """`restart` for event loops, which it does not block."""
         await off_loop(lambda: self.restart(ranks))
 
     # --- calls --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """GroupState: whether a group takes calls, and what its ranks do. Monitor, Watcher: the threads that look for deaths.
 
-Two locks of a group matter to whoever sends or waits; docs/internals.md, "Locks", has the order of all. ``sending``
+Two locks of a group matter to threads that send or wait; docs/internals.md, "Locks", has the order of all. ``sending``
 serializes sending, so that every rank gets calls in the same order; a restart holds it while it waits for constructors.
 No thread acquires it while it holds another lock: a call that settles in the monitor's thread must not wait for a
 thread that is sending. ``lock`` protects the state and the fields of all calls of the group. It is held for bookkeeping

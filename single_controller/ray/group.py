@@ -421,15 +421,15 @@ class RayWorkerGroup(WorkerGroup):
         return tuple(sorted(replaced))
 
     async def areplace(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
-        """`replace` for event loops, which go on meanwhile."""
+        """`replace` for event loops, which it does not block."""
         return await off_loop(lambda: self.replace(ranks, timeout))
 
     async def ashrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
-        """`shrink` for event loops, which go on meanwhile."""
+        """`shrink` for event loops, which it does not block."""
         return await off_loop(lambda: self.shrink(ranks, timeout))
 
     async def agrow(self, count: int | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
-        """`grow` for event loops, which go on meanwhile."""
+        """`grow` for event loops, which it does not block."""
         return await off_loop(lambda: self.grow(count, timeout))
 
     def shrink(self, ranks: Sequence[int] | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:

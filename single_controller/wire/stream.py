@@ -117,7 +117,7 @@ class StreamListener:
         threading.Thread(target=self._accept, name=f"{name}-server", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening. Streams that are open go on."""
+        """Stop listening. Open streams continue."""
         self._closed = True  # first: the thread that shutdown() wakes reads it
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread in accept()

@@ -135,7 +135,7 @@ class MegatronWorker(Worker):
 
     def on_membership_change(self, generation: int) -> None:
         """Initialize megatron's model parallelism with the arguments of the last time. Models, which keep the process
-        groups that they were created with, have to be created anew: do that in an override, after this."""
+        groups that they were created with, have to be created again: do that in an override, after this."""
         if self._parallel is not None:
             self.initialize_model_parallel(**self._parallel)
 

@@ -332,7 +332,7 @@ class RunLog(Closing):
             self._tell(name, partial(one.watch, group))
 
     def _watch_new_workers(self) -> None:
-        """Watch the groups that train groups have made anew, as `RayTrainGroup.restart` does."""
+        """Watch the groups that train groups have created again, as `RayTrainGroup.restart` does."""
         for one in self._train_groups:
             with suppress(GroupClosedError):
                 self._watch_group(one.worker_group)

@@ -521,10 +521,10 @@ class RayTrainGroup:
     def attach(
         cls, name_prefix: str = "", role: str = "actor", *, namespace: str | None = None, timeout: float = 600.0
     ) -> Self:
-        """Take over a group that was created with ``detached=True``, after its driver has ended. The workers go on at
-        the step that they are at, and load nothing. ``next_rollout_id`` is the rollout to train on next.
+        """Take over a group that was created with ``detached=True``, after its driver has ended. The workers continue
+        at their current step, and load nothing. ``next_rollout_id`` is the rollout to train on next.
 
-        If workers have died, they are replaced, and all continue from snapshots in memory; see `replace`. Without
+        If workers have died, they are replaced, and all ranks continue from snapshots in memory; see `replace`. Without
         snapshots, or if the workers are not all at the same step, because the driver was killed while it sent a call,
         they are restarted from the last checkpoint that the group saved; see `restart`.
 

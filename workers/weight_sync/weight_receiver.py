@@ -61,15 +61,15 @@ class _Progress:
 
 
 class WeightReceiver(Worker):
-    """A worker whose ``engine`` takes weights. A subclass calls ``super().__init__()`` and sets ``engine``.
+    """A worker whose ``engine`` receives weights. A subclass calls ``super().__init__()`` and sets ``engine``.
 
-    An update begins, brings pieces of tensors in any order and from any number of senders, and is finished. The worker
-    has the version of the last finished update. With a double buffer, the engine goes on with it until the update has
-    arrived, and loads all of it at once; an update that fails before changes nothing. Without one, and from the moment
-    at which the engine begins to load, the worker has no version until the update is finished.
+    An update begins, transfers pieces of tensors in any order and from any number of senders, and is finished. The
+    worker has the version of the last finished update. With a double buffer, the engine continues with that version
+    until the update has arrived, and then loads all of it at once; an update that fails before that changes nothing.
+    Without a double buffer, and while the engine loads, the worker has no version until the update is finished.
 
-    The engine is told of the beginning and of the end: ``finish_update``, or ``abandon_update`` when the update fails
-    or another one begins.
+    The worker calls the engine's ``begin_update`` at the beginning of an update, and ``finish_update`` at its end, or
+    ``abandon_update`` when the update fails or another one begins.
 
     Attributes:
         receiver_id: `ReceiverInfo.id`.

@@ -350,7 +350,7 @@ class AgentEngine(RolloutEngine):
         return found
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`. Environments go on, and wait with their next turns; with "wait", sessions end
+        """See `RolloutEngine.pause`. Environments continue until their next turns; with "wait", sessions end
         first."""
         if mode not in ("keep", "abort", "wait"):
             raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")

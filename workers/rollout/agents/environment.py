@@ -367,7 +367,7 @@ def session_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Returns:
         ``sessions/turns``, the mean; ``sessions/ended/REASON``, the share of each end reason, that of "error" always;
         ``sessions/restarts`` and ``sessions/rerenders``, the number of sessions that began again and of prompts that
-        were rendered anew. Empty if there are no sessions.
+        were rendered again. Empty if there are no sessions.
     """
     if not infos:
         return {}

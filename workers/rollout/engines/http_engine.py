@@ -433,7 +433,7 @@ class HTTPEngine(RequestEngine):
         super().resume()
 
     def close(self) -> None:
-        """See `RolloutEngine.close`. The server goes on."""
+        """See `RolloutEngine.close`. The server keeps running."""
         super().close()
         self._disconnect()
         self._remove_files()

@@ -227,17 +227,17 @@ class RolloutStream(Closing):
 
     @contextmanager
     def updating(self, timeout: float | None = None, *, same_weights: bool = False) -> Iterator[None]:
-        """Inside, the workers' weights can be updated. With ``update_mode="wait"`` no worker generates for the stream.
-        With "interrupt" they go on, until their engines load the weights. Afterwards the stream goes on with the
+        """Inside, the workers' weights can be updated. With ``update_mode="wait"``, no worker generates for the stream.
+        With "interrupt", they continue until their engines load the weights. Afterwards, the stream continues with the
         workers that have ``manager.weight_version``; if that is None, with those whose weights were never updated.
 
         Args:
             timeout: seconds to wait until the update can begin, or None. `RayTrainGroup.update_weights` passes
                 ``update_weights_timeout_minutes``.
-            same_weights: whether these are the weights of the update before, which make nothing older.
+            same_weights: whether these are the weights of the previous update, which do not increase any staleness.
 
         Raises:
-            WeightSyncError: the time has passed. Nothing was updated, and the stream goes on as before.
+            WeightSyncError: the timeout has passed. Nothing was updated, and the stream continues as before.
         """
         with self._changed:
             self._pauses += 1

@@ -133,7 +133,7 @@ class Gateway:
     "overruled" and logged once per session.
 
     Args:
-        engine: generates. Updates of its weights, pauses and the like go on beside the gateway.
+        engine: generates. It may be updated and paused as without a gateway.
         renderer: of the model.
         sampling_params: of sessions that are opened without. The renderer's stop tokens are added.
         limits: what clients can take.
