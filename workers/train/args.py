@@ -78,7 +78,7 @@ class TrainArgs:
     exact: bool = _key(
         False,
         "fsdp: log-probabilities equal those of an HFEngine with exact=True, bit for bit; a check at the start raises "
-        "an error where they do not",
+        "an error if they do not",
     )
 
     # backend and parallelism
@@ -418,7 +418,7 @@ class TrainArgs:
         False, "send only the elements that have changed; each train rank keeps a copy of its shards in host memory"
     )
     update_weights_full_every: int = _key(
-        0, "delta: send whole tensors in every n-th update; 0: only to workers that need them", least=0
+        0, "delta: n sends whole tensors in every n-th update; 0 only to workers that need them", least=0
     )
     update_weights_double_buffer: bool | None = _key(
         None,

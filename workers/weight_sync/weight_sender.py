@@ -68,7 +68,7 @@ class WeightSender:
         delta: send only the elements that have changed since the last update, bit for bit, to receivers that have
             exactly the weights of that update. Each rank then keeps a copy of its shards in host memory. Not for
             "disk".
-        full_every: with ``delta``, send whole tensors in every n-th update; 0: only to receivers that need them.
+        full_every: with ``delta``, n sends whole tensors in every n-th update; 0 only to receivers that need them.
         double_buffer: whether receivers keep the previous version, and generate with it, until the update is complete.
             They need host memory for another copy of the weights. None: those that have the memory. A receiver without
             a double buffer has no version during an update, and gets no deltas.

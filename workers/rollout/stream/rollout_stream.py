@@ -56,8 +56,8 @@ class RolloutStream(Closing):
 
     Args:
         manager: the manager, in this process. Its group's engines must have requests (`RequestEngine`). Create the
-            group with ``collectives=False``: otherwise all workers are restarted when one dies. With it, the ranks of the
-            other workers may change then, if the engine's `RolloutEngine.any_rank` allows it.
+            group with ``collectives=False``: otherwise all workers are restarted when one dies. With it, the ranks of
+            the other workers may change then, if `RolloutEngine.any_rank` allows it.
         prompts: see `Prompts`; called in the router's thread, for rollouts of ``buffer.groups_per_batch`` prompts.
             Group n is prompt ``n % groups_per_batch`` of rollout ``n // groups_per_batch``. With dynamic sampling,
             prompts of further rollouts replace filtered groups, even beyond the last rollout.
