@@ -474,7 +474,7 @@ class WorkerGroup(VerlGroup, Closing):
             in_flight: the maximum number of batches in flight, so that the ranks need not wait for the driver.
             retries: how often a batch is sent again that may have caused the death of a rank, which is the oldest one
                 in flight. Before that, the dead ranks are replaced, as ``on_death`` says, or otherwise restarted: only
-                these ranks with ``collectives=False``, and all ranks without.
+                these ranks with ``collectives=False``, otherwise all.
             ordered: yield the results in the order of the batches; otherwise in the order in which they arrive.
             progress: called with the number of batches that are done. True shows a bar, if tqdm is installed.
 

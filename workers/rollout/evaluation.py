@@ -40,7 +40,7 @@ def evaluate(
     """Generate completions for prompts that are not trained on, and return statistics of their rewards.
 
     The workers generate with the weights that they have. Rollouts are not affected: the evaluation has seeds of its
-    own, and its completions are not trained. Each evaluation uses the same random numbers, so that two evaluations
+    own, and its completions are not trained on. Each evaluation uses the same random numbers, so that two evaluations
     differ only by the weights.
 
     The intervals are Student's t intervals over prompts, which are assumed to be independent: the mean over prompts of

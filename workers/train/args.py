@@ -444,7 +444,7 @@ class TrainArgs:
     actor_num_nodes: int = _key(1, "number of nodes of the actor; `place` only uses the number of ranks", least=1)
     actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without GPUs)", least=1)
     critic_num_nodes: int | None = _key(
-        None, "number of nodes of the critic; by default the actor's. Both need equally many ranks", least=1
+        None, "number of nodes of the critic; by default the actor's. Both need the same number of ranks", least=1
     )
     critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
     rollout_num_workers: int = _key(1, "number of rollout workers", least=1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling.
+    """Sampling parameters.
 
     Attributes:
         max_new_tokens: maximum length of a completion, in tokens.
@@ -492,7 +492,7 @@ class RolloutEngine(ABC):
 
     def begin_update(self) -> None:
         """Called when an update begins. Calls of `load_weights` follow, and then `finish_update` or `abandon_update`.
-        Running requests wait until then."""
+        Running requests wait until an update is finished."""
         self.weight_version = None
 
     @abstractmethod

@@ -158,7 +158,7 @@ class SampleBuffer:
             trained on them.
         on_stale: which groups may be overtaken by faster ones. "wait": none that would become too old. "drop": any; a
             group that becomes too old is dropped, and its prompt begins again. "train": any; groups are trained however
-            old they become. With ``order="fifo"``, no group is overtaken, so these options are equal.
+            old they become. With ``order="fifo"``, no group is overtaken, so these options have the same effect.
         order: "fifo" takes groups in order of number. "window" lets ready groups overtake.
         window: a group that is not ready may be overtaken only by the next ``window`` numbers; by default two batches.
         update_interval: batches from one update to the next.
