@@ -145,7 +145,7 @@ class SampleBuffer:
     A *group* is all samples of one prompt. Its *number* is the position of its prompt in the run, from 0. Batch b is
     what the b-th `take` returns, from 0. The trainer's weights are sent before batch 0, and again before every batch
     whose number is a multiple of ``update_interval``. The *staleness* of a group, in versions, is the number of updates
-    since its oldest trained token was generated.
+    since the one that sent the weights which generated its oldest trained token.
 
     A payload may be any object, usually a reference to the object store. The buffer keeps at most
     ``groups_per_batch * update_interval * (max_staleness + 1)`` groups and those of the last ``keep_batches`` batches,
@@ -154,8 +154,8 @@ class SampleBuffer:
     Args:
         groups_per_batch: groups that `take` returns.
         max_staleness: maximum staleness of a group when it is taken. A group is begun only if it will not be older when
-            groups are taken in order of number: see `begin`. With 0, all groups are generated with the weights that are
-            trained on them.
+            groups are taken in order of number: see `begin`. With 0, a group is generated with the weights that are
+            then trained on it.
         on_stale: which groups may be overtaken by faster ones. "wait": none that would become too old. "drop": any; a
             group that becomes too old is dropped, and its prompt begins again. "train": any; groups are trained however
             old they become. With ``order="fifo"``, no group is overtaken, so these options have the same effect.
