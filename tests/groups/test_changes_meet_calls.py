@@ -32,6 +32,7 @@ from single_controller import (
 )
 from single_controller.ray import group as ray_group
 from single_controller.ray.transport import RayTransport
+from single_controller.wire import link
 from single_controller.wire.handshake import Kind
 from workers.distributed import initialize_distributed
 
@@ -127,8 +128,8 @@ class Slow(Lone):
         if self.rank == 1:
             while not (Path(folder) / "died").exists():
                 time.sleep(0.01)
-            time.sleep(3.0)
             if not (Path(folder) / "failed").exists():
+                time.sleep(2.0)
                 (Path(folder) / "failed").touch()
                 raise RuntimeError("no device")
         elif not (Path(folder) / "died").exists():
@@ -341,12 +342,18 @@ def test_retry_does_not_replace_a_rank_again(pool, tmp_path, monkeypatch):
 
 def test_driver_that_dies_while_it_sends_does_not_keep_the_ranks(pool, three):
     """Two have sent a call, and die before they have sent what goes beside it."""
+
+    def wait_for_drivers(seconds):
+        three.execute_with_func_generator(lambda worker: setattr(link, "RETURN_SECONDS", seconds))
+
+    wait_for_drivers(1.0)
     with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Dying), collectives=False) as drivers:
         with pytest.raises(WorkerDiedError):
             drivers.call(three)
         wait_until(lambda: not any(drivers.alive()), 30)
         with within(30):
             assert three.get() == [7] * 3
+    wait_for_drivers(link.RETURN_SECONDS)
 
 
 def test_ranks_stuck_in_a_repeated_call_are_freed_by_the_next_change(pool, tmp_path):

@@ -153,8 +153,8 @@ def test_ranks_wait_together_for_a_standby(members, folder, monkeypatch):
     (folder / "hold").touch()
     try:
         members.replace([1])  # takes the standby; the next one is held
-        monkeypatch.setattr(start, "STANDBY_SECONDS", 10.0)
-        with within(28):  # otherwise three times as long, and what it takes besides
+        monkeypatch.setattr(start, "STANDBY_SECONDS", 4.0)
+        with within(11.5):  # otherwise three times as long, and what it takes besides
             members.replace([0, 1, 2])
     finally:
         (folder / "hold").unlink()
