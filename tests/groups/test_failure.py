@@ -62,7 +62,7 @@ class TestErrorsOfMethods:
 
     @overlapping
     def test_ranks_that_keep_running_after_an_error_break_the_group(self, make_group):
-        group = make_group(Fragile, group_options={"error_grace": 1.0})
+        group = make_group(Fragile, group_options={"error_grace": 0.3})
         with pytest.raises(WorkerError):
             group.fail([1], others_sleep=60)
         with within(4):

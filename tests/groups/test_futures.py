@@ -365,11 +365,11 @@ def test_each_raise_is_a_new_exception_in_another_process(fragile, smaller):
 @overlapping
 def test_timeout_of_the_producer_leaves_the_consumers_as_they_are(transport, make_group, counters):
     """Their ranks wait for results that never come, one of them behind an earlier call, for longer than error_grace."""
-    producer, consumer = make_group(Fragile), make_group(Fragile, group_options={"error_grace": 0.5})
+    producer, consumer = make_group(Fragile), make_group(Fragile, group_options={"error_grace": 0.2})
     pids, begin = consumer.pid(), time.monotonic()
-    late = producer.sleep_on.options(timeout=0.5).remote([3], 60)
+    late = producer.sleep_on.options(timeout=0.3).remote([3], 60)
     behind = producer.ping.remote()
-    busy = consumer.sleep_on.remote([2], 1.5)
+    busy = consumer.sleep_on.remote([2], 0.9)
     waiting = consumer.fail.remote(late)
     keeping = counters.take_future.remote(behind)
     with pytest.raises(CallTimeoutError, match=r"sleep_on\(\) exceeded.*rank 3") as caught:
@@ -548,7 +548,7 @@ def test_future_that_cannot_be_taken_out_or_that_fails(counters):
 def test_future_of_this_process_as_an_argument(counters, smaller):
     def later(value):
         future = ComputedFuture("generate")
-        threading.Timer(0.1, future.set_result, [value]).start()
+        threading.Timer(0.03, future.set_result, [value]).start()
         return future
 
     batch = torch.arange(20).reshape(10, 2)
