@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from host_driver import Driver
 from host_network import Network
 
+IMPORTS = "import ray, group_workers, single_controller"
 SETUP = """
 import os, time, ray
 from group_workers import Fragile
@@ -41,7 +42,7 @@ class Cluster:
 
     def __init__(self, network: Network, seconds: float) -> None:
         self.network, self.window = network, seconds
-        self.driver = Driver(network.hosts[0], SETUP)
+        self.driver = Driver(network.hosts[0])
 
     def host(self, name: str):
         """The host of that name."""
@@ -62,9 +63,12 @@ def cluster(
         "health_check_failure_threshold": threshold,
     }
     with Network(count, resolve=resolve) as network:
-        network.start_ray(cpus=cpus, config=config)
         made = Cluster(network, window(config))
         try:
+            made.driver.tell(IMPORTS)  # while Ray starts
+            network.start_ray(cpus=cpus, config=config)
+            made.driver.hear(120)
+            made.driver.do(SETUP, 120)
             yield made
         finally:
             made.driver.close()

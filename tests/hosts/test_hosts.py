@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def two_hosts():
-    """Two hosts that know no other host by name."""
-    with cluster(2, resolve="nothing") as made:
+    """Two hosts that know no other host by name. Ray takes 7.5 s to notice that one is gone."""
+    with cluster(2, resolve="nothing", period=500, timeout=1000, threshold=5) as made:
         made.driver.do("from host_workers import OnHost; group = on(2, OnHost)")
         yield made
 
