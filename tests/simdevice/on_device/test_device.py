@@ -17,16 +17,13 @@ device = torch._simdevice
 
 
 def test_host_cannot_read_device_memory():
+    memory = torch.ones(2, device="cuda")
     with pytest.raises(TypeError, match="can't convert cuda"):
-        torch.ones(2, device="cuda").numpy()
-    process = multiprocessing.get_context("spawn").Process(target=read_device_memory)
+        memory.numpy()
+    process = multiprocessing.get_context("fork").Process(target=ctypes.string_at, args=(memory.data_ptr(), 4))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGSEGV
-
-
-def read_device_memory():
-    ctypes.string_at(torch.ones(2, device="cuda").data_ptr(), 4)
 
 
 def test_new_memory_has_no_useful_content():

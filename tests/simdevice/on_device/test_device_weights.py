@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from devices import need
+from other_process import copy_shared, device_inside, serve
 from reference import small_llama
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
-from workers.device import opened_memory, share_memory
+from workers.device import share_memory
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.weight_sync import WeightSender, WeightSyncError
@@ -97,47 +98,37 @@ def engine_weights(worker):
     return worker.weight_version, {str(one.device) for one in held.values()}, {n: one.cpu() for n, one in held.items()}
 
 
-def test_another_process_has_copied_when_it_closes_the_memory():
-    """The sender overwrites the memory then."""
-    memory = torch.arange(1000.0, device="cuda:0")
+@pytest.fixture(scope="module")
+def other_process():
+    """Queues to and from another process: see `other_process.serve`."""
     context = multiprocessing.get_context("spawn")
-    queue, overwritten = context.Queue(), context.Event()
-    process = context.Process(target=copy_shared, args=(share_memory(memory), queue, overwritten))
+    tasks, answers = context.Queue(), context.Queue()
+    process = context.Process(target=serve, args=(tasks, answers), daemon=True)
     process.start()
-    assert queue.get(timeout=100) == "closed"
-    memory.zero_()
-    overwritten.set()
-    assert queue.get(timeout=100) == list(range(1000)) and queue.get(timeout=100) == []
+    yield tasks, answers
+    tasks.put(None)
     process.join(60)
     assert process.exitcode == 0
 
 
-def copy_shared(handle, queue, overwritten):
-    target = torch.zeros(1000).pin_memory()
-    with opened_memory(handle, torch.device("cuda", 0)) as memory:
-        target.copy_(memory, non_blocking=True)
-    queue.put("closed")
-    overwritten.wait(100)
-    queue.put(target.tolist())
-    queue.put(torch._simdevice.faults())
+def test_another_process_has_copied_when_it_closes_the_memory(other_process):
+    """The sender overwrites the memory then."""
+    tasks, answers = other_process
+    memory = torch.arange(1000.0, device="cuda:0")
+    tasks.put((copy_shared, share_memory(memory)))
+    assert answers.get(timeout=100) == "closed"
+    memory.zero_()
+    tasks.put("overwritten")
+    assert answers.get(timeout=100) == list(range(1000)) and answers.get(timeout=100) == []
 
 
-def test_opened_memory_is_on_the_current_device():
+def test_opened_memory_is_on_the_current_device(other_process):
     """Also in a thread that has never selected one."""
     need(2)
+    tasks, answers = other_process
     memory = torch.arange(1000.0, device="cuda:1")
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=device_inside, args=(share_memory(memory), queue))
-    process.start()
-    assert queue.get(timeout=100) == (1, 0)
-    process.join(60)
-
-
-def device_inside(handle, queue):
-    with opened_memory(handle, torch.device("cuda", 1)):
-        inside = torch.cuda.current_device()
-    queue.put((inside, torch.cuda.current_device()))
+    tasks.put((device_inside, share_memory(memory)))
+    assert answers.get(timeout=100) == (1, 0)
 
 
 def test_failed_transfer_of_nccl_is_an_error():
