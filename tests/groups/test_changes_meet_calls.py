@@ -1,6 +1,7 @@
 """Calls of other threads, results and errors while a group changes its ranks, and changes that fail halfway."""
 
 import asyncio
+import itertools
 import os
 import pickle
 import signal
@@ -175,9 +176,15 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("change", ["shrink", "grow", "restart"])
-@pytest.mark.parametrize("how", CALLS)
-def test_call_that_waited_for_a_change_reaches_the_ranks_that_there_are_now(three, change, how):
+WAITING = ("method", "shrink"), ("method", "grow"), ("execute", "restart"), ("map", "restart"), ("map", "shrink")
+OTHERS = [pair for pair in itertools.product(CALLS, ("shrink", "grow", "restart")) if pair not in WAITING]
+
+
+@pytest.mark.parametrize(
+    ("how", "change"),
+    [*WAITING, *(pytest.param(*pair, marks=pytest.mark.full("each call in each change of ranks")) for pair in OTHERS)],
+)
+def test_call_that_waited_for_a_change_reaches_the_ranks_that_there_are_now(three, how, change):
     size = {"shrink": 2, "grow": 4, "restart": 4}[change]
     with ThreadPoolExecutor(1) as others:
         with three._state.sending:

@@ -75,7 +75,9 @@ def test_roles_and_what_happens_on_death(pool, on_death):
         assert len(group.actor.add(1)) == group.world_size == left
 
 
-@pytest.mark.parametrize("change", ["replace", "shrink", "restart"])
+@pytest.mark.parametrize(
+    "change", ["replace", "shrink", pytest.param("restart", marks=pytest.mark.full("results of ranks that have ended"))]
+)
 def test_abandoned_large_results_do_not_outlive_a_change_of_ranks(pool, change):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Heavy)) as group:
         with pytest.raises(WorkerDiedError), within(5):

@@ -276,7 +276,7 @@ class TestPartialSend:
 
     def test_deferred_argument_needs_no_task_of_ray(self, group, counters):
         future = counters.add.remote(0)
-        busy = [group.workers[0].sleep.remote(0.3) for _ in range(4)]
+        busy = [group.workers[0].sleep.remote(0.15) for _ in range(4)]
         assert len(group.fail(future)) == 4
         ray.get(busy)
 
@@ -329,8 +329,8 @@ class TestTimeouts:
     def test_stacks_of_async_methods_and_of_queued_calls(self, make_group):
         group = make_group(Fragile)
         group.sleep_async.remote(60)
-        with pytest.raises(CallTimeoutError, match=r"ping\(\) has not finished after a wait of 1 s") as caught:
-            group.ping.remote().result(timeout=1)
+        with pytest.raises(CallTimeoutError, match=r"ping\(\) has not finished after a wait of 0\.5 s") as caught:
+            group.ping.remote().result(timeout=0.5)
         assert "ranks 0-3 are at:" in str(caught.value) and "in sleep_async\n" in caught.value.stacks[2]
 
     def test_stopped_process_is_named_without_a_stack(self, make_group):
@@ -357,13 +357,13 @@ class TestTimeouts:
     @anywhere
     @pytest.mark.ray_when_full
     def test_call_within_its_timeout(self, fragile):
-        assert fragile.sleep.options(timeout=30)(0.2) == [0, 1, 2, 3]
+        assert fragile.sleep.options(timeout=30)(0.05) == [0, 1, 2, 3]
 
     @overlapping
     @pytest.mark.ray_when_full
     def test_late_ranks_are_logged(self, fragile, caplog, monkeypatch):
-        monkeypatch.setattr("single_controller.call.call.LATE_LOG_SECONDS", 0.3)
-        fragile.sleep_on([2], 1.0)
+        monkeypatch.setattr("single_controller.call.call.LATE_LOG_SECONDS", 0.2)
+        fragile.sleep_on([2], 0.7)
         told = [message for message in caplog.messages if "sleep_on() has been running" in message]
         assert told and "rank 2" in told[0] and "time.sleep(seconds)" in told[0]
 
@@ -499,7 +499,7 @@ class TestFork:
         """Ray's threads, and those of local ranks, do not exist in a fork: the calls used to hang."""
         group = fragile
         group.ping()
-        running = group.sleep.remote(1.0)
+        running = group.sleep.remote(0.3)
         done = group.ping.remote()
         done.result()
 

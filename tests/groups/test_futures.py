@@ -120,7 +120,7 @@ def test_await_raises_a_new_exception_each_time(fragile):
 @overlapping
 def test_await_that_was_given_up_leaves_nothing_behind(fragile):
     """A driver that waits in steps, for a call that takes hours."""
-    future = fragile.sleep.remote(0.8)
+    future = fragile.sleep.remote(0.5)
 
     async def main():
         tasks = weakref.WeakSet()

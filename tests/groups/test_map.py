@@ -121,9 +121,19 @@ def test_ranks_with_collectives_are_restarted_together(scorers, tmp_path):
     assert group.generation == 1
 
 
+also = pytest.mark.full("a death under map(), with and without collectives")
+
+
 @pytest.mark.transports("ray")
-@pytest.mark.parametrize("on_death", ["replace", "shrink"])
-@pytest.mark.parametrize("collectives", [True, False])
+@pytest.mark.parametrize(
+    ("on_death", "collectives"),
+    [
+        ("replace", True),
+        ("shrink", False),
+        pytest.param("replace", False, marks=also),
+        pytest.param("shrink", True, marks=also),
+    ],
+)
 def test_on_death_is_obeyed(scorers, tmp_path, on_death, collectives):
     group = scorers(on_death=on_death, collectives=collectives)
     batches = [list(range(8 * number, 8 * number + 8)) for number in range(5)]

@@ -96,7 +96,9 @@ def make_calls(group, count, senders, seed):
     check_journals(group, senders)
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "threads"), [(2, 1), (3, 3), pytest.param(4, 2, marks=pytest.mark.full("random calls on more ranks"))]
+)
 @pytest.mark.timeout(400 if depth.full else 120)
 @pytest.mark.usefixtures("frequent_switches")
 def test_results_and_order(pool, lost, interrupts, ranks, threads):

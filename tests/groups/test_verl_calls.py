@@ -213,6 +213,7 @@ def test_worker_around_fused_workers(make_group):
 
 
 @every_transport
+@pytest.mark.ray_when_full
 def test_trace_of_fused_workers_has_their_calls_and_the_ranks(make_group, tmp_path):
     group = make_group(Hybrid)
     group.record_ranks()
