@@ -11,11 +11,17 @@ from import_graph import PACKAGES, ROOT, library_files
 REFERENCE = re.compile(r"(?<!`)`([A-Z]\w+)\.(\w+)(?:\(\))?`(?!`)")
 
 
-def references():
+@pytest.fixture(scope="module")
+def nodes():
+    """File -> all nodes of its syntax tree."""
+    return {file: [*ast.walk(ast.parse(file.read_text()))] for file in library_files()}
+
+
+def references(nodes):
     """(class, name) -> the files whose docstrings name it."""
     found = {}
-    for file in library_files():
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in nodes:
+        for node in nodes[file]:
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -36,7 +42,7 @@ def has(cls, name):
     )
 
 
-def test_attributes_that_docstrings_name_exist():
+def test_attributes_that_docstrings_name_exist(nodes):
     exported = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
@@ -46,14 +52,14 @@ def test_attributes_that_docstrings_name_exist():
             except ImportError as error:  # an optional dependency is not installed
                 pytest.skip(str(error))
     classes = {name: value for name, value in exported.items() if isinstance(value, type)}
-    checked = {found: files for found, files in references().items() if found[0] in classes}
+    checked = {found: files for found, files in references(nodes).items() if found[0] in classes}
     assert len(checked) > 50
     assert {found: files for found, files in checked.items() if not has(classes[found[0]], found[1])} == {}
 
 
-def test_functions_that_docstrings_name_exist():
-    files = [file.read_text() for file in library_files()]
-    nodes = [node for text in files for node in ast.walk(ast.parse(text))]
+def test_functions_that_docstrings_name_exist(nodes):
+    files = [file.read_text() for file in nodes]
+    nodes = [node for found in nodes.values() for node in found]
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
     texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, ast.Module | ast.ClassDef)]
     texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, ast.FunctionDef)]

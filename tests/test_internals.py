@@ -3,11 +3,13 @@
 import ast
 import re
 
+import pytest
 from import_graph import ROOT, library_files
 
 
+@pytest.fixture(scope="module")
 def sources():
-    return ((path.relative_to(ROOT), ast.parse(path.read_text())) for path in library_files())
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in library_files()]
 
 
 def listed(section):
@@ -63,8 +65,8 @@ def locks(node, owner=""):
         yield from locks(child, f"{child.name}." if isinstance(child, ast.ClassDef) else owner)
 
 
-def test_all_threads_are_listed():
-    found = {f"{path}:{line}": name for path, tree in sources() for line, name in threads(tree)}
+def test_all_threads_are_listed(sources):
+    found = {f"{path}:{line}": name for path, tree in sources for line, name in threads(tree)}
     assert [where for where, name in found.items() if name in (None, ".+")] == [], "give them a name"
     names = listed("Threads")
     missing = {where: name for where, name in found.items() if not any(re.fullmatch(name, one) for one in names)}
@@ -73,8 +75,8 @@ def test_all_threads_are_listed():
     assert gone == [], "remove them from the table of docs/internals.md"
 
 
-def test_all_locks_are_listed():
-    found = {lock for _, tree in sources() for lock in locks(tree)}
+def test_all_locks_are_listed(sources):
+    found = {lock for _, tree in sources for lock in locks(tree)}
     assert found - {*listed("Locks")} == set(), "add them to the table of docs/internals.md"
     assert {*listed("Locks")} - found == set(), "remove them from the table of docs/internals.md"
 

@@ -151,9 +151,12 @@ def test_local_group(make_group):
         future.result()
 
 
-def test_commands_explain_what_is_missing(ray_cluster, capsys):
-    code, text = command("status", "nobody")
-    assert code == 1 and "no group is called 'nobody'" in text
+def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr("single_controller.__main__.connect", lambda address: None)  # this process is connected
+        patch.setattr(ray, "shutdown", lambda: None)
+        main(["status", "nobody"])
+    assert exit.value.code == 1 and "no group is called 'nobody'" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(SystemExit) as exit:
