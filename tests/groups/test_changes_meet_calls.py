@@ -166,7 +166,7 @@ def three(loaded, fail):
 def kill(group, rank):
     os.kill(group.status().ranks[rank].process.pid, signal.SIGKILL)
     with pytest.raises((WorkerDiedError, GroupBrokenError)):
-        group.wait(1.0)
+        group.wait(0.2)
 
 
 CALLS = {
@@ -262,7 +262,7 @@ def test_start_whose_arguments_are_lost_is_an_error(pool, monkeypatch):
 
 
 def test_results_of_calls_that_have_ended_do_not_wait_for_running_ones(three):
-    first = three.wait.remote(1.0)
+    first = three.wait.remote(0.5)
     second = three.get.remote(first)
     refs = [three.execute_all_async("place") for _ in range(20)]
     assert second.result(20) == [7] * 3
@@ -305,7 +305,7 @@ def test_close_while_ranks_are_replaced_leaves_no_process(pool, fail, monkeypatc
 
 def test_references_in_an_event_loop_of_a_group_that_recovers(pool, fail):
     async def twice():
-        return [ref for _ in range(2) for ref in group.execute_all_async("wait", 0.5)]
+        return [ref for _ in range(2) for ref in group.execute_all_async("wait", 0.2)]
 
     with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Loaded, str(fail)), on_death="replace") as group:
         assert [len(one) for one in ray.get(asyncio.run(twice()), timeout=20)] == [1_000_000] * 4
@@ -315,7 +315,7 @@ def test_error_without_collectives_leaves_the_other_ranks_alone(pool, fail):
     made = RayClassWithInitArgs(Loaded, str(fail))
     with RayWorkerGroup(pool[:2], made, collectives=False, error_grace=0.3) as group:
         with pytest.raises(KeyError, match="rank 0"):
-            group.wait(1.5, fail=0)
+            group.wait(0.9, fail=0)
         assert group.get() == [None] * 2 and group.broken is None
         assert pickle.loads(pickle.dumps(group)).collectives is False
         assert RayWorkerGroup.from_detached(worker_handles=group.workers).collectives is False

@@ -29,11 +29,17 @@ from single_controller import (
 from single_controller.ray import compat, group_records
 
 
-def test_group_outlives_its_driver_and_is_found_again(run_driver):
+def test_groups_outlive_their_driver_and_are_found_again(run_driver):
+    """The driver that started the workers is gone. Another one attaches to each group; of the second one, which is in
+    another namespace and has roles, it then ends the workers and removes their bundles."""
     names = run_driver("""
         pool = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="outliving_")
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="outliving_", detached=True)
         group.add(1)
+        others = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="handed_on_", resources={"crate": 1})
+        made = colocate({"actor": RayClassWithInitArgs(Actor, 5), "critic": RayClassWithInitArgs(Critic)})
+        other = RayWorkerGroup(others, made, name_prefix="handed_on_", detached=True, namespace="trainers")
+        other.actor.add(1)
         print("answer", ",".join(group.worker_names))
     """)
     assert names == "outliving_Counter_0,outliving_Counter_1"
@@ -54,17 +60,6 @@ def test_group_outlives_its_driver_and_is_found_again(run_driver):
                 group.add(0)
     finally:
         RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
-
-
-def test_attach_by_name_from_another_namespace_and_take_over(run_driver):
-    """The driver that started the workers is gone. Another one uses them, then ends them and removes their bundles."""
-    run_driver("""
-        pool = RayResourcePool([2], use_gpu=False, detached=True, name_prefix="handed_on_", resources={"crate": 1})
-        made = colocate({"actor": RayClassWithInitArgs(Actor, 5), "critic": RayClassWithInitArgs(Critic)})
-        group = RayWorkerGroup(pool, made, name_prefix="handed_on_", detached=True, namespace="trainers")
-        group.actor.add(1)
-        print("answer", group.worker_names[0])
-    """)
     with pytest.raises(ValueError, match="namespace 'elsewhere'"):
         attach("handed_on_actor_critic", namespace="elsewhere")
     with attach("handed_on_actor_critic") as group:  # found in any namespace if the name is unique
