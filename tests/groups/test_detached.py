@@ -79,7 +79,7 @@ LEFT = """
 from single_controller.ray import group_records
 while not any(record.name == group.name for record in group_records.read().groups.values()):
     time.sleep(0.02)
-print("ready", *(rank.process.pid for rank in group.status().ranks), flush=True)
+print("ready", *(rank.process.pid for rank in group.status(0.5).ranks), flush=True)
 time.sleep(60)
 """
 

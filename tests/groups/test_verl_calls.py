@@ -43,11 +43,6 @@ class Actor(Worker):
     def add(self, data):
         return data + self.rank
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def devices(self):
-        import os
-        return os.environ.get("CUDA_VISIBLE_DEVICES")
-
 @ray.remote
 class Critic(Worker):
     def __init__(self, config) -> None:
@@ -66,6 +61,9 @@ class Critic(Worker):
 class Role(Enum):
     Actor = 0
     Critic = 1
+
+def devices(group):
+    return group.execute_with_func_generator(lambda worker: os.environ.get("CUDA_VISIBLE_DEVICES"))
 """
 
 
@@ -93,7 +91,7 @@ def test_pools_roles_and_colocated_workers():
         batch = torch.zeros(4)
         expected = critic_wg.sub(actor_wg.add(batch))
         assert expected.tolist() == [-10, -10, -9, -9], expected
-        assert sorted([*actor_wg.devices(), *RayWorkerGroup(critic_pool, actor_cls).devices()]) == ["0", "1", "2", "3"]
+        assert sorted([*devices(actor_wg), *devices(critic_wg)]) == ["0", "1", "2", "3"]
 
         class_dict = {"actor": actor_cls, "critic": critic_cls}
         both_cls = create_colocated_worker_cls(class_dict=class_dict)
@@ -109,10 +107,10 @@ def test_pools_roles_and_colocated_workers():
 
         merged = merge_resource_pool(actor_pool, critic_pool)
         whole = RayWorkerGroup(resource_pool=merged, ray_cls_with_init=actor_cls)
-        assert whole.devices() == ["0", "1", "2", "3"], whole.devices()
+        assert devices(whole) == ["0", "1", "2", "3"], devices(whole)
         halves = split_resource_pool(merged, split_size=2)
         parts = [RayWorkerGroup(resource_pool=half, ray_cls_with_init=actor_cls) for half in halves]
-        assert [part.devices() for part in parts] == [["0", "1"], ["2", "3"]]
+        assert [devices(part) for part in parts] == [["0", "1"], ["2", "3"]]
         print("> the same everywhere")
         forks.__exit__(None, None, None)
     """)
