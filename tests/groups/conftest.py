@@ -174,8 +174,8 @@ def run_driver(start_driver):
 
 @pytest.fixture
 def silent_store(monkeypatch):
-    """A function after which Ray's control store does not answer, and questions end after a second. It returns one that
-    has it answer again."""
+    """A function after which Ray's control store does not answer, and questions end after half a second. It returns
+    one that has it answer again."""
     from ray._private.state import state
 
     answered, connect = threading.Event(), state._connect_and_get_accessor
@@ -189,7 +189,7 @@ def silent_store(monkeypatch):
         monkeypatch.setattr(state, "_connect_and_get_accessor", connect)
 
     def silence():
-        monkeypatch.setattr(compat, "STORE_SECONDS", 1.0)
+        monkeypatch.setattr(compat, "STORE_SECONDS", 0.5)
         monkeypatch.setattr(state, "_connect_and_get_accessor", Accessor)
         return answer
 
