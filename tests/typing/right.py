@@ -125,6 +125,7 @@ def settings() -> None:
     assert_type(args.lr, float)
     assert_type(args.save, str | None)
     assert_type(SamplingParams.from_args(args), SamplingParams)
+    assert_type(SamplingParams().temperature, float)
 
 
 def main() -> None:

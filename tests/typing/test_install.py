@@ -1,4 +1,5 @@
-"""An editable install, as in the README, is visible to type checkers: they check a user's file in another folder."""
+"""What mypy and pyright infer of typed calls, ``group.on(Scorer.score)``, in a user's folder, where the library is an
+editable install as in the README. `test_typed_calls.py` has what the calls do at run time."""
 
 import json
 import os
@@ -6,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import venv
 from pathlib import Path
 
@@ -14,38 +14,14 @@ import pytest
 
 setuptools = pytest.importorskip("setuptools", reason="pip builds the library with it")
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MARKED = ["right.py", "wrong.py", "scorer.py"]
+TUTORIALS = ["score.py", "distill.py"]
+"""Checked too. They have no errors, and import the other files of their names."""
 
-FILE = """
-    from typing import assert_type
-
-    from single_controller import Dispatch, Worker, WorkerGroup, register
-    from workers import SamplingParams
-
-
-    class Scorer(Worker):
-        def __init__(self) -> None:
-            super().__init__()
-            self.offset = 0.5
-
-        @register(Dispatch.ONE_TO_ALL)
-        def add(self, x: int) -> float:
-            return x + self.offset
-
-
-    def calls(group: WorkerGroup) -> None:
-        assert_type(group.on(Scorer.add)(1), list[float])
-        assert_type(SamplingParams().temperature, float)
-        group.on(Scorer.add)("1")  # wrong
-        SamplingParams(top_q=1)  # wrong
-"""
-
-MYPY_INI = """
-[mypy]
-[mypy-cloudpickle.*,httpx.*,megatron.*,numpy.*,omegaconf.*,ray.*,tensordict.*,torch.*,tqdm.*,transformers.*,vllm.*]
-ignore_missing_imports = True
-follow_imports = skip
-"""
+Errors = dict[tuple[str, int], set[str]]
+"""(file, line) -> the error codes there."""
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +44,52 @@ def python(tmp_path_factory):
     return python
 
 
-def mypy(python, folder, names):
-    options = ["--python-executable", python, "--config-file", "mypy.ini", "--cache-dir", os.devnull]
-    command = [sys.executable, "-m", "mypy", *options, *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors = [re.match(r"(.+?):(\d+): error: ", line) for line in done.stdout.splitlines()]
-    return [(error[1], int(error[2])) for error in errors if error and error[1] in names], done.stdout + done.stderr
+def expected(checker: int) -> Errors:
+    """The marks in the files: ``# E: mypy's code | pyright's code``."""
+    return {
+        (name, number): {mark[1].split(" | ")[checker]}
+        for name in MARKED
+        for number, line in enumerate((HERE / name).read_text().splitlines(), 1)
+        if (mark := re.search(r"# E: (.*)$", line))
+    }
 
 
-def pyright(python, folder, names):
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
+def run(folder: Path, *command: str | Path) -> str:
+    files = [*MARKED, *TUTORIALS]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *files], capture_output=True, text=True, cwd=folder, timeout=110
+    )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
-    return [(Path(one["file"]).name, one["range"]["start"]["line"] + 1) for one in errors], done.stdout
+    return done.stdout
+
+
+def mypy(python: Path, folder: Path) -> tuple[Errors, str]:
+    found: Errors = {}
+    output = run(folder, "mypy", "--python-executable", python, "--config-file", "mypy.ini", "--cache-dir", os.devnull)
+    for line in output.splitlines():
+        if match := re.match(r"(\S+):(\d+): error: .*\[([\w-]+)\]$", line):
+            found.setdefault((match[1], int(match[2])), set()).add(match[3])
+    return found, output
+
+
+def pyright(python: Path, folder: Path) -> tuple[Errors, str]:
+    found: Errors = {}
+    output = run(folder, "basedpyright", "--outputjson", "--pythonpath", python)
+    for error in json.loads(output)["generalDiagnostics"]:
+        if error["severity"] == "error":
+            at = (Path(error["file"]).name, error["range"]["start"]["line"] + 1)
+            found.setdefault(at, set()).add(error.get("rule", "?"))
+    return found, output
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_checker_knows_the_types_of_an_editable_install(python, tmp_path, checker):
-    """It finds what is wrong in a user's file, and nothing in the tutorials."""
-    (tmp_path / "mypy.ini").write_text(MYPY_INI)
-    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    (tmp_path / "train.py").write_text(textwrap.dedent(FILE))
-    for script in ("score", "distill"):
-        for file in (ROOT / "tutorials").glob(f"{script}*.py"):
+def test_checker_finds_exactly_the_marked_errors(python, tmp_path, checker):
+    for file in (*MARKED, "mypy.ini", "pyrightconfig.json"):
+        shutil.copy(HERE / file, tmp_path)
+    for script in TUTORIALS:
+        for file in (ROOT / "tutorials").glob(f"{Path(script).stem}*.py"):
             shutil.copy(file, tmp_path)
-    wrong = [("train.py", at) for at, line in enumerate(textwrap.dedent(FILE).splitlines(), 1) if "# wrong" in line]
-    found, output = checker(python, tmp_path, ["train.py", "score.py", "distill.py"])
-    assert found == wrong, output
+    found, output = checker(python, tmp_path)
+    marked = expected([mypy, pyright].index(checker))
+    assert set(found) == set(marked), output
+    assert {at: codes for at, codes in found.items() if not marked[at] <= codes} == {}

@@ -1,10 +1,4 @@
-"""Typed calls, ``group.on(Scorer.score)``: what mypy and pyright infer, and what the calls do at run time."""
-
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
+"""Typed calls, ``group.on(Scorer.score)``, at run time. `test_install.py` has what type checkers infer of them."""
 
 import pytest
 import right
@@ -12,56 +6,6 @@ from scorer import Other, Quieter, Scorer
 
 from single_controller import Broadcast, ClassWithInitArgs, DispatchError, LocalWorkerGroup
 from single_controller.call.worker.worker_class import colocate
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-FILES = ["right.py", "wrong.py"]
-
-Errors = dict[tuple[str, int], set[str]]
-"""(file, line) -> the error codes there."""
-
-
-def expected(checker: int) -> Errors:
-    """The marks in the files: ``# E: mypy's code | pyright's code``."""
-    return {
-        (name, number): {mark[1].split(" | ")[checker]}
-        for name in FILES
-        for number, line in enumerate((HERE / name).read_text().splitlines(), 1)
-        if (mark := re.search(r"# E: (.*)$", line))
-    }
-
-
-def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=HERE, timeout=110)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done.stdout
-
-
-def mypy() -> Errors:
-    found: Errors = {}
-    cache = ROOT / ".mypy_cache" / "typed_calls"
-    for line in run("mypy", "--config-file", "mypy.ini", "--cache-dir", str(cache), *FILES).splitlines():
-        if match := re.match(r"(\S+):(\d+): error: .*\[([\w-]+)\]$", line):
-            found.setdefault((Path(match[1]).name, int(match[2])), set()).add(match[3])
-    return found
-
-
-def pyright() -> Errors:
-    found: Errors = {}
-    output = run("basedpyright", "--outputjson", "--pythonpath", sys.executable)
-    for error in json.loads(output)["generalDiagnostics"]:
-        if error["severity"] == "error":
-            at = (Path(error["file"]).name, error["range"]["start"]["line"] + 1)
-            found.setdefault(at, set()).add(error.get("rule", "?"))
-    return found
-
-
-@pytest.mark.parametrize("checker", [mypy, pyright])
-def test_checker_finds_exactly_the_marked_errors(checker):
-    found = checker()
-    marked = expected([mypy, pyright].index(checker))
-    assert set(found) == set(marked), found
-    assert {at: codes for at, codes in found.items() if not marked[at] <= codes} == {}
 
 
 def test_accepted_calls_run():

@@ -5,7 +5,7 @@
 from scorer import Batch, Loader, Quieter, Scorer
 
 from single_controller import Broadcast, Dispatch, RayClassWithInitArgs, Worker, WorkerGroup, register
-from workers import read_args
+from workers import SamplingParams, read_args
 
 
 def arguments(group: WorkerGroup, batch: Batch) -> None:
@@ -30,6 +30,7 @@ def constructors() -> None:
     RayClassWithInitArgs(Loader, steps=3)  # E: call-overload | reportCallIssue
     RayClassWithInitArgs(Batch)  # E: arg-type | reportArgumentType
     x = read_args({}).learning_rate  # E: attr-defined | reportAttributeAccessIssue
+    SamplingParams(top_q=1)  # E: call-arg | reportCallIssue
 
 
 def results(group: WorkerGroup, batch: Batch) -> None:
