@@ -737,7 +737,7 @@ def test_groups_overlap(fragile, counters):
 @pytest.mark.transports("ray")
 def test_await_can_be_cancelled_and_does_not_queue(fragile, counters):
     async def main():
-        slow = [fragile.sleep.remote(1.0) for _ in range(2)]
+        slow = [fragile.sleep.remote(seconds) for seconds in (1.0, 0.2)]
         begin = time.monotonic()
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(slow[0], 0.2)
