@@ -199,6 +199,16 @@ def test_completions_do_not_depend_on_the_batch():
     engine.close()
 
 
+def test_the_model_runs_in_steps_alone():
+    """Between them, another thread may be loading or moving the weights."""
+    engine = HFEngine(CONFIGS["llama"], seed=4, exact=True)
+    in_step = []
+    engine.model.register_forward_pre_hook(lambda *given: in_step.append(engine._stepping))
+    engine.generate(prompts(3), SamplingParams(2), range(3))
+    assert in_step and all(in_step)
+    engine.close()
+
+
 def test_a_given_config_is_not_changed():
     config = LlamaConfig(**SIZES)
     HFEngine(config, exact=True)

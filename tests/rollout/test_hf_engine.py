@@ -427,6 +427,16 @@ def test_sleep_and_weights_without_an_update_in_the_middle_of_requests(make):
         assert same == (new is first)
 
 
+def test_keys_and_values_are_freed_when_the_last_request_is_aborted(make):
+    engine, _ = make(CONFIG)
+    future = engine.submit([4, 5, 6], SamplingParams(400), "first", seed=0)
+    Subject(engine).until(lambda load: load.running == 1)
+    with engine.parked("test", recompute=False):  # between two steps
+        engine.abort()
+    assert future.result(30).finish_reason == "abort"
+    wait_until(lambda: engine._batch._cache is None, 5)
+
+
 def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on(make):
     engine, model = make(CONFIG)
     futures = [engine.submit([7], SamplingParams(400), name, seed=0) for name in "ab"]

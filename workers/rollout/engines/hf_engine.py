@@ -93,6 +93,8 @@ class HFEngine(RequestEngine):
 
         dtype = dtype_of(param_dtype)
         transformers = require("transformers", extra="hf")
+        from workers.rollout.engines.decoding import Batch
+
         self.max_batch_size = max_batch_size
         self.device = current_device()
         made = make_model(copy.deepcopy(model) if exact else model, random_weights, seed, trust_remote_code)
@@ -108,7 +110,6 @@ class HFEngine(RequestEngine):
         self.model = made.eval().requires_grad_(False).to(self.device)
         self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
-        self._batch: Batch | None = None
         self._prefixes = PrefixCache(0 if exact else prefix_cache_bytes)
         self._routers: Routers | None = None
         self.routed_experts = return_routed_experts
@@ -116,9 +117,10 @@ class HFEngine(RequestEngine):
             from workers.hf_routing import Routers
 
             self._routers = Routers(self.model)
+        kind = Batch
         if exact:
             from workers.exact import make_exact
-            from workers.rollout.engines.exact_decoding import probe
+            from workers.rollout.engines.exact_decoding import ExactBatch, probe
 
             make_exact(self.model)
             self.exact_digest = probe(
@@ -128,16 +130,16 @@ class HFEngine(RequestEngine):
                 trust_remote_code=trust_remote_code,
                 fp32_lm_head=fp32_lm_head,
             )
+            kind = ExactBatch
+        # Not in `serve`: an `ExactBatch` runs the model once, which another thread may be loading or moving then.
+        self._batch = kind(self.model, self.device, self._routers)
 
     def prepare_thread(self) -> None:
         use_device(self.device)
 
     def serve(self) -> None:
-        from workers.rollout.engines.decoding import Batch
-        from workers.rollout.engines.exact_decoding import ExactBatch
-
-        kind = Batch if self.exact_digest is None else ExactBatch
-        self._batch = batch = kind(self.model, self.device, self._routers)
+        batch = self._batch
+        batch.forget()  # what a step that failed has left
         waiting: list[Request] = []
         while (changes := self.next_step()) is not None:
             if changes.recompute:
@@ -151,7 +153,10 @@ class HFEngine(RequestEngine):
             del waiting[:free]
             if len(batch):
                 self._step(batch)
-        self._batch = None
+            if not len(batch):
+                batch.remove_ended()  # now: the next step may come much later
+        if self._closed:  # otherwise another thread may have begun with it
+            batch.forget()
 
     def _step(self, batch: Batch) -> None:
         requests, tokens, log_probs, kept, experts = batch.step()
@@ -167,8 +172,6 @@ class HFEngine(RequestEngine):
             if token in request.sampling_params.stop_token_ids:
                 ended = "stop"
             self.record(request, [token], [log_prob], ended, [of_token], of_row)
-        if not len(batch):
-            batch.remove_ended()  # now: the next step may come much later
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.load_weights`. Tensors are cast to the model's dtype.
@@ -221,8 +224,7 @@ class HFEngine(RequestEngine):
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""
         self._hold("sleep")
-        if (batch := self._batch) is not None:  # an idle thread that ends meanwhile sets None
-            batch.forget()
+        self._batch.forget()
         self._prefixes.clear()
         self._move("cpu")
 
