@@ -33,10 +33,21 @@ from workers.weight_sync.sync_protocol import (
     some,
     sync_error,
 )
+from workers.weight_sync.transports.disk import DiskTransport
+from workers.weight_sync.transports.object_store import ObjectStoreTransport
+from workers.weight_sync.transports.process_group import ProcessGroupTransport
+from workers.weight_sync.transports.same_device import DeviceTransport
 from workers.weight_sync.transports.weight_transport import Transport, Update, call_all
 from workers.weight_sync.weight_plan import Box, Held, Round, Shard, make_plan, volume
 
 TransportName = Literal["store", "group", "disk", "device"]
+
+_TRANSPORTS: dict[TransportName, type[Transport]] = {
+    "store": ObjectStoreTransport,
+    "group": ProcessGroupTransport,
+    "device": DeviceTransport,
+}
+"""Those without arguments."""
 
 _MAX_TIMEOUT = 1e7  # seconds, 116 days: neither Ray nor torch accepts infinity
 
@@ -123,7 +134,7 @@ class WeightSender:
         self._full_every = full_every
         self._double_buffer = double_buffer
         self._exact = exact
-        self._transport = _transport(transport, folder)
+        self._transport = _TRANSPORTS[transport]() if folder is None else DiskTransport(folder)
         self._name = transport
         self._id = uuid.uuid4().hex
         self._receivers = Receivers(rollout, neighbour)
@@ -441,22 +452,3 @@ def _check_names(info: ReceiverInfo, held: dict[str, Held], version: int) -> Non
     for name, shape in info.shapes.items():
         if name in held and tuple(shape) != tuple(held[name].shape):
             raise WeightSyncError(f"{which}: {name!r} has shape {held[name].shape}; the engine expects {tuple(shape)}")
-
-
-def _transport(name: TransportName, folder: str | os.PathLike[str] | None) -> Transport:
-    # Each transport is imported only when it is used: a transport may need libraries that the others do not.
-    if name == "store":
-        from workers.weight_sync.transports.object_store import ObjectStoreTransport
-
-        return ObjectStoreTransport()
-    if name == "group":
-        from workers.weight_sync.transports.process_group import ProcessGroupTransport
-
-        return ProcessGroupTransport()
-    if name == "disk":
-        from workers.weight_sync.transports.disk import DiskTransport
-
-        return DiskTransport(folder or "")
-    from workers.weight_sync.transports.same_device import DeviceTransport
-
-    return DeviceTransport()
