@@ -266,15 +266,19 @@ class FakeMethods:
         return FakeMethod(self._group, name)
 
 
+class FakeGroup:
+    broken = None
+
+    def __init__(self, number, members):
+        self.methods, self.world_size = FakeMethods(number), len(members)
+
+
 class Known(Receivers):
     """Receivers whose groups never change."""
 
     def __init__(self, groups):
         super().__init__(None)
-        self._given = self._groups = [
-            SimpleNamespace(methods=FakeMethods(number), world_size=len(one), broken=None)
-            for number, one in enumerate(groups)
-        ]
+        self._given = self._groups = [FakeGroup(number, one) for number, one in enumerate(groups)]
 
     def look_up(self, budget):
         self._budget = budget

@@ -40,7 +40,7 @@ class Receivers:
         self.neighbour = neighbour
         self._given: list[WorkerGroup] = []  # the groups, as they were looked up
         self._groups: list[WorkerGroup] = []  # what is called for each of them: see `_usable`
-        self._copies: dict[int, tuple[WorkerGroup, WorkerGroup]] = {}
+        self._copies: dict[WorkerGroup, WorkerGroup] = {}  # of groups that were broken
 
     def look_up(self, budget: Budget) -> None:
         """Find the current groups.
@@ -56,7 +56,7 @@ class Receivers:
         if self.neighbour is not None:
             return
         self._given = receiver_groups(self._rollout, budget.left())
-        self._copies = {id(group): self._copies[id(group)] for group in self._given if id(group) in self._copies}
+        self._copies = {group: self._copies[group] for group in self._given if group in self._copies}
         self._groups = [self._usable(group) for group in self._given]
         if not self._groups:
             raise WeightSyncError("there is no rollout worker to send weights to")
@@ -119,13 +119,11 @@ class Receivers:
     def _usable(self, group: WorkerGroup) -> WorkerGroup:
         """Replace a broken attached group by a fresh copy. "Broken" is this process's state of the group; the process
         that started the group may have restarted its workers since."""
-        original, current = self._copies.get(id(group), (group, group))
-        if original is not group:
-            current = group
+        current = self._copies.get(group, group)
         if current.broken is not None and getattr(current, "resource_pool", None) is None:
             with contextlib.suppress(TypeError):  # an in-process group does not pickle, and stays as it is
                 current = pickle.loads(ray.cloudpickle.dumps(current))
-            self._copies[id(group)] = (group, current)  # the group itself is kept, so that its id stays taken
+            self._copies[group] = current
         return current
 
 
