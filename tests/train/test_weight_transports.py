@@ -110,7 +110,7 @@ def test_receiver_without_memory_for_a_round_leaves_the_group(channels, monkeypa
     receiver = SimpleNamespace(rank=0, channels={"senders": joined})
     monkeypatch.setattr(joined.memory, "take", mock.Mock(side_effect=MemoryError("no room")))
     with pytest.raises(MemoryError):
-        AnnouncedRound(0, [{}], 60.0).receive(receiver, "key")
+        AnnouncedRound([{}], 60.0).receive(receiver, "key")
     assert receiver.channels == {}
     begun = time.monotonic()
     with pytest.raises(WeightSyncError, match="a transfer of weights failed"):

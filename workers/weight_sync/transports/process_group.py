@@ -114,7 +114,7 @@ class ProcessGroupTransport(Transport):
         """As in `Transport`. Returns when the round has arrived."""
         if self._channel is None:
             raise WeightSyncError(f"train rank {update.rank} has left the process group")
-        announced = AnnouncedRound(number, headers, update.budget.left())
+        announced = AnnouncedRound(headers, update.budget.left())
         futures = [] if update.rank else update.receivers.start("receive_weights", update.key, announced)
         own = headers[update.rank]
         to_class = [own[index].nbytes if index in own else 0 for index in range(len(update.classes))]
@@ -234,12 +234,10 @@ class AnnouncedRound(Message):
     """Take part in the transfers of a round.
 
     Attributes:
-        number: of the round.
         headers: of the payloads, by train rank and class.
-        seconds: time left for it.
+        seconds: time left for the round.
     """
 
-    number: int
     headers: list[dict[int, Header]]
     seconds: float
 
