@@ -8,7 +8,6 @@ process directly, others through handles to its memory: device memory where torc
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +37,6 @@ class DeviceTransport(Transport):
 
     def __init__(self) -> None:
         self._memory: SharedMemory | FlatBuffer | None = None
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        """The round, in the memory."""
         self._served: list[str] = []
         """Ids of the receivers that this rank serves in the update."""
 
@@ -69,7 +66,11 @@ class DeviceTransport(Transport):
                 neighbour.take(update.key, payload)
             return
         offers = [(rank, index, header) for rank, of_rank in enumerate(headers) for index, header in of_rank.items()]
-        flats = self._memory_for([header for *_, header in offers])
+        sizes = [header.nbytes for *_, header in offers]
+        if self._memory is None:
+            raise WeightSyncError("no update has begun")
+        memory = self._memory.take(max(sum(sizes), 1))
+        flats = memory[: sum(sizes)].split(sizes)
         works = []
         for (rank, index, header), flat in zip(offers, flats, strict=True):
             if rank == update.rank:
@@ -86,7 +87,7 @@ class DeviceTransport(Transport):
             return
         with update.attempt(f"train rank {update.rank} could not share its weights"):
             # torch counts how often a handle is opened, so each receiver needs a handle of its own.
-            handles = {receiver: self._handle() for receiver in self._served}
+            handles = {receiver: self._handle(memory) for receiver in self._served}
 
         def load(offered: list[dict[str, Any]]) -> None:
             every = {receiver: handle for theirs in offered for receiver, handle in theirs.items()}
@@ -97,17 +98,9 @@ class DeviceTransport(Transport):
         # Also the barrier behind which the next round may overwrite the memory: rank 0 waits for every receiver.
         update.agree(f"shared {number}", handles, load)
 
-    def _memory_for(self, headers: Sequence[Header]) -> Sequence[torch.Tensor]:
-        if self._memory is None:
-            raise WeightSyncError("no update has begun")
-        sizes = [header.nbytes for header in headers]
-        self._flat = self._memory.take(max(sum(sizes), 1))
-        return self._flat[: sum(sizes)].split(sizes)
-
     def flush(self, update: Update) -> None:
         """Nothing to wait for: `transfer` has waited for every round. Device memory is freed until the next update,
         because the train ranks may be about to offload."""
-        self._flat = torch.empty(0, dtype=torch.uint8)
         if isinstance(self._memory, FlatBuffer):
             self._memory = None
             collect_shared()
@@ -118,10 +111,8 @@ class DeviceTransport(Transport):
     def close(self) -> None:
         self._memory = None
 
-    def _handle(self) -> Any:
-        if isinstance(self._memory, SharedMemory):
-            return self._memory.path
-        return share_memory(self._flat)
+    def _handle(self, memory: torch.Tensor) -> Any:
+        return self._memory.path if isinstance(self._memory, SharedMemory) else share_memory(memory)
 
 
 @dataclass(frozen=True)
