@@ -74,17 +74,15 @@ def views(flat: torch.Tensor, specs: Iterable[TensorSpec]) -> list[Pair]:
     return views_of_flat
 
 
-def copy_into(flat: torch.Tensor, specs: Sequence[TensorSpec], bucket: Sequence[Pair]) -> list[Pair]:
-    """Copy a bucket into a flat buffer and wait for the copies. Returns the copies as views of the buffer."""
+def copy_into(flat: torch.Tensor, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to their places in a flat buffer, and wait for the copies."""
     import torch
 
-    copies = views(flat, specs)
     with torch.no_grad():
-        for (_, copy), (_, tensor) in zip(copies, bucket, strict=True):
+        for (_, copy), tensor in zip(views(flat, specs), tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
     # The buffer's device too: pinned sources may change as soon as this returns.
-    synchronize([flat.device, *(tensor.device for _, tensor in bucket)])
-    return copies
+    synchronize([flat.device, *(tensor.device for tensor in tensors)])
 
 
 class FlatBuffer:

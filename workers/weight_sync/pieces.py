@@ -80,7 +80,7 @@ class Payload:
 
     def copy_to(self, flat: torch.Tensor, header: Header) -> None:
         """Copy the tensors into a flat buffer (uint8)."""
-        copy_into(flat, header.specs, [("", tensor) for tensor in self.tensors])
+        copy_into(flat, header.specs, self.tensors)
 
     @classmethod
     def of(cls, header: Header, flat: torch.Tensor) -> Payload:

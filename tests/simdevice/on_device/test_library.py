@@ -11,7 +11,7 @@ from workers.device import backend, current_device, every_backend, host_memory, 
 from workers.device_memory import DeviceMemory
 from workers.recovery.weight_backup import take_snapshot, write_snapshot
 from workers.weight_sync import delta
-from workers.weight_sync.buckets import FlatBuffer, copy_into, tensor_specs
+from workers.weight_sync.buckets import FlatBuffer, copy_into, tensor_specs, views
 from workers.weight_sync.digest import digest
 
 DEVICE = f"cuda:{min(1, torch.cuda.device_count() - 1)}"
@@ -117,8 +117,9 @@ def test_bucket_is_copied_when_copy_into_returns(source, target):
     tensor = tensor.to(DEVICE) if source == "cuda" else tensor.pin_memory() if source == "pinned" else tensor
     flat = FlatBuffer(DEVICE if target == "cuda" else "cpu", pinned=target == "pinned").take(64)
     specs, _ = tensor_specs([("a", tensor)])
-    ((_, copy),) = copy_into(flat, specs, [("a", tensor)])
+    copy_into(flat, specs, [tensor])
     tensor.zero_()
+    ((_, copy),) = views(flat, specs)
     assert copy.tolist() == list(range(10))
 
 

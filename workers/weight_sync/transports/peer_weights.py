@@ -203,8 +203,7 @@ class PeerWeights:
                 memory = buffer.take(nbytes)
                 with receiver.weights_lock:
                     _check(receiver, changes)
-                    tensors = receiver.engine.read_raw([spec.name for spec in specs])
-                    copy_into(memory, specs, [(spec.name, one) for spec, one in zip(specs, tensors, strict=True)])
+                    copy_into(memory, specs, receiver.engine.read_raw([spec.name for spec in specs]))
                 header = {"id": request.id, "key": key, "index": index, "layout": layout, "nbytes": nbytes}
                 if index == len(buckets) - 1:
                     header["fingerprint"] = fingerprint
