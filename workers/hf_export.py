@@ -98,8 +98,7 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
     if model.role == "critic":
         names = auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         config.num_labels = 1
-    # transformers has called it dtype since release 4.56.
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
+    config.dtype = dtype
     if config.model_type in names:
         config.architectures = [names[config.model_type]]
     config.save_pretrained(folder)

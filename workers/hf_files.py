@@ -253,12 +253,10 @@ def meta_model(config: Any, trust_remote_code: bool) -> Any:
 def checkpoint_shapes(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes that checkpoints of a config's model have for its tensors: models of transformers 5
     have all experts of a layer in one, and their checkpoints three for each."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     from workers.weight_sync.expert_names import as_in_checkpoints
 
-    try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    except ImportError:  # transformers 4, whose models have the names of checkpoints
-        return dict(shapes)
     rules = get_checkpoint_conversion_mapping(config.get_text_config().model_type) or []
     sources = [source for rule in rules for source in rule.source_patterns]
     if not any(".experts.*." in source for source in sources):
