@@ -35,6 +35,11 @@ class DeviceMemory:
             freed without a copy, and they are all zeros after `wake_up`. A storage that is also one of ``tensors`` is
             copied.
         keep: keep the host memory for the next `sleep`. Pinning and touching new memory takes longer than the copy.
+
+    Attributes:
+        asleep: whether the tensors are offloaded.
+        paused: whether torch_memory_saver has paused all device memory of the process. Until `wake_up`, none of it may
+            be freed or allocated.
     """
 
     def __init__(
@@ -47,21 +52,10 @@ class DeviceMemory:
         self._tensors = tensors
         self._scratch = scratch
         self._keep = keep
-        self._asleep = self._paused = False
+        self.asleep = self.paused = False
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._host: dict[int, torch.Tensor] = {}
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the tensors are offloaded."""
-        return self._asleep
-
-    @property
-    def paused(self) -> bool:
-        """Whether torch_memory_saver has paused all device memory of the process. Until `wake_up`, none of it may be
-        freed or allocated."""
-        return self._paused
 
     @property
     def nbytes(self) -> int:
@@ -77,16 +71,16 @@ class DeviceMemory:
         Returns:
             Freed device memory in bytes.
         """
-        if self._asleep:
+        if self.asleep:
             return 0
         kept = _storages(self._tensors())
-        self._asleep = True  # already now: if anything below fails, `wake_up` brings back what was moved
+        self.asleep = True  # already now: if anything below fails, `wake_up` brings back what was moved
         try:
             # torch_memory_saver copies whatever is allocated when it pauses, so the scratch tensors' memory goes first.
             freed = self._drop(kept)
             if saver_preloaded():
                 freed += _pause()
-                self._paused = True
+                self.paused = True
             else:
                 freed += self._empty(kept)
                 empty_cache()
@@ -101,13 +95,13 @@ class DeviceMemory:
         Returns:
             Allocated device memory in bytes.
         """
-        if not self._asleep:
+        if not self.asleep:
             return 0
         taken = 0
-        if self._paused:  # if `_fill` fails, the next call does not resume again
-            taken, self._paused = _resume(), False
+        if self.paused:  # if `_fill` fails, the next call does not resume again
+            taken, self.paused = _resume(), False
         taken += self._fill()
-        self._asleep = False
+        self.asleep = False
         return taken
 
     def _drop(self, kept: Iterable[torch.UntypedStorage]) -> int:
