@@ -367,6 +367,16 @@ def test_engine_that_has_lost_its_weights_has_no_base():
         assert receiver.begin_weights("next", 9, "sender", True).base == (None if lost else key)
 
 
+def test_double_buffer_needs_memory_for_the_slices_alone(monkeypatch):
+    """Nothing else is sent to the worker."""
+    shapes, slices = {"a": (100, 10)}, {"a": ((0, 5), (0, 10))}
+    receiver = BareReceiver(lambda: sync_workers.ToyEngine(shapes, slices=slices))
+    receiver.set_weight_version(1)
+    monkeypatch.setattr("workers.weight_sync.weight_receiver.free_host_memory", lambda: 1000)
+    receiver.begin_weights("2", 2, "sender")
+    assert receiver.weight_version == 1  # until the update is complete
+
+
 def test_error_of_reading_back_says_how_to_do_without():
     receiver = BareReceiver(ToldEngine)
     receiver.engine.read_weights = lambda names: 1 / 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 import uuid
@@ -24,6 +23,7 @@ from workers.device import free_host_memory
 from workers.weight_sync.buckets import BUCKET_BYTES, Pair, iter_buckets
 from workers.weight_sync.sync_protocol import Finished, Message, ReceiverInfo, WeightSyncError, some
 from workers.weight_sync.transports.peer_weights import PeerWeights
+from workers.weight_sync.weight_plan import Box, volume, whole
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ class WeightReceiver(Worker):
             self._give_up()
             shapes, slices = dict(self.engine.weight_shapes()), self.engine.weight_slices()
             dtypes = self.engine.weight_dtypes()
-            buffered = self._has_room(shapes, dtypes) if double_buffer is None else double_buffer
+            buffered = self._has_room(shapes, slices, dtypes) if double_buffer is None else double_buffer
             self._update = _Progress(key, version, buffered)
             self._arrivals.begin(shapes, slices, keep=buffered)
             # An engine may have lost its weights by itself.
@@ -329,12 +329,14 @@ class WeightReceiver(Worker):
         update.began, update.held = time.monotonic(), True
         self.engine.begin_update()
 
-    def _has_room(self, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype] | None) -> bool:
-        """Whether there is host memory for another copy of the weights."""
-        needed = sum(math.prod(shape) * (dtypes[name].itemsize if dtypes else 4) for name, shape in shapes.items())
-        return (
-            needed - self._arrivals.nbytes < free_host_memory() / 2
-        )  # other workers of this host ask at the same time
+    def _has_room(
+        self, shapes: dict[str, tuple[int, ...]], slices: dict[str, Box], dtypes: dict[str, torch.dtype] | None
+    ) -> bool:
+        """Whether there is host memory for another copy of the weights, as far as they are sent to this worker."""
+        counts = {name: volume(slices.get(name) or whole(shape)) for name, shape in shapes.items()}
+        needed = sum(count * (dtypes[name].itemsize if dtypes else 4) for name, count in counts.items())
+        # Other workers of this host ask at the same time.
+        return needed - self._arrivals.nbytes < free_host_memory() / 2
 
     def begin_copy(self, key: str, version: int) -> None:
         """Begin an update from another rollout worker. The caller holds ``weights_lock``, as for what follows."""
