@@ -170,8 +170,7 @@ def rank_by_rank(worker: Worker) -> Iterator[None]:
     others."""
     import torch.distributed as dist
 
-    turns: list[int] = [0] * worker.world_size
-    dist.all_gather_object(turns, worker.local_world_size)
+    turns = gathered(worker.local_world_size)
     for _ in range(worker.local_rank):
         dist.barrier()
     try:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.checks import check_count, check_seconds
+from workers.distributed import gathered
 from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.digest import combine
 from workers.weight_sync.expert_names import ExpertNames
@@ -240,11 +241,7 @@ class WeightSender:
         """Return the key of an update. All ranks begin it together, so this is the one step that is a collective: it
         waits no longer than any other collective, and what follows needs a name that all ranks know."""
         key = f"{self._id} {uuid.uuid4().hex}"
-        if ranks == 1:
-            return key
-        keys: list[Any] = [None] * ranks
-        dist.all_gather_object(keys, key, self._process_group)
-        return str(keys[0])
+        return key if ranks == 1 else str(gathered(key, self._process_group)[0])
 
     # --- begin ------------------------------------------------------------------------------------------
 
