@@ -11,7 +11,7 @@ from workers.weight_sync.delta import SAME, Patch, encode
 from workers.weight_sync.digest import digests as digests_of
 from workers.weight_sync.digest import stacked
 from workers.weight_sync.sync_protocol import ReceiverClass, WeightSyncError
-from workers.weight_sync.weight_plan import Box, Piece, within
+from workers.weight_sync.weight_plan import Box, Piece, overlap, within
 
 if TYPE_CHECKING:
     import torch
@@ -185,9 +185,7 @@ class Packer:
 
 
 def _has(shard: Shard, piece: Piece) -> bool:
-    return shard.name == piece.name and all(
-        begin >= first and end <= last for (begin, end), (first, last) in zip(piece.box, shard.box, strict=True)
-    )
+    return shard.name == piece.name and overlap(piece.box, shard.box) == piece.box
 
 
 def pieces_of(payload: Payload) -> Iterator[tuple[PieceSpec, list[torch.Tensor]]]:
