@@ -57,9 +57,6 @@ STARTING = (502, 503, 504)
 UNKNOWN = (None, "default")
 """What a server calls the weights that it began with; None if it does not tell."""
 
-INDEX = "model.safetensors.index.json"
-
-
 _Arrived = tuple["_Reader", "Part | Exception"]
 
 
@@ -519,6 +516,8 @@ class HTTPEngine(RequestEngine):
         if self._folder is None:
             self._stamp = self._dialect.version()
         else:
+            from workers.weight_files import INDEX  # imports torch, which a driver does without
+
             shapes = self.weight_shapes()
             if missing := [name for name in shapes if name not in self._file_of]:
                 raise WeightsError(
