@@ -62,8 +62,7 @@ def _after_fork() -> None:
     _loop = None  # its thread is the parent's
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class ServerError(RolloutError):

@@ -66,8 +66,7 @@ def _close_at_exit() -> None:
             logger.exception("could not close %s", type(engine).__name__)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_started.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_started.clear)  # they are the parent's
 
 
 @dataclass(eq=False)
