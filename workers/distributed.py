@@ -163,6 +163,13 @@ def _refuse_shared_devices() -> None:
         rank_of[name] = rank
 
 
+def node_address() -> str:
+    """Return the address at which other workers reach this process: that of its node in Ray."""
+    import ray.util
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"
+
+
 @contextmanager
 def rank_by_rank(worker: Worker) -> Iterator[None]:
     """Run the block on one rank of a node after the other, so that later ranks find files that the first one writes,

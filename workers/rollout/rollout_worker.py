@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from single_controller import Dispatch, register
 from workers.data.collate import not_per_token, with_fingerprints
 from workers.device import take_device, use_device
+from workers.distributed import node_address
 from workers.rollout.engines.rollout_engine import Completion, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.rollout.stream.exchange import Exchange, Orders, Report
@@ -192,8 +193,6 @@ class RolloutWorker(WeightReceiver):
         Raises:
             RolloutError: the engine has no requests.
         """
-        import ray
-
         from workers.rollout.agents.gateway.gateway import Gateway
         from workers.rollout.engines.request_engine import RequestEngine
 
@@ -207,7 +206,7 @@ class RolloutWorker(WeightReceiver):
                 made,
                 sampling_params,
                 limits=limits,
-                host=host or (ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"),
+                host=host or node_address(),
                 verify=verify,
                 tag=lambda completion: with_fingerprints(completion, self.fingerprints, self.weight_version),
             )

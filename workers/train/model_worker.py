@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from single_controller.ray.results import fetch
 from workers.data.balance import sequence_cost
 from workers.device import empty_cache, free_device_memory, has_accelerator, use_device
 from workers.device_memory import DeviceMemory
-from workers.distributed import all_or_none, end_process_groups, gathered, process_groups, rank_by_rank
+from workers.distributed import all_or_none, end_process_groups, gathered, node_address, process_groups, rank_by_rank
 from workers.extras import require
 from workers.hf_export import export_hf
 from workers.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
@@ -224,9 +223,8 @@ class ModelWorker(TrainWorker):
     # --- snapshots --------------------------------------------------------------------------------------
 
     def _new_peers(self) -> PeerSnapshots:
-        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         # Other ranks wait for the slowest one in a collective.
-        return PeerSnapshots(host, seconds=30 * self.args.distributed_timeout_minutes)
+        return PeerSnapshots(node_address(), seconds=30 * self.args.distributed_timeout_minutes)
 
     def _first_snapshot(self, rollout_id: int) -> None:
         self._peers = self._new_peers()

@@ -20,8 +20,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ray
-
+from workers.distributed import node_address
 from workers.weight_sync.buckets import (
     BUCKET_BYTES,
     FlatBuffer,
@@ -122,8 +121,7 @@ class PeerWeights:
                 self._close()
                 self._buckets, self._layout = _plan(receiver.engine.raw_weights())
                 if self._buckets:
-                    host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-                    self._server = receive_blocks(host, self._allocate, self._keep, "bucket of weights")
+                    self._server = receive_blocks(node_address(), self._allocate, self._keep, "bucket of weights")
                     self._request = WeightRequest(uuid.uuid4().hex, receiver.rank, version, self._server.address)
             return self._request
 

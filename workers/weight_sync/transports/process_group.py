@@ -28,13 +28,13 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import ray.util
 import torch
 import torch.distributed as dist
 
 from single_controller.call.future import WorkerFuture
 from workers.background import in_thread
 from workers.device import CUMEM, backend, current_device, device, name_of, new_backend, on_accelerator, synchronize
+from workers.distributed import node_address
 from workers.weight_sync.buckets import FlatBuffer
 from workers.weight_sync.pieces import Header, Payload
 from workers.weight_sync.sync_protocol import Budget, Message, WeightSyncError
@@ -59,7 +59,7 @@ class ProcessGroupTransport(Transport):
 
     def prepare(self, update: Update) -> tuple[str, int]:
         """Start the store in which all groups rendezvous. Rank 0 keeps it between updates."""
-        address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        address = node_address()
         if self._server is None:
             timeout = _delta(update.budget.left())
             self._server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
