@@ -95,7 +95,7 @@ def read_tokenizer(args: Any) -> Any:
     try:
         return auto.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        logger.info("the tokenizer of %s cannot be read: %s", args.hf_checkpoint, str(error).splitlines()[0])
+        logger.info("the tokenizer of %s cannot be read: %s", args.hf_checkpoint, str(error).partition("\n")[0])
         return None
 
 

@@ -56,6 +56,15 @@ def test_invalid_model_config_is_an_error(given, message):
         read_config(read_args(given))
 
 
+def test_tokenizer_that_cannot_be_read_and_does_not_say_why_is_none(folder, monkeypatch):
+    def fails(*args, **kwargs):
+        raise ValueError
+
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fails)
+    assert read_tokenizer(read_args({"hf_checkpoint": str(folder)})) is None
+
+
 def test_vocabulary_size_comes_from_the_tokenizer_unless_set(folder):
     args = read_args({"hf_checkpoint": str(folder)})
     config = read_config(args)
