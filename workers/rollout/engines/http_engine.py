@@ -569,8 +569,7 @@ class HTTPEngine(RequestEngine):
         Raises:
             RolloutError: the server cannot.
         """
-        with self._changed:
-            asleep = "sleep" in self._holds
+        asleep = self.is_held("sleep")
         self._hold("sleep")
         self._disconnect()
         try:
