@@ -11,7 +11,7 @@ from workers.weight_sync.buckets import BUCKET_BYTES
 from workers.weight_sync.delta import SAME, Patch, apply
 from workers.weight_sync.pieces import WHOLE, Payload, PieceSpec, differences, labels, pieces_of
 from workers.weight_sync.sync_protocol import some
-from workers.weight_sync.weight_plan import Box, volume, whole, within
+from workers.weight_sync.weight_plan import Box, size_of, volume, whole, within
 
 
 class Arrivals:
@@ -47,7 +47,7 @@ class Arrivals:
         self.missing = {name: volume(box) for name, box in self._boxes.items() if volume(box)}
         self.pieces, self._seen = [], set()
         # Of another model, whose engine this worker had before, nothing stays.
-        sizes = {name: _size(box) for name, box in self._boxes.items()}
+        sizes = {name: size_of(box) for name, box in self._boxes.items()}
         fitting = {name: tensor for name, tensor in self._tensors.items() if sizes.get(name) == tensor.shape}
         self._tensors = fitting if keep else {}
 
@@ -87,7 +87,7 @@ class Arrivals:
             (new,) = parts
             device = torch.device("cpu") if self._keep else new.device
             if held is None or (held.dtype, held.device) != (new.dtype, device):
-                held = self._tensors[spec.name] = torch.empty(_size(box), dtype=new.dtype, device=device)
+                held = self._tensors[spec.name] = torch.empty(size_of(box), dtype=new.dtype, device=device)
             part = held[within(spec.box, box)]
             part.copy_(new)
             return part
@@ -151,7 +151,3 @@ class Arrivals:
             total += size
         if names:
             yield names
-
-
-def _size(box: Box) -> tuple[int, ...]:
-    return tuple(end - begin for begin, end in box)

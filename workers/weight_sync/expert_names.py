@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workers.weight_sync.weight_plan import Box, Shard, overlap, whole, within
+from workers.weight_sync.weight_plan import Box, Shard, overlap, size_of, whole, within
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class ExpertNames:
             for place in places or ():
                 box, own = place.of(shard.box), overlap(shard.box, place.part)
                 if box is not None and own is not None:
-                    begin, size = tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box)
+                    begin, size = tuple(begin for begin, _ in box), size_of(box)
                     index = within(own, shard.box)
                     made.append(
                         Shard(place.name, place.shape, begin, size, shard.dtype, partial(read, shard, index, size))

@@ -11,7 +11,7 @@ from workers.weight_sync.delta import SAME, Patch, encode
 from workers.weight_sync.digest import digests as digests_of
 from workers.weight_sync.digest import stacked
 from workers.weight_sync.sync_protocol import ReceiverClass, WeightSyncError
-from workers.weight_sync.weight_plan import Box, Piece, overlap, within
+from workers.weight_sync.weight_plan import Box, Piece, overlap, size_of, within
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class PieceSpec(NamedTuple):
 
     def label(self, number: int) -> str:
         """Name what one of the digests is of: the tensor, or an expert of it."""
-        experts = stacked(tuple(end - begin for begin, end in self.box))
+        experts = stacked(size_of(self.box))
         return f"{self.name}[{self.box[0][0] + number}]" if experts else self.name
 
 

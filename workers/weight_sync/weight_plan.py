@@ -86,6 +86,11 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def size_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple(end - begin for begin, end in box)
+
+
 def volume(box: Box) -> int:
     """Return the number of elements in a box."""
     return math.prod(end - begin for begin, end in box)
