@@ -148,6 +148,8 @@ class ToyEngine(RolloutEngine):
 
     def load_weights(self, weights):
         time.sleep(self.seconds)
+        if self.gate is not None:
+            wait_at(Path(self.gate), 0)
         for name, tensor in weights:
             if name == self.die_at:
                 os._exit(1)
@@ -177,6 +179,8 @@ class ToyEngine(RolloutEngine):
     """A tensor at which the process exits or the engine fails; one that it does not load; one of which it changes a bit
     when it loads it; what it exchanges, see `exchange`."""
     seconds = 0.0
+    gate = None
+    """A folder where it waits before it loads, see `wait_at`."""
 
 
 def token(weights):
@@ -246,7 +250,7 @@ class Rollout(RolloutWorker):
         """``faults``: attributes of the engine."""
         if rank in (None, self.rank):
             self.meets = meets
-            for name in ("die_at", "fail_at", "ignore", "spoil", "seconds", "exchange"):
+            for name in ("die_at", "fail_at", "ignore", "spoil", "seconds", "gate", "exchange"):
                 setattr(self.engine, name, faults.get(name, getattr(ToyEngine, name)))
 
     meets = True
