@@ -66,13 +66,12 @@ pytestmark = pytest.mark.timeout(240)
 rare = pytest.mark.full("rare variants of Megatron models and layouts")
 DP2_TP2 = pytest.param(TP2, id="dp2 tp2", marks=rare)
 TP2_PP2 = pytest.param({**TP2, **PP2}, id="tp2 pp2")
-split_vocabulary = pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, pytest.param(VPP, id="interleaved pipeline")])
+INTERLEAVED = pytest.param(VPP, id="interleaved pipeline")
 
 
 @pytest.mark.parametrize(
     ("config", "parallel", "options"),
     [
-        pytest.param(LLAMA, {}, {"optimizer": {**ADAM, "distributed": True}}, id="dp4, distributed optimizer"),
         pytest.param(
             LLAMA, VPP, {"overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False}}, id="interleaved pipeline"
         ),
@@ -80,6 +79,7 @@ split_vocabulary = pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, pytest
         pytest.param(QWEN2, {**TP2, **PP2}, {}, id="tp2 pp2, Qwen2"),
         pytest.param(LLAMA, TP2, {}, id="dp2 tp2", marks=rare),
         pytest.param(TIED, PP2, {}, id="dp2 pp2, tied"),
+        pytest.param(LLAMA, {}, {"optimizer": {**ADAM, "distributed": True}}, id="dp4, distributed optimizer"),
     ],
 )
 def test_log_probs_entropy_and_three_steps_match_hugging_face(four, saved, config, parallel, options):
@@ -142,7 +142,7 @@ def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path,
     check_weights(four, model)
 
 
-@split_vocabulary
+@pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, INTERLEAVED])
 def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     """Log-probabilities of other tokens, and their gradients, from 131 tokens over two ranks."""
 
@@ -161,7 +161,7 @@ def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     check_weights(four, model)
 
 
-@split_vocabulary
+@pytest.mark.parametrize("parallel", [INTERLEAVED, DP2_TP2, TP2_PP2])
 def test_candidates_over_a_sampling_mask(four, saved, parallel):
     """The tokens' own log-probabilities are over the sets, a teacher's candidates over the whole vocabulary. The step
     is one whose change of the weights is the gradient: Adam's own moves what has hardly a gradient by rounding."""
@@ -216,22 +216,6 @@ def sampling_sets(data, drawn):
     }
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_ranks_without_rows_run_fillers(four, saved, rows):
-    model, folder = saved(LLAMA)
-    four.run(on_ranks.make, LLAMA, PP2, optimizer=ADAM)
-    four.run(on_ranks.load_hf, folder)
-    data = batch(rows)
-    results = four.run(on_ranks.log_probs, data)
-    assert [tensor is None for _, _, tensor in results].count(True) == 2, "the first stages return nothing"
-    assert (joined(results, rows) - Reference(model, data).log_probs).abs().sum() < 1e-4
-    if rows:
-        steps(four, model, on_ranks.policy_loss, count=1, rows=1)
-        check_weights(four, model)
-    reports = four.run(on_ranks.train_step, data, on_ranks.no_loss, 1.0, 0.0)
-    assert reports[0] == {"loss": 0.0, "grad_norm": 0.0}
-
-
 @pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2])
 def test_critic_matches_a_token_classifier(four, saved, parallel):
     model, folder = saved(LlamaConfig(**SIZES, tie_word_embeddings=True, num_labels=1), AutoModelForTokenClassification)
@@ -247,7 +231,7 @@ def test_critic_matches_a_token_classifier(four, saved, parallel):
 @pytest.mark.parametrize(
     ("parallel", "options"),
     [
-        pytest.param({**TP2, **PP2}, {"optimizer": {}}, id="tp2 pp2, bf16"),
+        pytest.param({**TP2, **PP2}, {"optimizer": {}}, id="tp2 pp2, bf16", marks=rare),
         pytest.param(TP2, {"optimizer": {"distributed": True}}, id="dp2 tp2, bf16, distributed optimizer"),
     ],
 )
@@ -263,8 +247,8 @@ def test_restored_weights_are_trained(four, saved, parallel, options):
 @pytest.mark.parametrize(
     ("param_dtype", "distributed"),
     [
-        ("fp32", False),
         ("bf16", True),
+        pytest.param("fp32", False, marks=rare),
         pytest.param("bf16", False, marks=rare),
         pytest.param("fp32", True, marks=rare),
     ],
@@ -299,7 +283,7 @@ def test_offloaded_model_continues_unchanged(four, saved, param_dtype, distribut
         pytest.param(QWEN2, TP2, PP2, True, id="dp2 tp2 to dp2 pp2, distributed optimizer, Qwen2", marks=rare),
         pytest.param(MODELS["qwen3"], {**TP2, **PP2}, TP2, True, id="tp2 pp2 to dp2 tp2, distributed optimizer, Qwen3"),
         pytest.param(LLAMA, {**TP2, **PP2}, PP2, False, id="tp2 pp2 to dp2 pp2", marks=rare),
-        pytest.param(TIED, PP4, TP2, False, id="pp4 to dp2 tp2, tied"),
+        pytest.param(TIED, PP4, TP2, False, id="pp4 to dp2 tp2, tied", marks=rare),
         pytest.param(TIED, {}, {**TP2, **PP2}, False, id="dp4 to tp2 pp2, tied", marks=rare),
         pytest.param(TIED, {**TP2, **PP2}, {}, True, id="tp2 pp2 to dp4, distributed optimizer, tied", marks=rare),
     ],
@@ -354,7 +338,7 @@ def test_exported_critic_is_a_token_classifier(four, saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "parallel", "files"),
-    [(LLAMA, {**TP2, **PP2}, 1), (QWEN2, {**TP2, **PP2}, 6), (TIED, PP4, 1)],
+    [(LLAMA, {**TP2, **PP2}, 1), (QWEN2, {**TP2, **PP2}, 6), pytest.param(TIED, PP4, 1, marks=rare)],
     ids=["tp2 pp2", "small files", "pp4, tied"],
 )
 def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, config, parallel, files):
@@ -377,8 +361,8 @@ def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, config, par
 @pytest.mark.parametrize(
     ("config", "parallel", "empty"),
     [
-        pytest.param(Qwen2Config(**{**HEADS, "vocab_size": 5}), {"tensor_model_parallel_size": 4}, 1, id="tp4"),
         pytest.param(Qwen2Config(**HEADS, tie_word_embeddings=True), {**TP2, **PP2}, 0, id="tp2 pp2, tied"),
+        pytest.param(Qwen2Config(**{**HEADS, "vocab_size": 5}), {"tensor_model_parallel_size": 4}, 1, id="tp4"),
         pytest.param(LlamaConfig(**HEADS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True), TP2, 0,
                      id="dp2 tp2, all biases, tied"),
     ],
@@ -472,3 +456,19 @@ def test_weights_only_checkpoint_load(four, saved, tmp_path):
     four.run(on_ranks.make, LLAMA, PP2)
     four.run(on_ranks.load, str(tmp_path), optimizer=False)
     check_weights(four, model, within=1e-9)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_ranks_without_rows_run_fillers(four, saved, rows):
+    model, folder = saved(LLAMA)
+    four.run(on_ranks.make, LLAMA, PP2, optimizer=ADAM)
+    four.run(on_ranks.load_hf, folder)
+    data = batch(rows)
+    results = four.run(on_ranks.log_probs, data)
+    assert [tensor is None for _, _, tensor in results].count(True) == 2, "the first stages return nothing"
+    assert (joined(results, rows) - Reference(model, data).log_probs).abs().sum() < 1e-4
+    if rows:
+        steps(four, model, on_ranks.policy_loss, count=1, rows=1)
+        check_weights(four, model)
+    reports = four.run(on_ranks.train_step, data, on_ranks.no_loss, 1.0, 0.0)
+    assert reports[0] == {"loss": 0.0, "grad_norm": 0.0}
