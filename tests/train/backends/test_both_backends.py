@@ -3,6 +3,7 @@
 Starting processes is slow: groups of one, two and four ranks serve all tests and are initialized again for each.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -82,6 +83,17 @@ def other_rollout(model, seed):
     return rollout(model, prompts=5, samples=3, seed=seed)
 
 
+@functools.cache
+def plain_steps(aggregation):
+    """(rows, metrics) of three steps of the plain loop, and the weights after them."""
+    plain = ReferenceGRPO(small_llama(), kl_coef=0.01, entropy_coef=0.003, aggregation=aggregation)
+    made = []
+    for step in range(3):
+        rows = other_rollout(plain.model, seed=step)  # 15 rows: not divisible by any number of ranks
+        made.append((rows, plain.step(rows)))
+    return made, plain.weights()
+
+
 @pytest.mark.parametrize(
     ("way", "options"),
     [
@@ -103,19 +115,15 @@ def test_three_grpo_steps_match_a_plain_loop(start, way, options):
     """The prompts contain the config's padding token, which Hugging Face does not train; Megatron must not either."""
     group = start(way, with_ref=True, **GRPO, **options)
     assert group.get_parallel_config() == way.parallel
-    plain = ReferenceGRPO(
-        small_llama(), kl_coef=0.01, entropy_coef=0.003, aggregation=options.get("loss_aggregation", "token")
-    )
-    for step in range(3):
-        rows = other_rollout(plain.model, seed=step)  # 15 rows: not divisible by any number of ranks
-        expected = plain.step(rows)
+    steps, weights = plain_steps(options.get("loss_aggregation", "token"))
+    for step, (rows, expected) in enumerate(steps):
         metrics = learn(group, step, rows)
         assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
         assert metrics["kl"] == pytest.approx(expected["kl"], abs=1e-5)
         assert metrics["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
         assert metrics["reward"] == pytest.approx(rows["rewards"].mean().item())
-    assert distance(whole_weights(group), plain.weights()) < 1e-4
+    assert distance(whole_weights(group), weights) < 1e-4
 
 
 def half_of_them(log_probs):
@@ -124,25 +132,35 @@ def half_of_them(log_probs):
     return order[: max(3, int((log_probs[order].exp().cumsum(0) < 0.5).sum()) + 1)]
 
 
+@functools.cache
+def plain_steps_over_sets():
+    """(rows, log-probabilities before) of two steps of the plain loop, and the weights after them."""
+    plain = ReferenceGRPO(small_llama(), kl_coef=0.01, entropy_coef=0.003)
+    made = []
+    for step in range(2):
+        rows = rollout(plain.model, prompts=5, samples=3, seed=step, left=half_of_them)
+        made.append((rows, plain.log_probs(rows)))
+        plain.step(rows, epochs=2)
+    return made, plain.weights()
+
+
 @pytest.mark.parametrize("way", [FSDP2, TP2, pytest.param(TP2_PP2, marks=rare)], ids=called)
 def test_steps_with_a_sampling_mask_match_a_plain_loop(start, way):
     """Policy, old policy, reference and entropy over the sets that the tokens were drawn from, through all that cuts
     rows: several ranks, balancing, micro-batches and several steps."""
     group = start(way, with_ref=True, **GRPO, balance_data=True, ppo_epochs=2)
-    plain = ReferenceGRPO(small_llama(), kl_coef=0.01, entropy_coef=0.003)
-    for step in range(2):
-        rows = rollout(plain.model, prompts=5, samples=3, seed=step, left=half_of_them)
+    steps, weights = plain_steps_over_sets()
+    for step, (rows, expected) in enumerate(steps):
         log_probs = group.compute_log_prob(rows)
-        torch.testing.assert_close(log_probs, plain.log_probs(rows), atol=1e-4, rtol=0)
+        torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
         counts = rows["loss_mask"].bool()
         off = (log_probs - rows["rollout_log_probs"])[counts].abs()
         assert float(off.max()) < 1e-4
         without = group.compute_log_prob(rows.exclude("sampling_mask", "sampling_mask_lengths"))
         gap = (rows["rollout_log_probs"] - without)[counts]  # minus the log of the kept mass
         assert 0.3 < float(gap.mean()) < 0.7
-        plain.step(rows, epochs=2)
         learn(group, step, rows)
-    assert distance(whole_weights(group), plain.weights()) < 1e-4
+    assert distance(whole_weights(group), weights) < 1e-4
 
 
 @ways(FSDP2, PP2, rarely=[TP2])
@@ -164,7 +182,7 @@ def test_tied_embeddings_and_biases(start, way, tmp_path):
     assert distance(found, plain.weights()) < 1e-4
 
 
-@ways(FSDP2, PP2, rarely=[TP2])
+@ways(PP2, rarely=[FSDP2, TP2])
 def test_several_epochs_over_one_rollout(start, way, data):
     """With all rows in each step, epochs match the reference: the ratio is to the policy before the first epoch."""
     group = start(way, ppo_epochs=3)
@@ -176,7 +194,7 @@ def test_several_epochs_over_one_rollout(start, way, data):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
-@ways(FSDP2, PP2, rarely=[TP2, FSDP1])
+@ways(PP2, rarely=[FSDP2, TP2, FSDP1])
 def test_kl_coef_approaches_the_target(start, way, data, tmp_path):
     """Against a loop over tokens, with a completion that does not count; then from a checkpoint."""
     data = data.clone()
@@ -206,7 +224,7 @@ def test_kl_coef_approaches_the_target(start, way, data, tmp_path):
     assert learn(group, 4, data)["kl_coef"] == 0.3
 
 
-@ways(FSDP1, TP2)
+@ways(TP2, rarely=[FSDP1])
 def test_shuffled_steps_are_those_of_rows_in_that_order(start, way, data):
     """Both tensor parallel ranks have the same order, as their result is that of one rank."""
     args = {"num_steps_per_rollout": 3, "advantage_estimator": "grpo"}
@@ -282,7 +300,7 @@ def test_no_number_is_read_per_micro_batch(start, way, data):
     group = start(way, with_ref=True, kl_loss_coef=0.01, entropy_coef=0.01)
     learn(group, 0, data)  # the optimizer's first step creates its state
     found = [
-        group.worker_group.execute_with_func_generator(reads_in_a_step, Broadcast(data[:12]), most)
+        group.worker_group.execute_with_func_generator(reads_in_a_step, Broadcast(data[:8]), most)
         for most in (1000, 16)
     ]
     for (few, reads), (many, more) in zip(*found, strict=True):
@@ -373,7 +391,7 @@ def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, dat
     assert distance(found[True], small_llama().to(torch.bfloat16).state_dict()) > 0
 
 
-@ways(FSDP2, PP2, rarely=[DP2])
+@ways(PP2, rarely=[FSDP2, DP2])
 def test_old_log_probs_use_the_version_that_generated_each_token(start, way, data):
     """Tokens of the last two weight versions are each compared with the weights that generated them."""
     group = start(way, keep_old_actor=True)
@@ -441,7 +459,7 @@ def fail_to_update(worker, version):
         worker.update_weights(version)
 
 
-@ways(FSDP2, rarely=[TP2, PP2])
+@ways(FSDP1, rarely=[FSDP2, TP2, PP2])
 def test_critic_learns_the_expected_values(start, way, llama_folder, data, tmp_path):
     workers = start(way).worker_group
     args = way.arguments(llama_folder, critic_lr=1.5e-2, gae_lambda=1.0, advantage_estimator="gae")
@@ -538,7 +556,7 @@ def gradient_bytes(worker):
     [
         (FSDP2, {}, 12, 0.0),  # a float32 parameter and Adam's two moments
         (TP2, {}, 16, 0.05),  # plus its gradient; both tp ranks hold the norms, and Megatron pads its buffers
-        (PP2, {}, 16, 0.05),
+        pytest.param(PP2, {}, 16, 0.05, marks=rare),
         (DP2, {"use_distributed_optimizer": True}, 2 * 8 + 8, 0.05),  # both hold everything but half of Adam
     ],
     ids=called,
@@ -636,7 +654,7 @@ def test_rollout_without_a_token_that_counts_has_the_metric_loss(start, way, dat
     assert distance(whole_weights(group), before) == 0.0
 
 
-@ways(FSDP2, PP2, DP2, rarely=[TP2])
+@ways(FSDP2, PP2, rarely=[DP2, TP2])
 def test_non_finite_gradient_changes_nothing(start, way, data):
     """The step is skipped: later steps are as if it had never happened."""
     group = start(way, lr_warmup_iters=3)
@@ -675,7 +693,7 @@ def test_resumed_run_uses_its_own_optimizer_settings(start, way, data, tmp_path)
     [
         (FSDP2, {}),
         pytest.param(DP2, {}, marks=rare),
-        (TP2, {}),
+        pytest.param(TP2, {}, marks=rare),
         pytest.param(PP2, {}, marks=rare),
         (TP2_DP2, {"use_distributed_optimizer": True}),
         pytest.param(TP2_PP2, {}, marks=rare),
