@@ -20,7 +20,7 @@ from workers.weight_sync.sync_protocol import WeightSyncError
 
 pytestmark = pytest.mark.timeout(240)
 
-SAMPLES, ROLLOUTS = 3, 8 if depth.full else 5
+SAMPLES, ROLLOUTS = 3, 8 if depth.full else 4
 HOW = SamplingParams(9, temperature=0.9, stop_token_ids=(6, 17))
 ARGS = {**PLAIN, "temperature": HOW.temperature, "exact": True, "max_tokens_per_micro_batch": 40}
 
@@ -116,10 +116,10 @@ def test_mixture_of_experts_agrees_to_the_last_bit(fsdp_groups, train_pool):
     """Also where an expert gets fewer tokens than the kernels need. Its weights change with each step."""
     made = RayClassWithInitArgs(Toy, HFEngine, MIXTURE, exact=True, max_batch_size=5)
     with RayWorkerGroup(train_pool[:1], made, name_prefix="exact_mixture_", collectives=False) as rollout:
-        _, _, metrics = trained(fsdp_groups(2), rollout, 5, hf_config=MIXTURE, moe_aux_loss_coeff=0.05)
-    assert [metrics[step]["rollout_log_prob_diff"] for step in range(5)] == [0.0] * 5
-    assert len({metrics[step]["loss"] for step in range(5)}) == 5, "it learns"
-    assert all(0 <= metrics[step]["moe/load_min"] < 1 < metrics[step]["moe/load_max"] for step in range(5))
+        _, _, metrics = trained(fsdp_groups(2), rollout, 3, hf_config=MIXTURE, moe_aux_loss_coeff=0.05)
+    assert [metrics[step]["rollout_log_prob_diff"] for step in range(3)] == [0.0] * 3
+    assert len({metrics[step]["loss"] for step in range(3)}) == 3, "it learns"
+    assert all(0 <= metrics[step]["moe/load_min"] < 1 < metrics[step]["moe/load_max"] for step in range(3))
 
 
 def test_asynchronous_at_staleness_0_equals_synchronous_with_any_workers(fsdp_groups, rollout_of, synchronous):
@@ -129,7 +129,7 @@ def test_asynchronous_at_staleness_0_equals_synchronous_with_any_workers(fsdp_gr
 
 
 def test_a_killed_and_replaced_run_equals_the_other(fsdp_groups, rollout_of, synchronous):
-    victims = (3, 6) if depth.full else (2, 4)
+    victims = (3, 6) if depth.full else (1, 3)
     assert_same_run(
         synchronous, trained(fsdp_groups(2), rollout_of(2), peer_snapshot_interval=1, victims=victims, stream=True)
     )
