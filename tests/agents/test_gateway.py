@@ -600,9 +600,9 @@ def test_an_engine_that_takes_no_requests_is_waited_for():
             return super().submit(*args, **kwargs)
 
     engine = Sleeper(lambda *_: "yes")
-    with serving(engine, limits=GatewayLimits(wait_seconds=1.0)) as gateway:
+    with serving(engine, limits=GatewayLimits(wait_seconds=0.8)) as gateway:
         _, token = gateway.open()
-        threading.Timer(0.4, lambda: setattr(engine, "asleep", False)).start()
+        threading.Timer(0.2, lambda: setattr(engine, "asleep", False)).start()
         assert chat(gateway, token, [user("x")]).status_code == 200
         engine.asleep = True
         late = chat(gateway, token, [user("y")])
@@ -619,14 +619,14 @@ def test_an_engine_that_learns_in_a_call_that_its_weights_are_gone_is_waited_for
 
     engine = ScriptEngine(script)
     engine.lost = True
-    with serving(engine, limits=GatewayLimits(wait_seconds=1.0)) as gateway:
+    with serving(engine, limits=GatewayLimits(wait_seconds=0.8)) as gateway:
         _, token = gateway.open()
 
         def update():
             engine.begin_update()
             engine.finish_update(2)
 
-        threading.Timer(0.4, update).start()
+        threading.Timer(0.2, update).start()
         assert chat(gateway, token, [user("x")]).status_code == 200
         engine.lost = True
         late = chat(gateway, token, [user("y")])
@@ -674,7 +674,7 @@ def test_an_engine_that_falls_asleep_during_a_long_completion_is_waited_for():
 
 def test_a_stream_is_kept_open_while_the_engine_works_and_ends_with_its_error():
     def script(prompt, seed):
-        time.sleep(0.5)
+        time.sleep(0.3)
         if "boom" in prompt:
             raise RolloutError("broken")
         return "yes"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from agent_helpers import ScriptEngine, user
@@ -128,7 +129,7 @@ def test_headers_without_end_and_a_key_of_strange_letters():
 
 
 def test_clients_that_send_slowly_or_never():
-    with attacked() as (gateway, others_go_on, (token,)):
+    with attacked(replace(LIMITS, read_seconds=1.0)) as (gateway, others_go_on, (token,)):
         begun = time.monotonic()
         silent = raw(gateway)
         half_a_head = raw(gateway, request(token)[:40])

@@ -356,11 +356,11 @@ def has_forgotten(endpoint, token):
 
 
 def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
-    with worker(2, 0.1) as (_, one), routing(one, limits=gateway_router.GatewayLimits(idle_seconds=1.5)) as router:
+    with worker(2, 0.07) as (_, one), routing(one, limits=gateway_router.GatewayLimits(idle_seconds=1.0)) as router:
         _, left = router.open("left")
         assert chat(router, left, [user("ab")]).status_code == 200
         _, used = router.open("used")
-        assert chat(router, used, [user("x" * 50)]).status_code == 200  # takes 2.5 s
+        assert chat(router, used, [user("x" * 50)]).status_code == 200  # takes 1.8 s
         assert router.sessions == 1 and router.moved == 0 and router._workers[0].sessions == {used}
         late = chat(router, left, [user("x")])
         assert late.status_code == 401 and "expired" in late.text

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, user
 
+from workers.rollout.agents import session as session_file
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, SessionLimits, Step
 from workers.rollout.agents.gateway.http_front import GatewayLimits
@@ -85,7 +86,7 @@ def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
         return None if row["fault"] == "silent" else 1
 
     rows = [{"fault": fault} for fault in ("raises", "hangs", "none", "silent")]
-    engine = engine_of(agent, limits=SessionLimits(seconds=3.0))
+    engine = engine_of(agent, limits=SessionLimits(seconds=2.0))
     programs = engine.environment
     done = play(engine, rows)
     assert [one.info["end_reason"] for one in done] == ["error", "seconds", "done", "done"]
@@ -97,15 +98,17 @@ def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
         programs.gateway()
 
 
-def test_a_program_whose_cleanup_takes_long_keeps_its_tokens():
+def test_a_program_whose_cleanup_takes_long_keeps_its_tokens(monkeypatch):
+    monkeypatch.setattr(session_file, "CANCEL_SECONDS", 0.3)
+
     async def agent(row, base_url, api_key):
         await ask(base_url, api_key)
         try:
             await asyncio.sleep(1000)
         finally:
-            await asyncio.sleep(4)
+            await asyncio.sleep(1)
 
-    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=3.0)), [{"row": 0}])
+    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=2.0)), [{"row": 0}])
     assert (done.info["end_reason"], done.info["turns"], len(done.rows)) == ("seconds", 1, 1)
 
 

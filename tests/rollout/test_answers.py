@@ -209,7 +209,7 @@ def test_comparison_that_does_not_end_is_ended_and_the_next_one_works():
 
     def compare():
         began = time.monotonic()
-        found.append(math_match(r"\boxed{9^{9^{9^{9}}}}", "1", timeout=1.0))
+        found.append(math_match(r"\boxed{9^{9^{9^{9}}}}", "1", timeout=0.4))
         found.append(time.monotonic() - began)
         found.append(math_match(r"\boxed{1}", "1", timeout=20))
 

@@ -205,7 +205,8 @@ def marked():
 @pytest.mark.parametrize("seconds", [0, 600], ids=["ends", "is-ended"])
 def test_processes_that_it_starts_end_with_it(isolate, seconds):
     before = set(marked())
-    result = run_python(DAEMON.format(seconds=seconds), limits=CodeLimits(seconds=1.0, isolate=isolate))
+    limits = CodeLimits(seconds=0.5 if seconds else 10.0, isolate=isolate)
+    result = run_python(DAEMON.format(seconds=seconds), limits=limits)
     assert result.status == (None if seconds else 0)
     wait_until(lambda: not set(marked()) - before, 5)
 

@@ -489,6 +489,7 @@ def test_server_that_never_tells_its_version_is_an_error(server, engine_of, monk
     with pytest.raises(RolloutError, match=r"GET /weight_info with 503: no time"):
         engine.generate([[1]], SamplingParams(1), [0])
     server.faults.clear()
+    server.delay = 0.0
     assert engine.generate([[1]], SamplingParams(1), [0])[0].finish_reason == "length"
     assert running.result(20).finish_reason == "length"
 

@@ -258,7 +258,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
     """
     flags = {name: tmp_path / name for name in ("DELAY_START", "DIE_IN_READ_RAW", "DIE_IN_LOAD_RAW")}
     environment = {name: str(file) for name, file in flags.items()} | {"BUCKET_BYTES": "64"}
-    made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.015)
+    made = RayClassWithInitArgs(Toy, BigramEngine, delay=0.008)
     with (
         RayResourcePool([3], use_gpu=ON_DEVICE) as pool,
         RayWorkerGroup(pool, made, collectives=False, worker_env=environment) as group,

@@ -184,7 +184,7 @@ def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mo
     manager = managed(request.getfixturevalue(workers), LONG)
     batches = []
     with streaming(manager, mode=mode, max_staleness=2, requests_per_worker=2 * SAMPLES) as stream:
-        for version in range(1, 9):  # nothing else here, so that updates find requests in flight
+        for version in range(1, 6):  # nothing else here, so that updates find requests in flight
             update(stream, manager, version)
             batches.append(stream.take(30))
     found, mixed = [], 0
@@ -195,7 +195,7 @@ def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mo
             mixed += of[0] != of[-1]
         assert data["min_weight_versions"].min() >= version - 2
         assert data["completion_lengths"].unique().tolist() == [60]
-    assert found == list(range(8 * B))
+    assert found == list(range(5 * B))
     assert mixed > 0 if mode == "interrupt" else mixed == 0
 
 
@@ -295,11 +295,11 @@ def test_update_is_given_up_in_time_while_requests_run(group):
     manager = managed(group, LONG)
     with streaming(manager) as stream:
         update(stream, manager, 1)
-        group.set_delay([0.05, 0.05])  # a group takes three seconds
+        group.set_delay([0.02, 0.02])  # a group takes more than a second
         wait_until(lambda: any(worker.running for worker in group.execute_all_sync("load_of_engine")))
         with (
-            pytest.raises(WeightSyncError, match=r"within 0.5 s.*requests that are running .*update_mode='interrupt'"),
-            stream.updating(0.5),
+            pytest.raises(WeightSyncError, match=r"within 0.2 s.*requests that are running .*update_mode='interrupt'"),
+            stream.updating(0.2),
         ):
             raise AssertionError("the update began")
         assert group_numbers(stream.take(30)["group_ids"])[::SAMPLES].tolist() == list(range(B))
@@ -480,7 +480,8 @@ def test_wrong_arguments_are_refused(group):
 
 
 def test_saved_state_goes_on_where_it_was(group):
-    manager = managed(group, LONG)
+    how = replace(LONG, max_new_tokens=30)
+    manager = managed(group, how)
     found = []
     with streaming(manager, max_staleness=2, mode="interrupt", requests_per_worker=2 * SAMPLES) as stream:
         for version in (1, 2, 3):
@@ -489,7 +490,7 @@ def test_saved_state_goes_on_where_it_was(group):
             found += group_numbers(before)[::SAMPLES].tolist()
         state = pickle.loads(pickle.dumps(stream.state_dict()))
         stream.take(30)  # trained by the run that dies, and lost with it
-    again = managed(group, LONG)
+    again = managed(group, how)
     with streaming(again, max_staleness=2) as stream:
         stream.load_state_dict(state)
         for version in (4, 5, 6):
