@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from torch_scripts import printed
 
 HEAVY = ("torch", "megatron", "transformers", "tensordict", "omegaconf")
 
@@ -21,17 +22,20 @@ BLOCK = """
 """
 
 
+def environment():
+    """Without PYTHONPATH, which is for the other tests' workers: one of its folders is called megatron too."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def python(code, cwd, blocked=None):
     """Run code in a separate process in which the given packages are not installed."""
     head = f"BLOCKED = {blocked!r}\n" + textwrap.dedent(BLOCK) if blocked else "import sys\n"
-    # PYTHONPATH is for the other tests' workers; one of its folders is called megatron too.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", head + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=environment,
+        env=environment(),
         timeout=100,
     )
 
@@ -52,9 +56,10 @@ def test_driver_imports_nothing_heavy(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def said(pytestconfig, tmp_path_factory):
     """What one process says in which three tests happen, because importing torch and megatron takes five seconds."""
-    done = python(
+    told = printed(
+        pytestconfig,
         """
         import sys
         import torch, torch.distributed as dist
@@ -85,9 +90,10 @@ def said(tmp_path_factory):
         print("alone:", device, layer(torch.ones(2, 8, device="cuda")).shape, dist.get_backend())
         """,
         tmp_path_factory.mktemp("imports"),
+        environment(),
     )
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert "alone: " in told, told  # the last line
+    return dict(line.split(": ", 1) for line in told.splitlines() if ": " in line)
 
 
 def test_importing_the_workers_does_not_change_torch(said):

@@ -2,9 +2,7 @@
 
 import gc
 import math
-import subprocess
 import sys
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +12,7 @@ import torch
 from devices import SIMULATED
 from engine_contract import EngineContract, Subject
 from rollout_helpers import GPT2, LLAMA, TIED, plain_log_probs, plain_model
+from torch_scripts import printed
 from transformers import LlamaConfig, MambaConfig, MistralConfig
 from waits import wait_until
 
@@ -468,15 +467,19 @@ def test_weight_of_one_token_that_is_not_finite_fails_its_requests_alone(make):
     assert good.result(30).token_ids == alone.token_ids
 
 
-def test_script_may_end_in_the_middle_of_requests():
+def test_script_may_end_in_the_middle_of_requests(pytestconfig, tmp_path):
     """An engine's thread that came back from torch while the interpreter ends would abort the process."""
     code = f"""
-        import time
-        from workers import HFEngine, SamplingParams
-        engine = HFEngine({CONFIG.to_dict()!r})
-        futures = [engine.submit([1, k], SamplingParams(500), str(k), seed=k) for k in range(30)]
-        while not engine.load().running:
-            time.sleep(0.001)
+        import os, sys, time
+        if child := os.fork():
+            print("exit status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        else:
+            from workers import HFEngine, SamplingParams
+            engine = HFEngine({CONFIG.to_dict()!r})
+            futures = [engine.submit([1, k], SamplingParams(500), str(k), seed=k) for k in range(30)]
+            while not engine.load().running:
+                time.sleep(0.001)
+            sys.kept = engine, futures  # until the interpreter ends
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0 and "terminate" not in done.stderr, done.stderr
+    said = printed(pytestconfig, code, tmp_path)
+    assert "exit status 0" in said and "terminate" not in said, said
