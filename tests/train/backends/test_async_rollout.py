@@ -78,23 +78,30 @@ def trained(group, rollout, rollouts, *, load=None, save=None, stop=None, mode="
     return whole_weights(group), data
 
 
-def test_without_staleness_it_equals_the_synchronous_run_bit_for_bit(fsdp_groups, rollout):
-    rollouts = 20 if depth.full else 5
-    synchronous, expected = trained(fsdp_groups(2), rollout, rollouts)
-    weights, found = trained(fsdp_groups(2), rollout, rollouts, max_staleness=0)
+ROLLOUTS = 20 if depth.full else 5
+
+
+@pytest.fixture(scope="module")
+def asynchronous(fsdp_groups, rollout):
+    """A run without staleness."""
+    return trained(fsdp_groups(2), rollout, ROLLOUTS, max_staleness=0)
+
+
+def test_without_staleness_it_equals_the_synchronous_run_bit_for_bit(fsdp_groups, rollout, asynchronous):
+    synchronous, expected = trained(fsdp_groups(2), rollout, ROLLOUTS)
+    weights, found = asynchronous
     assert distance(weights, synchronous) == 0.0
     assert distance(weights, trained(fsdp_groups(2), rollout, 0)[0]) > 1e-2
-    for step in range(rollouts):
+    for step in range(ROLLOUTS):
         for name in expected[step].keys() - {"group_ids"}:
             assert torch.equal(found[step][name], expected[step][name]), (step, name)
 
 
-def test_resumed_run_goes_on_exactly(fsdp_groups, rollout, tmp_path):
-    group = fsdp_groups(2)
-    whole, expected = trained(group, rollout, 5, max_staleness=0)
-    trained(group, rollout, 5, max_staleness=0, save=(str(tmp_path), 1), stop=4)  # two rollouts after it are lost
-    weights, found = trained(group, rollout, 5, max_staleness=0, load=str(tmp_path))
-    assert list(found) == [2, 3, 4] and distance(weights, whole) == 0.0
+def test_resumed_run_goes_on_exactly(fsdp_groups, rollout, asynchronous, tmp_path):
+    group, (whole, expected) = fsdp_groups(2), asynchronous
+    trained(group, rollout, ROLLOUTS, max_staleness=0, save=(str(tmp_path), 1), stop=4)  # two after it are lost
+    weights, found = trained(group, rollout, ROLLOUTS, max_staleness=0, load=str(tmp_path))
+    assert list(found) == list(range(2, ROLLOUTS)) and distance(weights, whole) == 0.0
     assert all(torch.equal(found[step]["weight_versions"], expected[step]["weight_versions"]) for step in found)
 
 

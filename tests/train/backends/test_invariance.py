@@ -185,7 +185,7 @@ CASES_OF = {"actor": CASES, "critic": CRITIC_CASES}
 """All names of losses, estimators and corrections are in one of them."""
 
 SAMPLE = ("gspo", "dppo_tv", "clip_cov", "kl_cov", "rejected")
-"""Those of `make test` on Megatron: whole sequences, rejected rows, and tokens that are chosen for the whole step."""
+"""Those of `make test`: whole sequences, rejected rows, and tokens that are chosen for the whole step."""
 
 # An Adam step of lr / eps * gradient, to one part in a million: the weights show the gradient on any backend.
 EXPOSED = {"lr": 1e6, "adam_eps": 1e6, "adam_beta1": 0.0, "clip_grad": 0.0, "rollout_max_response_len": 8}
@@ -326,7 +326,7 @@ def group_id(way, packed):
     return f"{name}-{'packed' if packed else 'padded'}"
 
 
-def sampled(way, packed, layouts, names=None):
+def sampled(way, packed, layouts, names):
     return pytest.param(way, packed, layouts, names, id=f"{group_id(way, packed)}-sample")
 
 
@@ -338,7 +338,11 @@ def full(way, packed, layouts):
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(
     ("way", "packed", "layouts", "names"),
-    [sampled(FSDP2, True, PACKED[:1]), sampled(PP2, False, PADDED[:1], SAMPLE), *(full(*group) for group in GROUPS)],
+    [
+        sampled(FSDP2, True, PACKED[:1], (*SAMPLE, "value", "dpo")),
+        sampled(PP2, False, PADDED[:1], SAMPLE),
+        *(full(*group) for group in GROUPS),
+    ],
 )
 def test_gradients_are_those_of_one_process(computed, one_process, way, packed, layouts, names, role):
     expected = one_process(role)
