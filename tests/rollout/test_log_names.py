@@ -26,7 +26,10 @@ DRIVER = """
     with RayResourcePool([2], use_gpu=False) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Talker)) as group:
         group.talk()
         import time
-        time.sleep(2)  # Ray's log monitor looks twice a second
+        lines = [f"{what} {rank}" for what in ("made", "printed by", "logged by", "echoed by") for rank in (0, 1)]
+        end = time.monotonic() + 20  # Ray's log monitor looks twice a second
+        while time.monotonic() < end and not all(line in open(sys.argv[1]).read() for line in lines):
+            time.sleep(0.02)
 """
 
 
@@ -34,12 +37,18 @@ DRIVER = """
 def test_worker_lines_show_class_and_rank(other_drivers, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
-    environment = {**os.environ, **other_drivers, "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=80, cwd=os.getcwd(), env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    text = re.sub(r"\x1b\[\d+m", "", done.stdout + done.stderr)
+    environment = {
+        **os.environ,
+        **other_drivers,
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_COLOR_PREFIX": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    said, command = tmp_path / "said", [sys.executable, str(script), str(tmp_path / "said")]
+    with said.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=file, timeout=80, cwd=os.getcwd(), env=environment)
+    text = re.sub(r"\x1b\[\d+m", "", said.read_text())
+    assert done.returncode == 0, text
     for rank in (0, 1):
         for line in ("made", "printed by", "logged by", "echoed by"):
             assert re.search(rf"^\(Talker rank {rank} pid=\d+\) .*{line} {rank}$", text, re.M), text

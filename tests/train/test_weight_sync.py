@@ -3,6 +3,7 @@
 import json
 import re
 
+import depth
 import pytest
 import sync_workers
 import torch
@@ -371,7 +372,8 @@ def test_every_expert_arrives_and_is_proved(train, rollout, transport, tmp_path)
     version = 0
     for held, of in WAYS:
         rollout.equip(of=of)
-        for division in ("rows", "stages"):
+        # Mixtral's are other names for the same tensors.
+        for division in ("rows",) if "like_mixtral" in (held, of) and not depth.full else ("rows", "stages"):
             version += 1
             reports = train.update(version, division, held)
             assert holds(rollout, version, of), (held, of, division)

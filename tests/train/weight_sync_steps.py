@@ -429,7 +429,7 @@ class Participants:
         ended, result = self._replay(number, born, (*calls, (call, outcomes)))
         if ended is None:
             return running.step
-        return "return", self._snapshot((number, born, (*calls, (call, outcomes)))), result
+        return "return", self._snapshot((number, born, (*calls, (call, outcomes))), ended), result
 
     def _replay(self, number, born, calls):
         global running
@@ -455,8 +455,10 @@ class Participants:
             one._ids = running.ids
         return one, result
 
-    def _snapshot(self, history):
-        one, _ = self._replay(*history)
+    def _snapshot(self, history, one=None):
+        """Return the number of a history, whose receiver then is ``one``."""
+        if one is None:
+            one, _ = self._replay(*history)
         update, arrivals = one._update, one._arrivals
         weights = tuple(tuple(one.engine.weights[name].tolist()) for name in NAMES)
         state = (
