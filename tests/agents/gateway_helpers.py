@@ -1,5 +1,6 @@
 """Gateways and routers in the process of a test, and calls of their sessions."""
 
+import asyncio
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +11,22 @@ from workers.rollout.agents.gateway.gateway_router import GatewayRouter
 from workers.rollout.agents.rendering import TokenRenderer
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
+uvicorn_server = pytest.importorskip("uvicorn.server")
+
+
+class Impatient:
+    """asyncio for uvicorn's servers, which look ten times a second whether they shall end, and then wait as long for
+    their connections. That would be half of the time that these tests take."""
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+    @staticmethod
+    def sleep(seconds):
+        return asyncio.sleep(seconds / 10)
+
+
+uvicorn_server.asyncio = Impatient()
 
 CLIENT = httpx.Client()
 

@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving():
     server = Server()
-    threading.Thread(target=server.serve_forever, name="nemo-gym", daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), name="nemo-gym", daemon=True).start()
     try:
         yield server
     finally:

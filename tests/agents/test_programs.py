@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import suppress
 
+import gateway_helpers  # noqa: F401 - a gateway ends at once
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, user
 

@@ -7,6 +7,7 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
+import depth
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -200,7 +201,7 @@ class EngineContract:
         seeded_continuation: whether a request that was interrupted gets the tokens that it would have got.
     """
 
-    updates = 100
+    updates = 100 if depth.full else 30
     long = 200
     seeded_continuation = True
 
