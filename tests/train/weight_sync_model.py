@@ -29,7 +29,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -91,6 +91,7 @@ class Model:
         self.run = Participants(groups, double_buffer, verify, updates)
         self.groups, self.updates, self.crash_from = groups, updates, crash_from
         self._nodes, self._numbers = [()], {(): 0}
+        self._short = {}
         self.states = self.steps = 0
 
     # -- outcomes of steps. Each method returns pairs (outcome, state after it); none if the step has to wait.
@@ -241,8 +242,14 @@ class Model:
         found += self._driver(state, bool(found))
         return found
 
-    def _shortened(self, outcomes, step, run):
-        """Leave out that somebody has looked before in vain. ``run(outcomes)`` returns the step after them."""
+    def _shortened(self, who, outcomes, step, run):
+        """Leave out that somebody has looked before in vain. ``run(outcomes)`` returns the step after them, which
+        depends on ``who`` alone."""
+        if (who, outcomes) not in self._short:
+            self._short[who, outcomes] = self._without_vain_looks(outcomes, step, run)
+        return self._short[who, outcomes]
+
+    def _without_vain_looks(self, outcomes, step, run):
         sleeps = [index for index, (one, _) in enumerate(outcomes) if one[0] == "sleep"]
         if sleeps:
             end = sleeps[-1] + 1
@@ -271,7 +278,9 @@ class Model:
             then, outcomes = self.run.sender_step(rank, born, (*self._nodes[node], (step, outcome)))
             reads = self._reads(after, then)
             if not reads:
-                outcomes = self._shortened(outcomes, then, partial(self._step_after, rank, born))
+                outcomes = self._shortened(
+                    ("sender", rank, born), outcomes, then, partial(self._step_after, rank, born)
+                )
             after = after._replace(senders=changed(after.senders, rank, (born, self._node_of(outcomes))))
             yield from self._sender(after, rank, then) if reads else [after]
 
@@ -301,7 +310,7 @@ class Model:
             then = self.run.receiver_step(history, payload, outcomes)
             if then[0] != "return" and not self._reads(after, then):
                 step_after = partial(self.run.receiver_step, history, payload)
-                outcomes = self._shortened(outcomes, then, step_after)
+                outcomes = self._shortened(("receiver", history, payload), outcomes, then, step_after)
             after = after._replace(receivers=changed(after.receivers, number, (history, call, self._node_of(outcomes))))
             yield from self._arrived(after, number, then)
 
@@ -489,7 +498,12 @@ def settled(state):
 
 
 def method_of(state, call):
-    return pickle.loads(value_of(state.calls[call][1]))[0]
+    return method_in(state.calls[call][1])
+
+
+@cache
+def method_in(payload):
+    return pickle.loads(value_of(payload))[0]
 
 
 def name_of(who):
