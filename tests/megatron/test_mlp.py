@@ -1,4 +1,7 @@
-"""ParallelLlamaMLP on four tensor-parallel ranks, compared with Hugging Face's dense layer in this process."""
+"""ParallelLlamaMLP on four tensor-parallel ranks, compared with Hugging Face's dense layer in this process.
+
+Tests of the same size follow one another: `have_tp` then keeps megatron's process groups.
+"""
 
 import pytest
 import torch
@@ -78,22 +81,12 @@ class TestAgainstTheDenseLayer:
     def test_tp4(self, four):
         check_against_dense(four, SIZES)
 
-    def test_tp2(self, four):
-        check_against_dense(four, SIZES, tp=2)
-
     def test_biases(self, four):
         check_against_dense(four, {**SIZES, "mlp_bias": True})
 
     @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "relu"])
     def test_other_activations(self, four, name):
         check_against_dense(four, {**SMALL, "hidden_act": name})
-
-    def test_two_batches_on_two_replicas_with_megatron_compute(self, four):
-        reference = dense(**SIZES)
-        parallel(four, reference, SIZES, tp=2)
-        batches = list(torch.randn(2, 16, 4, 512))
-        for x, y in zip(batches, four.run_layer(batches), strict=True):
-            assert distance(y, reference(x)) < 1e-5
 
     def test_inputs_of_other_shapes(self, four):
         reference = dense(**SMALL)
@@ -127,8 +120,24 @@ class TestAgainstTheDenseLayer:
             assert distance(y, reference(x)) < 1e-5
         four.make_layer(SMALL)  # frees the memory
 
+    def test_tp2(self, four):
+        check_against_dense(four, SIZES, tp=2)
+
+    def test_two_batches_on_two_replicas_with_megatron_compute(self, four):
+        reference = dense(**SIZES)
+        parallel(four, reference, SIZES, tp=2)
+        batches = list(torch.randn(2, 16, 4, 512))
+        for x, y in zip(batches, four.run_layer(batches), strict=True):
+            assert distance(y, reference(x)) < 1e-5
+
 
 class TestHuggingFaceStateDict:
+    def test_state_dict_is_a_copy(self, four):
+        reference = dense(**SMALL)
+        parallel(four, reference, SMALL, tp=1)
+        four.run(scale_what_was_read)
+        assert all(torch.equal(four.run(whole_state)[0][name], t) for name, t in reference.state_dict().items())
+
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("tp", [1, 2, 4])
     def test_round_trip(self, four, tp, bias):
@@ -151,12 +160,6 @@ class TestHuggingFaceStateDict:
             gate_up = torch.cat([whole["gate_proj.weight"][rows], whole["up_proj.weight"][rows]])
             assert torch.equal(own["gate_up_proj.weight"], gate_up)
             assert torch.equal(own["down_proj.weight"], whole["down_proj.weight"][:, rows])
-
-    def test_state_dict_is_a_copy(self, four):
-        reference = dense(**SMALL)
-        parallel(four, reference, SMALL, tp=1)
-        four.run(scale_what_was_read)
-        assert all(torch.equal(four.run(whole_state)[0][name], t) for name, t in reference.state_dict().items())
 
     @pytest.mark.parametrize(
         ("change", "told"),
