@@ -316,9 +316,9 @@ def test_connections_of_a_peak_are_closed(monkeypatch):
         worker = gateway_router._Worker(*one.endpoint)
         await asyncio.gather(*(worker.send("GET", "/health", {}, b"") for _ in range(9)))
         most = len(worker.idle)
-        monkeypatch.setattr(gateway_router, "REUSE_SECONDS", 1.0)
+        monkeypatch.setattr(gateway_router, "REUSE_SECONDS", 0.6)
         for _ in range(4):  # one of them is always in use
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.25)
             await worker.look()
         left = len(worker.idle)
         worker.leave()

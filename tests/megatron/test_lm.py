@@ -96,7 +96,7 @@ def check_parity(group, saved, config, parallel):
 @pytest.mark.parametrize(
     ("config", "parallel"),
     [
-        pytest.param(QWEN2_TIED, {**TP2, **PP2}, id="Qwen2 with tied embeddings, tp2 pp2"),
+        pytest.param(QWEN2_TIED, {**TP2, **PP2}, id="Qwen2 with tied embeddings, tp2 pp2", marks=rare),
         pytest.param(BIASED_GELU, TP2, id="biases, gelu, an explicit head size, dp2 tp2"),
         pytest.param(LLAMA3_ROPE, PP4, id="llama3 rope, pp4", marks=rare),
         pytest.param(LLAMA, {**TP2, **PP2, "order": "pp-dp-tp-cp-ep"}, id="another order of the axes", marks=rare),

@@ -591,7 +591,7 @@ def test_groups_go_on_elsewhere_if_their_server_was_restarted(servers_group, mon
 
 
 @pytest.mark.timeout(60)
-def test_groups_go_on_if_servers_are_restarted_under_them(processes, tmp_path, caplog):
+def test_groups_go_on_if_servers_are_restarted_under_them(processes, tmp_path, monkeypatch, caplog):
     """On the other worker. If its server is gone, too, an update is asked for, and waits until the servers are back."""
     found = []
 
@@ -610,6 +610,7 @@ def test_groups_go_on_if_servers_are_restarted_under_them(processes, tmp_path, c
             for which in range(2):
                 start_again(processes, which)
 
+        monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.1)  # how often the update looks for the servers
         supervisor = threading.Thread(target=supervise)
         supervisor.start()
         update(stream, manager, 2)
@@ -617,7 +618,7 @@ def test_groups_go_on_if_servers_are_restarted_under_them(processes, tmp_path, c
 
     with group_of_servers([process.url for process in processes], tmp_path) as group:
         urls = group.execute_with_func_generator(lambda worker: worker.engine.url)  # by rank; any has any server
-        manager = managed(group, how=replace(LONG, max_new_tokens=200))
+        manager = managed(group, how=replace(LONG, max_new_tokens=120))
         with streaming(manager, max_staleness=4, mode="interrupt", requests_per_worker=SAMPLES) as stream:
             update(stream, manager, 1)
             wait_until(lambda: busy(0) and busy(1), 20)

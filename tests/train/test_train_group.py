@@ -459,7 +459,6 @@ def test_save_model_without_a_folder_warns(actor, caplog):
     assert "save_model(3) has written nothing: set args.save" in caplog.text
 
 
-@pytest.mark.alone
 def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots):
     with group_of({"user": {"die": 1}}, pg=slots, actor_cls=Meeting) as group:
         ray.get(group.async_init())
