@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from reference import small_llama
-from train_helpers import begin, learn, rollout
+from train_helpers import begin, learn, llamas_rollout
 
 from single_controller.view.run_files import EVENTS, read_lines, read_run, sample_files
 from workers import RunLog, read_args
@@ -29,7 +28,7 @@ def record(group, folder, args, *, first=0, steps=4, save_after=(1,), values=Fal
     with RunLog.from_args(group.args, run_dir=folder / "run") as log:
         log.watch(group)
         for step in range(first, steps):
-            data = rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=step)
+            data = llamas_rollout(prompts=4, samples=4, tokens=6, seed=step)
             if values:
                 data["values"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(step))
             trained.append((data, group.compute_log_prob(data)))

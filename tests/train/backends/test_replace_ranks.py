@@ -6,8 +6,7 @@ import signal
 import pytest
 import torch
 from model_types import config_of, model_of
-from reference import small_llama
-from train_helpers import begin, distance, learn, rollout, saved, whole_weights
+from train_helpers import begin, distance, learn, llamas_rollout, saved, whole_weights
 from waits import wait_until
 
 from workers.recovery import peer_snapshots
@@ -98,7 +97,7 @@ def test_training_continues_bit_for_bit(way, group_of, llama_folder, mixture_fol
             "lr_decay_style": "linear", "num_rollout": 8, "num_steps_per_rollout": 2, "shuffle_minibatches": True,
             "advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_target": 1e-3,
             "kl_horizon": 20}  # fmt: skip
-    rollouts = [rollout(small_llama(), prompts=5, samples=3, seed=seed) for seed in range(5)]
+    rollouts = [llamas_rollout(prompts=5, samples=3, seed=seed) for seed in range(5)]
     begin(group, args, with_ref=True)
     expected = [learning(group, step, rows) for step, rows in enumerate(rollouts)]
     assert len({metrics["kl_coef"] for metrics in expected}) == 5

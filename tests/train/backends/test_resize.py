@@ -1,9 +1,8 @@
 """Train groups that go on with fewer data-parallel ranks, and take ranks back, from snapshots in memory."""
 
 import pytest
-from reference import small_llama
 from test_replace_ranks import EP2, kill, same, states, wait_for_snapshots
-from train_helpers import begin, learn, rollout
+from train_helpers import begin, learn, llamas_rollout
 
 from workers.train.args import TrainArgsError
 
@@ -35,7 +34,7 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(way, group_of, lla
     folder = mixture_folder if args.keys() & EP2.keys() else llama_folder
     args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
-    rollouts = [rollout(small_llama(), prompts=5, samples=3, seed=seed) for seed in range(5)]
+    rollouts = [llamas_rollout(prompts=5, samples=3, seed=seed) for seed in range(5)]
     begin(group, args, with_ref=True)
     expected = [learn(group, step, rows) for step, rows in enumerate(rollouts)]
     begin(group, {**args, "peer_snapshot_interval": 1}, with_ref=True)
