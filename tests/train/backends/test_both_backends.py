@@ -194,7 +194,7 @@ def test_several_epochs_over_one_rollout(start, way, data):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
-@ways(PP2, rarely=[FSDP2, TP2, FSDP1])
+@ways(FSDP2, PP2, rarely=[TP2, FSDP1])
 def test_kl_coef_approaches_the_target(start, way, data, tmp_path):
     """Against a loop over tokens, with a completion that does not count; then from a checkpoint."""
     data = data.clone()
@@ -391,7 +391,7 @@ def test_swapping_weights_keeps_the_optimizers_float32_precision(start, way, dat
     assert distance(found[True], small_llama().to(torch.bfloat16).state_dict()) > 0
 
 
-@ways(PP2, rarely=[FSDP2, DP2])
+@ways(FSDP2, PP2, rarely=[DP2])
 def test_old_log_probs_use_the_version_that_generated_each_token(start, way, data):
     """Tokens of the last two weight versions are each compared with the weights that generated them."""
     group = start(way, keep_old_actor=True)
