@@ -513,7 +513,7 @@ def test_sessions_that_nobody_closes_expire_but_not_during_a_call(caplog):
         assert late.status_code == 401 and "expired" in late.text
         with pytest.raises(KeyError, match="expire"):
             gateway.close(left)
-        time.sleep(1.0)
+        time.sleep(0.7)
         assert gateway.sessions == 2 and not found  # the call goes on
         ending, engine.tokens = time.monotonic(), 10**6
         thread.join(20)

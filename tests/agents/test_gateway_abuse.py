@@ -153,7 +153,7 @@ def test_clients_that_never_read():
     """Replies of 5 MB each, which nobody takes."""
     engine = ScriptEngine(lambda prompt, _: "fine" if "hi" in prompt else "\U0001f600" * 300_000)
     engine.max_positions, engine.log_probs = None, False
-    with attacked(engine=engine) as (gateway, others_go_on, _):
+    with attacked(replace(LIMITS, write_seconds=0.5), engine) as (gateway, others_go_on, _):
         gateway.sampling_params = gateway.sampling_params.__class__(max_new_tokens=400_000)
         tokens = [gateway.open()[1] for _ in range(2)]
         body = json.dumps({"messages": [user("long")], "return_token_ids": True}).encode()

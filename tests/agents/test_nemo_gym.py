@@ -148,8 +148,8 @@ def play(server, script, rows, limits=None, **client):
 @pytest.mark.parametrize(("seconds", "reason"), [(10.0, "done"), (0.2, "error")])
 def test_verifying_has_a_limit_of_its_own(seconds, reason):
     with serving() as server:
-        server.seconds = 1.3
-        (done,) = play(server, lambda *_: "8", [row(3, 8, 5)], SessionLimits(silence=1.0), verify_seconds=seconds)
+        server.seconds = 0.9
+        (done,) = play(server, lambda *_: "8", [row(3, 8, 5)], SessionLimits(silence=0.6), verify_seconds=seconds)
     assert done.info["end_reason"] == reason
 
 

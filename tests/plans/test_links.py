@@ -470,7 +470,7 @@ class TestStreams:
 
     def test_stranger_gets_a_nonce_at_most(self, streams, monkeypatch):
         address, read, ends = streams
-        monkeypatch.setattr(stream, "IDLE_SECONDS", 1.0)
+        monkeypatch.setattr(stream, "IDLE_SECONDS", 0.3)
         with socket.create_connection(address[:2], 5) as sock:
             sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
             heard = b""
