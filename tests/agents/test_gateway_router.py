@@ -29,18 +29,29 @@ ENV = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE}"}
 
 
 @contextmanager
-def worker(tokens=1000, delay=0.0):
-    """A process with a gateway, and its endpoint."""
-    command = [sys.executable, str(HERE / "gateway_worker.py"), str(tokens), str(delay)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV) as process:
-        try:
-            yield process, tuple(json.loads(process.stdout.readline()))
-        finally:
-            process.kill()
+def worker_processes(*engines):
+    """A process with a gateway for each engine, whose tokens and delay are given, and its endpoint."""
+    with ExitStack() as stack:
+        processes = []
+        for engine in engines:
+            command = [sys.executable, str(HERE / "gateway_worker.py"), *map(str, engine)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV)
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield [(process, tuple(json.loads(process.stdout.readline()))) for process in processes]
+
+
+FAST = (1000, 0.0)
+
+
+@contextmanager
+def worker(*engine):
+    with worker_processes(engine or FAST) as (one,):
+        yield one
 
 
 def test_sessions_go_where_there_are_fewest_and_stay_there():
-    with worker() as (_, one), worker() as (_, two), routing(one, two) as router:
+    with worker_processes(FAST, FAST) as ((_, one), (_, two)), routing(one, two) as router:
         tokens = [router.open(seed=number)[1] for number in range(6)]
         for token in tokens:
             messages = [user("abc")]
@@ -114,7 +125,7 @@ def kill_while_playing(router, pid, sessions, turns, after):
 
 def test_killing_a_worker_with_200_open_sessions_loses_nothing():
     sessions, turns = 200, 3
-    with worker(8, 0.02) as (process, one), worker(8, 0.02) as (_, two), routing(one, two) as router:
+    with worker_processes((8, 0.02), (8, 0.02)) as ((process, one), (_, two)), routing(one, two) as router:
         waited, calls, at, there = kill_while_playing(router, process.pid, sessions, turns, sessions * turns // 3)
         usual = median(end - begun for begun, end in calls if end < at)
         print(
@@ -126,7 +137,7 @@ def test_killing_a_worker_with_200_open_sessions_loses_nothing():
 
 
 def test_a_router_that_was_killed_continues_from_its_state():
-    with worker() as (process, one), worker() as (_, two):
+    with worker_processes(FAST, FAST) as ((process, one), (_, two)):
         with routing(one) as router:
             _, token = router.open("row", seed=5)
             messages = [user("abc")]
@@ -372,7 +383,11 @@ def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
 
 
 def test_a_worker_that_was_replaced_gives_its_sessions_away():
-    with worker(1, 0.05) as (_, one), worker() as (_, two), routing(one) as router, ThreadPoolExecutor() as pool:
+    with (
+        worker_processes((1, 0.05), FAST) as ((_, one), (_, two)),
+        routing(one) as router,
+        ThreadPoolExecutor() as pool,
+    ):
         _, token = router.open()
         call = pool.submit(chat, router, token, [user("abcdefghijklmnopqrstuvwxyz" * 3)])
         time.sleep(0.5)

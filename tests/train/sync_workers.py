@@ -55,7 +55,7 @@ def swinging(dtype=torch.float32, version=0):
     return drifted(dtype, 2 - version % 2)
 
 
-LAYERS, EXPERTS, ROWS, COLUMNS = 4, 64, 6, 8
+LAYERS, EXPERTS, ROWS, COLUMNS = 3, 64, 6, 8
 
 
 def stacked(dtype=torch.float32, version=0):

@@ -350,7 +350,7 @@ def test_invalid_options_are_rejected(rollouts):
         WeightSender("store", lambda: 3).send(1, [])
 
 
-# --- mixtures of experts: 64 experts in each of 4 layers --------------------------------------------------------------
+# --- mixtures of experts: 64 experts in each of 3 layers --------------------------------------------------------------
 
 
 BUCKET = 24 << 10
