@@ -221,7 +221,7 @@ def test_log_probs_and_values_as_methods(pair_of, llama_folder, data):
 
 
 def test_error_names_the_released_critic(pair_of, llama_folder, data):
-    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO})
+    actor, critic = pair_of(1, {"hf_checkpoint": llama_folder, **PPO})
     critic.release()
     with pytest.raises(GroupClosedError, match="the critic's train workers were released"):
         actor.async_train(0, data)
