@@ -515,10 +515,7 @@ def test_checkpoint_resumes_with_another_layout(start, way, others, llama_folder
         assert distance(whole_weights(group), expected[1]) > 1e-4  # Adam started from zero
 
 
-@pytest.mark.parametrize(
-    ("way", "other"),
-    [pytest.param(FSDP2, FSDP2, id="fsdp"), pytest.param(TP2, PP2, id="megatron", marks=rare)],
-)
+@pytest.mark.parametrize(("way", "other"), [(FSDP2, FSDP2), (TP2, PP2)], ids=["fsdp", "megatron"])
 def test_checkpoint_in_the_background(start, way, other, data, tmp_path):
     args = {"save": str(tmp_path), "load": str(tmp_path), "async_save": True}
     group = start(way, **args)
