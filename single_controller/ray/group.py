@@ -554,7 +554,7 @@ class RayWorkerGroup(WorkerGroup):
         if plan is None or not plan.detached:
             return None
         standbys = tuple((one.actor, one.name, one.slot) for one in (*self._ray.standbys, *self._ray.recruits))
-        return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, self._takeover_data)
+        return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, self._ray.fresh, self._takeover_data)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)

@@ -202,6 +202,7 @@ class Takeover:
     ranks: tuple[Rank, ...]  # its ranks, some of which may have died
     standbys: tuple[tuple[Any, str, Slot], ...]  # actor, name and slot of its standbys
     rendezvous: tuple[str, int]  # address and port
+    fresh: frozenset[int]  # its ranks whose constructors may not have run
     data: Any  # `RayWorkerGroup.takeover_data`
     key: str = ""  # of its record; the driver that takes the group over sets this and the next
     record: GroupRecord | None = None
@@ -249,6 +250,7 @@ class Takeover:
         living = [one for one in self.standbys if death_of(one[0]) is None]
         self._end_others()
         transport.note_started(range(transport.world_size))
+        transport.fresh = self.fresh  # `replace` has them join; without collectives, no others
         transport.standbys = [standby_of(self.plan, *one, encoded) for one in living]
         state.transport = transport
         if self.record is not None:

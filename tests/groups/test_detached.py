@@ -237,6 +237,15 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             assert left().data == "new"
             group.takeover_data = threading.Lock()  # which cannot be pickled
             assert left() is None  # rather than what was left before
+            group.takeover_data = None
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr("single_controller.ray.group.join", Mock(side_effect=KeyboardInterrupt))
+                group.replace(ranks=[0])  # the new process has not run its constructor
+            actors = group.workers
+            wait_until(lambda: left().record.broken and [rank.actor for rank in left().ranks] == actors)
+            with attach("left_", own=True) as heir:
+                heir.replace()
+                assert heir.add(1) == [1, 2]
 
 
 def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
