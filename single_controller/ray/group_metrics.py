@@ -1,11 +1,14 @@
 """GroupMetrics: what groups do, as metrics of Ray, which its nodes export to Prometheus.
 
 Thread: each `GroupMetrics` has a daemon thread named "group-metrics". It ends when the object is closed or garbage
-collected, and holds no lock while it looks.
+collected.
+Lock: ``_counting`` protects what Ray was told of the groups, because `look` may be called in any thread. It is held for
+one counter at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -82,6 +85,7 @@ class GroupMetrics(Closing):
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
         self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)
         self._groups: list[_Exported] = []
+        self._counting = threading.Lock()
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
         self._run_gauges: dict[str, Gauge] = {}
@@ -120,7 +124,8 @@ class GroupMetrics(Closing):
             if group is not None:
                 self._look(group, closed, exported)
             if closed:
-                self._groups.remove(exported)
+                with contextlib.suppress(ValueError):  # another thread has
+                    self._groups.remove(exported)
         for run, (step, metrics) in list(self._runs.items()):
             self._tell_run(run, step, metrics)
 
@@ -180,10 +185,11 @@ class GroupMetrics(Closing):
             self._gauges[gauge].set(float(value), {"group": state.name})
 
     def _count(self, exported: _Exported, counter: str, group: str, method: str, total: float) -> None:
-        more = total - exported.counted.get((counter, method), 0.0)
-        if more > 0:
-            self._counters[counter].inc(more, {"group": group, "method": method})
-            exported.counted[counter, method] = total
+        with self._counting:
+            more = total - exported.counted.get((counter, method), 0.0)
+            if more > 0:
+                self._counters[counter].inc(more, {"group": group, "method": method})
+                exported.counted[counter, method] = total
 
 
 def _totals(stats: MethodStats) -> dict[str, float]:

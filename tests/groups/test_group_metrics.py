@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,22 @@ def test_groups_of_one_name_are_added_up(told):
                 group.add(1)
             metrics.look()
         assert one.name == two.name and told["calls"][one.name, "add"] == 4
+
+
+def test_looks_in_two_threads_count_each_call_once(told, monkeypatch):
+    count = ray_metrics.Counter.inc
+
+    def count_slowly(self, value=1.0, tags=None):
+        time.sleep(0.05)
+        count(self, value, tags)
+
+    monkeypatch.setattr(ray_metrics.Counter, "inc", count_slowly)
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Counter)) as group, GroupMetrics(group, interval=60) as metrics:
+        group.add(1)
+        group.close()  # both looks find that, too
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda _: metrics.look(), range(2)))
+        assert told["calls"] == {(group.name, "add"): 1}
 
 
 def test_role_stands_for_its_group(told):
