@@ -119,7 +119,7 @@ def _look(given: argparse.Namespace) -> int:
             elif given.once:
                 sys.stdout.write(f"{_text(seen)}\n")
             else:
-                _redraw(_text(seen))
+                _redraw(_text(seen, problems_first=True))  # the terminal shows the beginning
                 time.sleep(WATCH_SECONDS)
                 continue
             return 1 if seen["problems"] else 0
@@ -141,7 +141,7 @@ def _seen(watch: GroupWatch, run: RunReader | None, given: argparse.Namespace) -
     return found | {"groups": [look.as_json() for look in looks]}
 
 
-def _text(seen: dict[str, Any]) -> str:
+def _text(seen: dict[str, Any], *, problems_first: bool = False) -> str:
     parts = list(seen["text"]) or ["no group is running in this cluster"]
     if seen["run"] is not None:
         about = seen["run"]
@@ -152,7 +152,8 @@ def _text(seen: dict[str, Any]) -> str:
         lines += [f"  alarm at step {event.get('step')}: {event.get('text')}" for event in about["alarms"]]
         parts.append("\n".join(lines))
     if seen["problems"]:
-        parts.append("\n".join(["Problems", *(f"  {problem}" for problem in seen["problems"])]))
+        said = "\n".join(["Problems", *(f"  {problem}" for problem in seen["problems"])])
+        parts.insert(0 if problems_first else len(parts), said)
     # Texts of a run may have what moves a terminal's cursor, or worse.
     return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in "\n\n".join(parts))
 

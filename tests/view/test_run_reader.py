@@ -253,6 +253,8 @@ def test_text_for_a_terminal_has_no_control_characters(tmp_path):
         and text.endswith("Problems\n  a?b")
         and re.search(r"^  loss -?[0-9.]+$", text, re.M)
     )
+    seen = {"text": ["0 of a thousand ranks"], "run": None, "problems": ["rank 999 is dead"]}
+    assert _text(seen, problems_first=True).startswith("Problems\n  rank 999 is dead\n\n0 of")
 
 
 def test_terminal_is_redrawn_within_its_size(monkeypatch):
