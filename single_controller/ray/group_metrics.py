@@ -2,20 +2,19 @@
 
 Thread: each `GroupMetrics` has a daemon thread named "group-metrics". It ends when the object is closed or garbage
 collected.
-Lock: ``_counting`` protects what Ray was told of the groups, because `look` may be called in any thread. It is held for
-one counter at a time.
+Lock: ``_counting`` protects the groups and what Ray was told of them, because `look` may be called in any thread. It is
+held for one counter at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
@@ -62,11 +61,8 @@ LONGEST_INTERVAL = 5.0
 are set again more often, and are gone 20 s after the group or the run."""
 
 
-class _Exported(NamedTuple):
-    """A group, and what Ray was told of it. By group, because names may be equal."""
-
-    group: weakref.ref[WorkerGroup]
-    counted: dict[tuple[str, str], float]  # (counter, method) -> total
+Totals = dict[tuple[str, str], float]
+"""(counter, method) -> total."""
 
 
 class GroupMetrics(Closing):
@@ -84,7 +80,8 @@ class GroupMetrics(Closing):
 
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
         self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)
-        self._groups: list[_Exported] = []
+        # Group -> what Ray was told. Not by name, because names may be equal.
+        self._groups: weakref.WeakKeyDictionary[WorkerGroup, Totals] = weakref.WeakKeyDictionary()
         self._counting = threading.Lock()
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
@@ -106,8 +103,8 @@ class GroupMetrics(Closing):
                 f"GroupMetrics: expected worker groups, got {group!r:.80}; pass a RayTrainGroup's worker_group"
             )
         group = getattr(group, "_whole", group)  # a role's group is a new object each time, and may be gone soon
-        if all(one.group() is not group for one in self._groups):
-            self._groups.append(_Exported(weakref.ref(group), {}))
+        with self._counting:
+            self._groups.setdefault(group, {})
         self._start()
 
     def _start(self) -> None:
@@ -118,14 +115,14 @@ class GroupMetrics(Closing):
 
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""
-        for exported in list(self._groups):
-            group = exported.group()
-            closed = group is None or group.closed
-            if group is not None:
-                self._look(group, closed, exported)
+        with self._counting:
+            known = list(self._groups.items())
+        for group, told in known:
+            closed = group.closed
+            self._look(group, closed, told)
             if closed:
-                with contextlib.suppress(ValueError):  # another thread has
-                    self._groups.remove(exported)
+                with self._counting:
+                    self._groups.pop(group, None)
         for run, (step, metrics) in list(self._runs.items()):
             self._tell_run(run, step, metrics)
 
@@ -158,15 +155,15 @@ class GroupMetrics(Closing):
                 self._thread.join(timeout=self._interval)
             self.look()
 
-    def _look(self, group: WorkerGroup, closed: bool, exported: _Exported) -> None:
+    def _look(self, group: WorkerGroup, closed: bool, told: Totals) -> None:
         name = group._state.name
         if not closed:
             self._set_gauges(group)
         stats: Stats = group.stats()
         for method, of_method in stats.methods.items():
             for counter, total in _totals(of_method).items():
-                self._count(exported, counter, name, method, total)
-        self._count(exported, "deaths", name, "", group._state.died)
+                self._count(told, counter, name, method, total)
+        self._count(told, "deaths", name, "", group._state.died)
 
     def _set_gauges(self, group: WorkerGroup) -> None:
         state, now = group._state, time.monotonic()
@@ -184,12 +181,12 @@ class GroupMetrics(Closing):
         for gauge, value in known.items():
             self._gauges[gauge].set(float(value), {"group": state.name})
 
-    def _count(self, exported: _Exported, counter: str, group: str, method: str, total: float) -> None:
+    def _count(self, told: Totals, counter: str, group: str, method: str, total: float) -> None:
         with self._counting:
-            more = total - exported.counted.get((counter, method), 0.0)
+            more = total - told.get((counter, method), 0.0)
             if more > 0:
                 self._counters[counter].inc(more, {"group": group, "method": method})
-                exported.counted[counter, method] = total
+                told[counter, method] = total
 
 
 def _totals(stats: MethodStats) -> dict[str, float]:
