@@ -193,7 +193,7 @@ class ViewServer(Closing):
 
     def _runs(self, query: Query) -> Any:
         found = []
-        folders = [run.folder for run in self.runs]
+        folders = [f"{run.folder.parent.name}/{run.folder.name}" for run in self.runs]
         for run in self.runs:
             run.refresh()
         names = [run.summary()["name"] for run in self.runs]
@@ -202,8 +202,7 @@ class ViewServer(Closing):
             steps = self._steps(run)
             name = names[number]
             if names.count(name) > 1:  # told apart by their folders, or by their numbers
-                same = folders.count(run.folder) > 1
-                name = f"{name} ({number})" if same else f"{name} ({run.folder.parent.name}/{run.folder.name})"
+                name = f"{name} ({number if folders.count(folders[number]) > 1 else folders[number]})"
             found.append(
                 _cut(run.summary())
                 | {

@@ -174,10 +174,10 @@ class TestAnswers:
             assert api(server, "sample?step=1&row=1")["branches"] == []
 
     def test_runs_of_one_name(self, tmp_path):
-        runs = [write_run(tmp_path / folder / "run", name="grpo") for folder in "ab"] + [write_run(tmp_path / "c")]
-        with served_runs([*runs, runs[0]]) as server:
+        runs = [write_run(tmp_path / folder / "run", name="grpo") for folder in ("a", "b", "x/d", "y/d")]
+        with served_runs([*runs, write_run(tmp_path / "c"), runs[0]]) as server:
             names = [one["name"] for one in api(server, "runs")["runs"]]
-        assert names == ["grpo (0)", "grpo (b/run)", "c", "grpo (3)"]
+        assert names == ["grpo (0)", "grpo (b/run)", "grpo (2)", "grpo (3)", "c", "grpo (5)"]
 
     def test_a_run_that_has_nothing_yet(self, tmp_path):
         run = write_run(tmp_path / "run", ended=False)
