@@ -196,22 +196,22 @@ class ViewServer(Closing):
         folders = [f"{run.folder.parent.name}/{run.folder.name}" for run in self.runs]
         for run in self.runs:
             run.refresh()
-        names = [run.summary()["name"] for run in self.runs]
-        for number, run in enumerate(self.runs):
-            about, metrics = run.about, run.metrics
+        summaries = [run.summary() for run in self.runs]
+        names = [summary["name"] for summary in summaries]
+        for number, (run, summary) in enumerate(zip(self.runs, summaries, strict=True)):
             steps = self._steps(run)
             name = names[number]
             if names.count(name) > 1:  # told apart by their folders, or by their numbers
                 name = f"{name} ({number if folders.count(folders[number]) > 1 else folders[number]})"
             found.append(
-                _cut(run.summary())
+                _cut(summary)
                 | {
                     "run": number,
                     "name": _cut(name),
-                    "about": _cut(about),
-                    "steps": len(metrics.steps),
+                    "about": _cut(run.about),
+                    "steps": len(run.metrics.steps),
                     # All of them, because a curve is asked for by its name; `_cut` would leave the first 1000.
-                    "metrics": {one: value for one, value in metrics.latest().items() if len(one) <= 200},
+                    "metrics": {one: value for one, value in summary["metrics"].items() if len(one) <= 200},
                     "events": _cut(Counter(str(event.get("kind")) for event in run.events)),
                     "samples": [steps[0], steps[-1], len(steps)] if steps else None,
                 }
