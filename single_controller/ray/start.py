@@ -153,19 +153,11 @@ def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], enc
     restarting the group then ends them too."""
     if not slots:
         return []
-    make = _actor_maker(plan, again=True)
     taken = {one.name for one in transport.everyone}
     names = [name for name in _names(plan, range(len(taken) + len(slots))) if name not in taken][-len(slots) :]
-    actors: list[ActorHandle] = []
-    try:
-        for slot, name in zip(slots, names, strict=True):
-            actors.append(make(slot, name))
+    with _actors(plan, slots, names, again=True) as actors:
         parts = zip(actors, names, slots, strict=True)
         return [standby_of(plan, actor, name, slot, encoded) for actor, name, slot in parts]
-    except BaseException:  # detached ones would live on, and keep their names
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        raise
 
 
 def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
@@ -261,12 +253,11 @@ def _names(plan: StartPlan, numbers: Iterable[int]) -> list[str]:
 
 
 @contextmanager
-def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, again: bool) -> Iterator[list[Rank]]:
-    """Create an actor in each slot, all at once, and wait until they have reported where they run. They are ended if
-    that raises, or the body of the ``with`` statement."""
-    if not slots:
-        yield []
-        return
+def _actors(
+    plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, again: bool
+) -> Iterator[list[ActorHandle]]:
+    """Create an actor in each slot, all at once, without waiting for them. They are ended if that raises, or the body
+    of the ``with`` statement."""
     # Ray ends an actor that is not detached when its last handle is gone, so the handles are kept here.
     actors: list[ActorHandle] = []
     # The name of an actor that may exist although its handle was not returned yet: an exception such as
@@ -274,9 +265,6 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
     creating: str | None = None
     try:
         make = _actor_maker(plan, again=again)
-        if plan.process.python is not None:
-            plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
-        check_python(plan, slots)
         for slot, creating in zip(slots, names, strict=True):
             try:
                 actors.append(make(slot, creating))
@@ -284,16 +272,7 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
                 creating = None  # another actor has the name; do not end it
                 raise
         creating = None
-        located = [actor._sc_locate.remote() for actor in actors]
-        wait_started(located, plan.pool.placement_timeout, plan.name)
-        try:
-            locations: list[Location] = ray.get(located)
-        except RayError as error:
-            raise WorkerDiedError(f"{plan.name}: a worker died before it was started: {one_line(error)}") from error
-        yield [
-            Rank(actor, name, where, replace(slot, location=where))
-            for actor, name, where, slot in zip(actors, names, locations, slots, strict=True)
-        ]
+        yield actors
     except BaseException:
         if plan.detached and creating is not None:  # other actors end with their handles
             try:
@@ -308,6 +287,28 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
         if session() is not None:
             remove_pools_of(actors)
         raise
+
+
+@contextmanager
+def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, again: bool) -> Iterator[list[Rank]]:
+    """Create actors as `_actors` does, and wait until they have reported where they run."""
+    if not slots:
+        yield []
+        return
+    if plan.process.python is not None:
+        plan.pool.wait()  # Ray may be about to move a slot of a host that is gone
+    check_python(plan, slots)
+    with _actors(plan, slots, names, again=again) as actors:
+        located = [actor._sc_locate.remote() for actor in actors]
+        wait_started(located, plan.pool.placement_timeout, plan.name)
+        try:
+            locations: list[Location] = ray.get(located)
+        except RayError as error:
+            raise WorkerDiedError(f"{plan.name}: a worker died before it was started: {one_line(error)}") from error
+        yield [
+            Rank(actor, name, where, replace(slot, location=where))
+            for actor, name, where, slot in zip(actors, names, locations, slots, strict=True)
+        ]
 
 
 def check_python(plan: StartPlan, slots: Sequence[Slot]) -> None:

@@ -26,7 +26,7 @@ from single_controller import (
     attach,
     end_detached,
 )
-from single_controller.ray import compat, group_records
+from single_controller.ray import compat, group_records, start
 
 
 def test_groups_outlive_their_driver_and_are_found_again(run_driver):
@@ -214,6 +214,15 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
     def left():
         return group_records.find_takeover("left_", None, None, None)
 
+    def interrupted(plan, *, again):
+        def make(slot, name):
+            makers(plan, again=again)(slot, name)
+            raise KeyboardInterrupt  # before there is a handle
+
+        return make
+
+    makers = start._actor_maker
+
     with RayResourcePool([2], use_gpu=False, detached=True) as pool, ThreadPoolExecutor() as threads:
         made = RayClassWithInitArgs(Lone, hold=str(tmp_path))
         with RayWorkerGroup(pool, made, name_prefix="left_", detached=True, collectives=False) as group:
@@ -221,6 +230,9 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr("single_controller.ray.start.standby_of", Mock(side_effect=KeyboardInterrupt))
                 group.grow()  # what it has created must not keep its name
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(start, "_actor_maker", interrupted)
+                group.grow()
             (tmp_path / "hold").touch()
             growing = threads.submit(group.grow)
             try:
