@@ -44,7 +44,7 @@ from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import Colocated
 from single_controller.ray.attach import find_workers
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
-from single_controller.ray.group_records import Registration, Takeover, find_takeover
+from single_controller.ray.group_records import GroupRecord, Registration, Takeover, find_takeover
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_ranks
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.placement.reservation import remove_placement_groups, wait_started
@@ -245,7 +245,7 @@ class RayWorkerGroup(WorkerGroup):
         if own and worker_handles is None and (name_prefix is None) != (worker_names is None):
             left = find_takeover(name_prefix, worker_names, process.name if process else None, namespace)
             if left is not None:
-                return cls._take_over(left)
+                return cls._take_over(*left)
         found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
         classes = decode_result("from_detached", 0, found.classes, private=True) if process is None else process.classes
         stem = found.ranks[0].name.rpartition("_")[0]
@@ -267,7 +267,7 @@ class RayWorkerGroup(WorkerGroup):
         return cls.from_detached(name_prefix=name, namespace=namespace, own=own)
 
     @classmethod
-    def _take_over(cls, left: Takeover) -> Self:
+    def _take_over(cls, key: str, record: GroupRecord, left: Takeover) -> Self:
         """A group of workers whose driver has ended."""
         plan = left.plan
         self = cls._attached(plan.process.classes, plan.name, (), left.rendezvous, plan.error_grace, plan.collectives)
@@ -275,8 +275,8 @@ class RayWorkerGroup(WorkerGroup):
         self._state.recovers = plan.on_death != "error"
         self._owned_placement, self._takeover_data = left.placement_groups, left.data
         plan.pool.admit(self, plan.bin_pack)
-        left.restore(self._state)
-        self._register(left.key)
+        left.restore(self._state, record)
+        self._register(key)
         return self
 
     @classmethod

@@ -204,8 +204,6 @@ class Takeover:
     rendezvous: tuple[str, int]  # address and port
     fresh: frozenset[int]  # its ranks whose constructors may not have run
     data: Any  # `RayWorkerGroup.takeover_data`
-    key: str = ""  # of its record; the driver that takes the group over sets this and the next
-    record: GroupRecord | None = None
 
     def encode(self) -> bytes | None:
         """Encode it; None if it cannot be pickled, or is too large."""
@@ -230,10 +228,10 @@ class Takeover:
         return encoded
 
     @classmethod
-    def decode(cls, key: str, record: GroupRecord, encoded: bytes) -> Takeover:
+    def decode(cls, encoded: bytes) -> Takeover:
         """Read what was left."""
         left, slots = pickle.loads(encoded)
-        return replace(left, plan=replace(left.plan, pool=RayResourcePool.of_slots(*slots)), key=key, record=record)
+        return replace(left, plan=replace(left.plan, pool=RayResourcePool.of_slots(*slots)))
 
     @property
     def placement_groups(self) -> tuple[str, ...]:
@@ -241,8 +239,8 @@ class Takeover:
         groups = {slot.placement_group for slot in self.plan.pool.slots()}
         return tuple(sorted(group.id.hex() for group in groups if group is not None))
 
-    def restore(self, state: GroupState) -> None:
-        """Bring the state of a new group to that of the former driver's group."""
+    def restore(self, state: GroupState, record: GroupRecord) -> None:
+        """Bring the state of a new group to that of the former driver's group, of which this is the record."""
         # Without connections, which the former driver's processes cannot have opened to this one: `replace` or
         # `restart` opens them.
         transport = RayTransport(self.ranks, self.plan.pool)
@@ -253,8 +251,7 @@ class Takeover:
         transport.fresh = self.fresh  # `replace` has them join; without collectives, no others
         transport.standbys = [standby_of(self.plan, *one, encoded) for one in living]
         state.transport = transport
-        if self.record is not None:
-            state.restarts, state.last_deaths = self.record.generation, dict(self.record.deaths)
+        state.restarts, state.last_deaths = record.generation, dict(record.deaths)
         deaths = transport.deaths()
         state.note_deaths(deaths)
         if deaths:
@@ -262,8 +259,8 @@ class Takeover:
             state.break_(
                 f"{ranks_text(sorted(deaths))} died ({transport.host(first)}): {deaths[first]}", sorted(deaths)
             )
-        elif self.record is not None and self.record.broken is not None:
-            state.break_(self.record.broken)
+        elif record.broken is not None:
+            state.break_(record.broken)
 
     def _end_others(self) -> None:
         """End processes of the group that the former driver has not told of, because it was killed while it started
@@ -279,11 +276,12 @@ class Takeover:
 
 def find_takeover(
     name_prefix: str | None, worker_names: Sequence[str] | None, class_name: str | None, namespace: str | None
-) -> Takeover | None:
+) -> tuple[str, GroupRecord, Takeover] | None:
     """Find the detached group of a name. Arguments as for `RayWorkerGroup.from_detached`.
 
     Returns:
-        The group; None if no group or several match, or its driver has left too little.
+        The key of its record, the record, and what its driver has left; None if no group or several match, or the
+        driver has left too little.
     """
     ensure_ray()
     stem = "" if worker_names is None else next(iter(worker_names), "").rpartition("_")[0]
@@ -312,4 +310,4 @@ def find_takeover(
         return None
     if records.driver_runs(record):
         logger.warning("taking over %s, although its driver is running (%s)", record.name, record.driver)
-    return Takeover.decode(key, record, encoded)
+    return key, record, Takeover.decode(encoded)

@@ -206,7 +206,7 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster):
             counter = RayClassWithInitArgs(Counter)
             with RayWorkerGroup(pool[:1], counter, name_prefix="stays_", detached=True, namespace="elsewhere"):
                 wait_until(lambda: [one.name for one in group_records.read().groups.values()].count(group.name) == 2)
-                left = group_records.find_takeover("stays_", None, None, None)  # that of this driver's own namespace
+                _, _, left = group_records.find_takeover("stays_", None, None, None)  # of its own namespace
                 assert [rank.actor for rank in left.ranks] == group.workers
 
 
@@ -237,7 +237,7 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             growing = threads.submit(group.grow)
             try:
                 wait_until(lambda: list(tmp_path.glob("held-*")))
-                wait_until(lambda: [name for _, name, _ in left().standbys] == ["left_Lone_1"])
+                wait_until(lambda: [name for _, name, _ in left()[2].standbys] == ["left_Lone_1"])
             finally:
                 (tmp_path / "hold").unlink()
             assert growing.result(30) == (1,)
@@ -246,7 +246,7 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
                 group.replace(ranks=[0])
             assert group.replace() == (0,) and group.add(1) == [1, 1]
             group.takeover_data = "new"
-            assert left().data == "new"
+            assert left()[2].data == "new"
             group.takeover_data = threading.Lock()  # which cannot be pickled
             assert left() is None  # rather than what was left before
             group.takeover_data = None
@@ -254,7 +254,7 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
                 patch.setattr("single_controller.ray.group.join", Mock(side_effect=KeyboardInterrupt))
                 group.replace(ranks=[0])  # the new process has not run its constructor
             actors = group.workers
-            wait_until(lambda: left().record.broken and [rank.actor for rank in left().ranks] == actors)
+            wait_until(lambda: left()[1].broken and [rank.actor for rank in left()[2].ranks] == actors)
             with attach("left_", own=True) as heir:
                 heir.replace()
                 assert heir.add(1) == [1, 2]
