@@ -216,7 +216,8 @@ class GroupWatch(Closing):
         elsewhere = {rank: addresses[rank] for rank in due if rank not in here}
         for task, on_node in inspect_groups.dump_tasks(record, elsewhere, native=False).items():
             self._tasks[task] = [addresses[rank] for rank in on_node]
-        for rank in here:
+        # The longest unread first: not all may be read in one look.
+        for rank in sorted(here, key=lambda rank: self._dumps.get(addresses[rank], (0.0, ""))[0]):
             if time.monotonic() - now < DUMP_SECONDS:  # the rest in the next look
                 self._dumps[addresses[rank]] = now, frames_of(addresses[rank].pid, addresses[rank].frames)
         return {

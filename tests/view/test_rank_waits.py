@@ -7,8 +7,10 @@ import pytest
 from single_controller.call.state import RankStatus
 from single_controller.call.transport import Death, RankProcess, RunningCall
 from single_controller.ray.inspect_groups import distinct_names
-from single_controller.view.group_watch import GroupLook, GroupStatus
+from single_controller.view import group_watch
+from single_controller.view.group_watch import GroupLook, GroupStatus, GroupWatch
 from single_controller.view.rank_waits import collective, frames, waits
+from single_controller.wire.handshake import WireAddress
 
 HERE = '  File "/home/me/trainer.py", line {line}, in {name}\n    {text}'
 TORCH = (
@@ -175,6 +177,26 @@ def test_groups_of_one_name_are_told_apart():
         "group a (driver: node, pid 2) #2",
         "group b",
     ]
+
+
+def test_ranks_that_do_not_answer_are_read_in_turn(monkeypatch):
+    """A look has time for two of eight, and may read the first again when the last have not been read yet."""
+    clock = [100.0]
+
+    def read(pid, file):
+        clock[0] += 0.6
+        return f"stack of {pid}"
+
+    monkeypatch.setattr(group_watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(group_watch, "frames_of", read)
+    watch = object.__new__(GroupWatch)
+    watch._dumps, watch._tasks, watch._node, watch._here = {}, {}, "node", "host"
+    addresses = {n: WireAddress("10.0.0.1", 1, b"", 100 + n) for n in range(8)}
+    place = SimpleNamespace(location=SimpleNamespace(node_id="node", hostname="host"))
+    for _ in range(4):
+        shown = watch._dumped(SimpleNamespace(ranks=[place] * 8), list(addresses), addresses)
+        clock[0] += 1.0
+    assert shown == {n: f"stack of {100 + n}" for n in addresses}
 
 
 class TestProblems:
