@@ -671,10 +671,6 @@ def _join_own(values: list[Any]) -> Any:
 # --- the table --------------------------------------------------------------------------------------------
 
 
-def _whole(value: Any) -> None:
-    return None
-
-
 def _refuse(what: str) -> Callable[..., Any]:
     """What measures, cuts or joins values of which that cannot be done."""
 
@@ -687,7 +683,7 @@ def _refuse(what: str) -> Callable[..., Any]:
 _TORCH_ERRORS = (RuntimeError, TypeError, KeyError)
 
 _UNCUT = _refuse("cannot be cut into rows")
-_WHOLE = BatchType(_whole, _UNCUT, _refuse("has no rows to join"))
+_WHOLE = BatchType(lambda value: None, _UNCUT, _refuse("has no rows to join"))
 _UNKNOWN = BatchType(_UNCUT, _UNCUT, _refuse("cannot be joined"))
 _SEQUENCE = BatchType(len, _slice, _join_sequence)
 _RANGE = BatchType(len, _slice, lambda ranges: list(chain.from_iterable(ranges)))

@@ -192,7 +192,10 @@ def find_futures(spec: MethodSpec, plan: CallPlan) -> CallPlan | None:
 
     def taken(values: dict[Parameter, Any]) -> dict[Parameter, Any]:
         apart: dict[Any, Any] = {}
-        kept = {key: _take_futures(value, _path(key), apart, everywhere=True) for key, value in values.items()}
+        kept = {
+            key: _take_futures(value, key if isinstance(key, tuple) else (key,), apart, everywhere=True)
+            for key, value in values.items()
+        }
         found.extend(apart.values())
         return kept | {path: _to_send(spec, future) for path, future in apart.items()}
 
@@ -220,10 +223,6 @@ def _futures_apart(spec: MethodSpec, arguments: dict[Any, Any]) -> dict[Paramete
 
 def _may_have_futures(value: Any) -> bool:
     return isinstance(value, (Deferred, dict, tuple)) or hasattr(type(value), _DATACLASS)
-
-
-def _path(key: Parameter) -> tuple[Any, ...]:
-    return key if isinstance(key, tuple) else (key,)
 
 
 def _take_futures(
