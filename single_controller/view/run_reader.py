@@ -15,7 +15,7 @@ import time
 import zipfile
 import zlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -278,7 +278,7 @@ class RunReader:
         self.folder = Path(folder).resolve()
         self.about: dict[str, Any] = {}
         self.metrics = Metrics()
-        self.events: list[dict[str, Any]] = []
+        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.unreadable: str | None = None
         self._metric_lines = JsonLines(self.folder, run_files.METRICS)
         self._event_lines = JsonLines(self.folder, run_files.EVENTS)
@@ -299,12 +299,8 @@ class RunReader:
                 self.metrics.add(part)
             anew, records = self._event_lines.new()
             if anew:
-                self.events = []
-            for record in chain.from_iterable(records):
-                self.events.append(record)
-                if len(self.events) >= 2 * MAX_EVENTS:
-                    del self.events[:-MAX_EVENTS]
-            del self.events[:-MAX_EVENTS]
+                self.events.clear()
+            self.events.extend(chain.from_iterable(records))
             self.unreadable = None
         except RunFolderError as error:
             self.unreadable = str(error)

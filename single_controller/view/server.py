@@ -236,14 +236,14 @@ class ViewServer(Closing):
         }
 
     def _events(self, query: Query) -> Any:
-        events = self._run(query).events
+        events: Sequence[dict[str, Any]] = self._run(query).events
         kind, text = query.text("kind"), (query.text("text") or "").lower()
         if kind is not None:
             events = [event for event in events if event.get("kind") == kind]
         if text:
             events = [event for event in events if text in str(event.get("text", "")).lower()]
         offset, limit = query.page()
-        newest = events[::-1][offset : offset + limit]
+        newest = [*reversed(events)][offset : offset + limit]
         return {"total": len(events), "offset": offset, "rows": [_cut(event) for event in newest]}
 
     def _samples(self, query: Query) -> Any:
