@@ -553,8 +553,11 @@ class RayWorkerGroup(WorkerGroup):
         plan = self._start_plan
         if plan is None or not plan.detached:
             return None
-        standbys = tuple((one.actor, one.name, one.slot) for one in (*self._ray.standbys, *self._ray.recruits))
-        return Takeover(plan, self._ray.ranks, standbys, self._rendezvous, self._ray.fresh, self._takeover_data)
+        transport = self._ray
+        standbys = tuple((one.actor, one.name, one.slot) for one in (*transport.standbys, *transport.recruits))
+        everyone = range(transport.world_size)
+        unstarted = frozenset(everyone).difference(transport.started(everyone))
+        return Takeover(plan, transport.ranks, standbys, self._rendezvous, self._takeover_data, unstarted)
 
     def _start(self, plan: StartPlan, *, again: bool = False) -> None:
         counted = not {"num_cpus", "num_gpus"} & set(plan.process.options)

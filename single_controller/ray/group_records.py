@@ -202,8 +202,9 @@ class Takeover:
     ranks: tuple[Rank, ...]  # its ranks, some of which may have died
     standbys: tuple[tuple[Any, str, Slot], ...]  # actor, name and slot of its standbys
     rendezvous: tuple[str, int]  # address and port
-    fresh: frozenset[int]  # its ranks whose constructors may not have run
     data: Any  # `RayWorkerGroup.takeover_data`
+    # Its ranks whose constructors may not have run. Drivers with an older version of this library did not leave it.
+    unstarted: frozenset[int] = frozenset()
 
     def encode(self) -> bytes | None:
         """Encode it; None if it cannot be pickled, or is too large."""
@@ -247,8 +248,8 @@ class Takeover:
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
         self._end_others()
-        transport.note_started(range(transport.world_size))
-        transport.fresh = self.fresh  # `replace` has them join; without collectives, no others
+        transport.note_started(set(range(transport.world_size)) - self.unstarted)
+        transport.fresh = self.unstarted  # `replace` has them join; without collectives, no others
         transport.standbys = [standby_of(self.plan, *one, encoded) for one in living]
         state.transport = transport
         state.restarts, state.last_deaths = record.generation, dict(record.deaths)

@@ -256,6 +256,7 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             actors = group.workers
             wait_until(lambda: left()[1].broken and [rank.actor for rank in left()[2].ranks] == actors)
             with attach("left_", own=True) as heir:
+                assert heir._ray.started([0, 1]) == [1]  # the other one is not told to leave what it does not run
                 heir.replace()
                 assert heir.add(1) == [1, 2]
 
