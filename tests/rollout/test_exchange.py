@@ -124,6 +124,13 @@ def test_worker_with_another_version_returns_the_group_untouched(group):
     assert [one.finish_reason for one in report.finished[0].completions] == ["abort"] * 3
 
 
+def test_groups_say_that_their_engine_has_lost_its_weights(group):
+    to_one(group, wait=0, submit=[request(0, how=LONG)])
+    group.execute_with_func_generator(lambda worker: (worker.engine.begin_update(), worker.engine.abandon_update()))
+    report = to_one(group, submit=[request(1)])  # which never began
+    assert [(one.attempt.number, one.lost) for one in report.finished] == [(0, True), (1, False)]
+
+
 def test_errors_come_back_with_the_group(group):
     found = until_finished(group, submit=[request(0), request(4, prompt=[99]), request(7, prompt=[])])
     assert found[Attempt(0, 0)] == expected(group, 0)

@@ -22,11 +22,12 @@ from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourc
 from workers import HTTPEngine, RayTrainGroup, SampleBuffer
 from workers.data.rollout_data import group_numbers
 from workers.rollout.engines import http_engine
-from workers.rollout.engines.rollout_engine import EngineLoad, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, EngineLoad, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RewardError, RolloutError, WeightVersionError
 from workers.rollout.rollout_manager import RolloutManager
-from workers.rollout.stream.exchange import Report
+from workers.rollout.stream.exchange import FinishedGroup, Report
 from workers.rollout.stream.rollout_stream import RolloutStream
+from workers.rollout.stream.router import Router
 from workers.train.group_links import RolloutLink
 from workers.weight_sync import WeightSyncError
 
@@ -520,6 +521,30 @@ def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
                 stream.take(30)
         manager.refresh = lambda: update(stream, manager, manager.weight_version + 1)
         assert len(stream.take(30)["group_ids"]) == B * SAMPLES
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["workers", "servers"])
+def test_group_that_three_workers_or_their_servers_died_of_is_an_error(group, lost):
+    """Also if it comes back from another worker in between, which has refused it."""
+    manager, buffer = managed(group), SampleBuffer(B)
+    router = Router(manager, prompts, buffer, dynamic_sampling=False, requests_per_worker=B * SAMPLES)
+    buffer.set_version(0)
+    router.exchange()
+
+    def come_back():
+        router.begin_groups()
+        worker, attempt = next((one, of) for one in router._workers for of in one.running if of.number == 0)
+        back = FinishedGroup(attempt, [Completion([], [], "abort", [])] * SAMPLES, lost=lost)
+        left = [of for of in worker.running if of != attempt]
+        router._handle(worker, replace(worker.report, finished=[back], running=left))
+
+    for losses in range(1, 4):
+        with pytest.raises(RolloutError, match="to 3 workers that died") if losses == 3 else contextlib.nullcontext():
+            if not lost:
+                router.begin_groups()
+                worker, attempt = next((one, of) for one in router._workers for of in one.running if of.number == 0)
+                router._give_back_lost(worker.running.pop(attempt))
+            come_back()
 
 
 def test_weights_that_are_sent_again_drop_nothing(group):

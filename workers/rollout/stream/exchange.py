@@ -97,11 +97,13 @@ class FinishedGroup:
         attempt: which one.
         completions: one per sample; the finish reason of those that were aborted is "abort". Empty after an error.
         error: why the engine could not generate it.
+        lost: whether the engine has lost its weights meanwhile, as when its server dies.
     """
 
     attempt: Attempt
     completions: list[Completion]
     error: RolloutError | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,17 +154,19 @@ class _Group:
         ids: of the requests at the engine, one per sample.
         completions: one per sample; at first those to continue.
         left: samples that are being generated.
+        error, lost: see `FinishedGroup`.
     """
 
     attempt: Attempt
     ids: list[str]
     completions: list[Completion]
     error: RolloutError | None = None
+    lost: bool = False
     left: set[int] = field(default_factory=set)
 
     def finished(self) -> FinishedGroup:
         completions = [] if self.error else list(self.completions)
-        return FinishedGroup(self.attempt, completions, self.error)
+        return FinishedGroup(self.attempt, completions, self.error, self.lost)
 
 
 class Exchange:
@@ -213,6 +217,8 @@ class Exchange:
         with self._changed:
             to_end = list(self._groups) if lost else orders.abort
             ended = [self._groups[attempt] for attempt in to_end if attempt in self._groups]
+            for group in ended:
+                group.lost |= lost and bool(group.left)
             names = [group.ids[sample] for group in ended for sample in group.left]
         engine.abort(names)  # not under the lock, as above
         with self._changed:
@@ -284,6 +290,7 @@ class Exchange:
                 group.error = group.error or error
                 group.left.clear()  # reported at once: nobody needs the other samples
             elif raised is not None:
+                group.lost = True
                 group.left.discard(sample)
             else:
                 made, before = done.result(), group.completions[sample].fingerprints

@@ -62,7 +62,8 @@ MAX_COPIES = 3
 """How often others are asked to send a worker their weights, before it has to wait for the next update."""
 
 MAX_LOSSES = 3
-"""A group whose worker has died this many times is an error: it may be the reason."""
+"""A group whose worker has died, or lost its weights, this many times without progress is an error: it may be the
+reason."""
 
 ROLLOUTS = 64
 """Of how many rollouts the prompts are kept. They can be asked for again."""
@@ -375,13 +376,17 @@ class Router:
                 self._losses.pop(attempt.number, None)
             self._buffer.journal(attempt.number, group if tokens else None, tokens=tokens)
 
-    def _give_back_lost(self, running: _Running, error: Exception | None = None) -> None:
-        attempt = running.request.attempt
-        losses = self._losses[attempt.number] = self._losses.get(attempt.number, 0) + 1
+    def _count_loss(self, number: int, error: Exception | None = None) -> None:
+        losses = self._losses[number] = self._losses.get(number, 0) + 1
         if losses >= MAX_LOSSES:
             raise RolloutError(
-                f"group {attempt.number} was given to {losses} workers that died; its prompt may be the reason"
+                f"group {number} was given to {losses} workers that died or lost their weights; its prompt may be the "
+                "reason"
             ) from error
+
+    def _give_back_lost(self, running: _Running, error: Exception | None = None) -> None:
+        attempt = running.request.attempt
+        self._count_loss(attempt.number, error)
         group, tokens = running.so_far()
         sessions = [one.session for one in group.completions if one.session is not None]
         if lost := [one for one in sessions if one.environment is None]:
@@ -400,21 +405,26 @@ class Router:
             running = worker.running.pop(finished.attempt, None)
             worker.finished.append(finished.attempt)
             if running is not None:
-                self._finished(running.request, finished, report.weight_version)
+                self._finished(running, finished, report.weight_version)
         for attempt in worker.running.keys() - set(report.running):  # somebody else has restarted the worker
             self._give_back_lost(worker.running.pop(attempt))
 
-    def _finished(self, request: GroupRequest, finished: FinishedGroup, version: int | None) -> None:
+    def _finished(self, running: _Running, finished: FinishedGroup, version: int | None) -> None:
+        request = running.request
         number = request.attempt.number
         if finished.error is not None:
             raise finished.error
-        self._losses.pop(number, None)
         completions = [with_versions(one, version) for one in finished.completions]
         group = GroupData(list(request.prompt), completions, greedy=request.greedy)
         tokens = _tokens_of(completions)
         if any(one.finish_reason == "abort" for one in completions):
+            if tokens > running.so_far()[1]:
+                self._losses.pop(number, None)
+            elif finished.lost:
+                self._count_loss(number)
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
+        self._losses.pop(number, None)
         self.completed += 1
         self._manager.note_sessions(completions)
         if self._manager.rewards is None:
