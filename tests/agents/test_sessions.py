@@ -544,6 +544,22 @@ def test_pause_that_waits_lets_sessions_end(make):
     check(second.result(SECONDS))
 
 
+def test_pause_that_waits_is_refused_while_the_engine_sleeps(make):
+    """Also if it has fallen asleep only then: no session would end."""
+    environment = gated()
+    engine = make(environment)
+    whole = submit(engine)
+    wait_until(lambda: engine.engine.steps == 4)
+    asleep = threading.Timer(0.2, engine.engine._hold, ("sleep",))  # BigramEngine has no sleep of its own
+    asleep.start()
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"cannot end \(sleep\)"):
+            engine.pause("wait")
+    engine.engine._release("sleep")
+    environment.go_on.set()
+    check(whole.result(SECONDS))
+
+
 def test_pause_keeps_what_a_waiting_session_has_from_elsewhere_and_ends_with_the_engine(make):
     whole = play(make(), length=40)
     engine = make(delay=0.002)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from workers.rollout.agents.environment import Environment, SessionLimits, ToolEnvironment, check_call
 from workers.rollout.agents.program import AgentProgram, Programs
 from workers.rollout.agents.rendering import check_renderer
-from workers.rollout.agents.session import Session, SessionState
+from workers.rollout.agents.session import RETRY_SECONDS, Session, SessionState
 from workers.rollout.agents.tools import Tool
 from workers.rollout.engines.request_engine import RequestEngine, check_seeds
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, PauseMode, RolloutEngine, SamplingParams
@@ -351,7 +351,12 @@ class AgentEngine(RolloutEngine):
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`. Environments continue until their next turns; with "wait", sessions end
-        first."""
+        first.
+
+        Raises:
+            RolloutError: with "wait", sessions are running that cannot end, because of a weight update or `sleep`.
+            ValueError: there is no such mode.
+        """
         if mode not in ("keep", "abort", "wait"):
             raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
         with self._lock:
@@ -362,7 +367,9 @@ class AgentEngine(RolloutEngine):
             if mode != "keep":
                 with self._lock:
                     while len(self._sessions) > len(self._waiting):
-                        self._lock.wait()
+                        if mode == "wait":
+                            self.engine.check_ends()
+                        self._lock.wait(RETRY_SECONDS)  # the engine may fall asleep meanwhile, and tells nobody
             self.engine.pause()
         finally:
             with self._lock:

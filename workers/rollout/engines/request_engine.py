@@ -497,11 +497,7 @@ class RequestEngine(RolloutEngine):
             self._draining = True
             try:
                 while len(self._requests) > len(self._added):
-                    if self._holds - {READING}:
-                        raise RolloutError(
-                            f"pause(mode='wait'): requests are running and cannot end ({', '.join(sorted(self._holds))}"
-                            "); use mode='keep' or 'abort'"
-                        )
+                    self.check_ends()
                     self._changed.wait()
                 self._holds.add("pause")
             finally:
@@ -521,6 +517,18 @@ class RequestEngine(RolloutEngine):
     def is_held(self, reason: str) -> bool:
         """Whether no step may be taken for this reason: "sleep", "update" or "pause", for example."""
         return reason in self._holds
+
+    def check_ends(self) -> None:
+        """Raise if requests that are running cannot end now. Needs no lock.
+
+        Raises:
+            RolloutError: because of a weight update or `sleep`, for example.
+        """
+        if holds := self._holds - {READING}:
+            raise RolloutError(
+                f"pause(mode='wait'): requests are running and cannot end ({', '.join(sorted(holds))}); use "
+                "mode='keep' or 'abort'"
+            )
 
     def cache_usage(self) -> float | None:
         return None
