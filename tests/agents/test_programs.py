@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import threading
 from contextlib import suppress
 
 import gateway_helpers  # noqa: F401 - a gateway ends at once
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, user
+from waits import wait_until
 
 from workers.rollout.agents import session as session_file
 from workers.rollout.agents.agent_engine import AgentEngine
@@ -14,7 +16,7 @@ from workers.rollout.agents.environment import Environment, SessionLimits, Step
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.program import AgentProgram
 from workers.rollout.agents.rendering import PromptMismatchError, TokenRenderer
-from workers.rollout.engines.rollout_engine import Completion, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, EngineLoad, SamplingParams
 from workers.rollout.rollout_errors import RolloutError
 
 openai = pytest.importorskip("openai")
@@ -286,3 +288,30 @@ def test_limits_of_other_peoples_sessions_are_none_of_a_rollouts_programs():
     engine = AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters()))
     for done in play(engine, [{"question": "x"}] * 2):
         assert done.info["end_reason"] == "done" and done.info["turns"] == 2
+
+
+def test_a_session_of_a_program_is_no_waiting_request_once_a_call_was_answered():
+    """A `RolloutStream` gives a worker no groups as long as some request waits."""
+    answered, goes_on = threading.Event(), threading.Event()
+
+    async def agent(row, base_url, api_key):
+        await ask(base_url, api_key)
+        answered.set()
+        await asyncio.to_thread(goes_on.wait)
+        await ask(base_url, api_key, "y")
+        return 1
+
+    engine = engine_of(agent)
+    engine.pause()
+    session = engine.submit(PROMPT, SamplingParams(9), "a", seed=1)
+    wait_until(lambda: engine.engine.load().waiting == 1)
+    assert engine.load() == EngineLoad(0, 1)
+    engine.resume()
+    assert answered.wait(20)
+    engine.pause()
+    goes_on.set()
+    wait_until(lambda: engine.engine.load().waiting == 1)
+    assert engine.load() == EngineLoad(1, 0)
+    engine.resume()
+    assert session.result(20).info["turns"] == 2
+    engine.close()

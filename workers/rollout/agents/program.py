@@ -117,8 +117,8 @@ class ProgramEnvironment(Environment):
     """A session of a program.
 
     Attributes:
-        tree: what the program has asked and got, once it has ended.
-        counters, end_reason, mismatch: see `GatewaySession`.
+        tree: what the program has asked and got. It grows in the gateway's thread.
+        counters, end_reason, mismatch: see `GatewaySession`; of a program that has ended.
     """
 
     end_reason: str | None = None
@@ -138,7 +138,9 @@ class ProgramEnvironment(Environment):
             What it has told, with "reward".
         """
         gateway = await asyncio.to_thread(self._programs.gateway)  # the start blocks, and so may the lock
-        base_url, token = gateway.open(name, seed=seed, sampling_params=how, limits=limits, expires=False)
+        base_url, token = gateway.open(
+            name, seed=seed, sampling_params=how, trajectory=self.tree, limits=limits, expires=False
+        )
         self._opened = gateway, token
         try:
             told = self._programs.program.agent(row, base_url, token)
@@ -155,8 +157,7 @@ class ProgramEnvironment(Environment):
         if self._opened is not None:
             (gateway, token), self._opened = self._opened, None
             closed = gateway.close_session(token)
-            self.tree, self.counters = closed.tree, closed.counters
-            self.end_reason, self.mismatch = closed.end_reason, closed.mismatch
+            self.counters, self.end_reason, self.mismatch = closed.counters, closed.end_reason, closed.mismatch
 
     async def step(self, action: Action) -> Step:
         """Not called: the program plays the whole session."""

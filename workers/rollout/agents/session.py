@@ -136,7 +136,6 @@ class Session:
         saved: the last state between two turns; None before the first one.
         future: of the completion.
         turn: name of the request at the engine that it began last.
-        begun: whether a turn of it has ended here.
         aborting: whether it will end before its next turn. Any thread may set it.
     """
 
@@ -160,7 +159,7 @@ class Session:
     ) -> None:
         self.name, self.future = name, Future[Completion]()
         self.saved: SessionState | None = None
-        self.turn, self.begun, self.aborting = "", False, False
+        self.turn, self._has_turn, self.aborting = "", False, False
         self._prompt, self._row, self._seed = list(prompt), Columns(row), seed
         self._engine, self._unavailable = engine, unavailable
         self._make, self._renderer, self._limits = environment, renderer, limits
@@ -188,6 +187,13 @@ class Session:
         self._messages = list(state.messages)
 
     # --- from outside ---------------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether a turn of it has ended here. Any thread may ask."""
+        environment = self._environment
+        played = environment.tree.nodes if isinstance(environment, ProgramEnvironment) else ()
+        return self._has_turn or any(node.sampled for node in played)
 
     def abort(self) -> None:
         """End the session; its completion has the tokens so far, and the finish reason "abort". In the event loop."""
@@ -363,7 +369,7 @@ class Session:
                     raise
             if not await self._waited(asyncio.sleep(RETRY_SECONDS), self._seconds_left()):
                 raise _Ended("abort" if self._is_aborted else "seconds")
-        self.begun = True
+        self._has_turn = True
         if completion.finish_reason == "abort" and (self.aborting or not self._out_of_time):
             self._partial = completion if completion.token_ids else None
             raise _Ended("abort")
