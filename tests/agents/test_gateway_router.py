@@ -23,6 +23,7 @@ from waits import wait_until
 
 from workers.rollout.agents.gateway import gateway_router
 from workers.rollout.agents.gateway.gateway import Gateway
+from workers.rollout.agents.gateway.gateway_router import GatewayRouter
 
 HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE}"}
@@ -311,14 +312,16 @@ def test_a_router_without_file_descriptors_keeps_its_workers(monkeypatch, caplog
         return await opened(*args, **options)
 
     async def play():
-        worker = gateway_router._Worker(*one.endpoint)
-        reply = await worker.send("GET", "/health", {}, b"")
-        worker.leave()
-        return reply
+        workers = GatewayRouter([one.endpoint] * 2)._workers
+        sent = [worker.send("GET", "/health", {}, b"") for worker in workers for _ in range(3)]
+        replies = await asyncio.gather(*sent)
+        for worker in workers:
+            worker.leave()
+        return [body for _, _, body in replies]
 
     monkeypatch.setattr(asyncio, "open_connection", scarce)
     with Mortal() as one:
-        assert asyncio.run(play())[2] == b"fine" and len(refused) == 5
+        assert asyncio.run(play()) == [b"fine"] * 6 and len(refused) == 5
     assert caplog.text.count("cannot open another connection: [Errno 24] Too many open files") == 1
 
 

@@ -66,7 +66,7 @@ class _Worker:
         left: sessions that have moved away, which it may still have. It is not up as long as there are some.
         calls: that it has not answered.
         idle: connections that no call uses, and since when.
-        short: whether the router lacks file descriptors for further ones.
+        short: tasks of the router that wait for a file descriptor, those of its other workers too.
     """
 
     address: str
@@ -76,7 +76,7 @@ class _Worker:
     left: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)
-    short: bool = False
+    short: set[asyncio.Task[Any] | None] = field(default_factory=set)
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -115,23 +115,24 @@ class _Worker:
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """An idle connection, or a new one."""
-        url = urlsplit(self.address)
-        while True:
-            try:
-                self._close_old()
-                if self.idle:
-                    return self.idle.pop()[:2]
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    opened = await asyncio.open_connection(url.hostname, url.port)
-                self.short = False
-                return opened
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):  # the router's own lack, which other calls may end
-                    raise WorkerGoneError(f"{self.address}: {error}") from error
-                if not self.short:
-                    logger.warning("calls wait, because the router cannot open another connection: %s", error)
-                self.short = True
-            await asyncio.sleep(RETRY_SECONDS)
+        url, task = urlsplit(self.address), asyncio.current_task()
+        try:
+            while True:
+                try:
+                    self._close_old()
+                    if self.idle:
+                        return self.idle.pop()[:2]
+                    async with asyncio.timeout(SILENCE_SECONDS):
+                        return await asyncio.open_connection(url.hostname, url.port)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise WorkerGoneError(f"{self.address}: {error}") from error
+                    if not self.short:  # the router's own lack, which other calls may end
+                        logger.warning("calls wait, because the router cannot open another connection: %s", error)
+                    self.short.add(task)
+                await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            self.short.discard(task)
 
     def _close_old(self) -> None:
         """Close the connections that the gateway has closed, or may be closing."""
@@ -233,7 +234,8 @@ class GatewayRouter:
     ) -> None:
         self.limits = limits or GatewayLimits()
         self._lock = threading.Lock()
-        self._workers = [_Worker(*one) for one in _endpoints(workers)]
+        self._short = set[asyncio.Task[Any] | None]()
+        self._workers = [_Worker(*one, short=self._short) for one in _endpoints(workers)]
         self._sessions: dict[str, _Session] = {}
         self._front = HTTPFront(self, self.limits, host, port)
         self._told_waiting = False
@@ -273,7 +275,7 @@ class GatewayRouter:
         def change() -> list[_Worker]:
             gone = [one for one in self._workers if (one.address, one.key) not in wanted]
             known = {(one.address, one.key): one for one in self._workers}
-            self._workers = [known.get(one) or _Worker(*one) for one in wanted]
+            self._workers = [known.get(one) or _Worker(*one, short=self._short) for one in wanted]
             for worker in gone:
                 self._lost(worker, "it was replaced")
             return gone
@@ -507,7 +509,7 @@ class GatewayRouter:
                         self._lost(worker, str(looking.exception()))
                     worker.up = alive and not worker.left
                 looks[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
-            elif time.monotonic() - begun > SILENCE_SECONDS and not worker.short:
+            elif time.monotonic() - begun > SILENCE_SECONDS and looking not in worker.short:
                 self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
                 looking.cancel()
             else:
