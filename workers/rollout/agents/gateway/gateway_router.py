@@ -17,7 +17,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -280,12 +280,20 @@ class GatewayRouter:
                 self._lost(worker, "it was replaced")
             return gone
 
+        self._change(change)
+
+    def _change(self, change: Callable[[], list[_Worker]]) -> None:
+        """Change the workers or the sessions. While the server runs, only its loop's thread does.
+
+        Args:
+            change: returns workers that were replaced. They may be alive, and are told to forget their sessions.
+        """
+
         async def change_and_tell() -> None:
-            if looks := [asyncio.ensure_future(worker.look()) for worker in change()]:  # they may be alive
+            if looks := [asyncio.ensure_future(worker.look()) for worker in change()]:
                 for late in (await asyncio.wait(looks, timeout=FORGET_SECONDS))[1]:
                     late.cancel()
 
-        # Only the loop's thread changes `_workers` while the server runs.
         if self._front.running:
             self._front.run(change_and_tell())
         else:
@@ -346,11 +354,19 @@ class GatewayRouter:
             return {"sessions": {name: (dict(one.head), list(one.journal)) for name, one in self._sessions.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the sessions of a `state_dict`, at whatever workers there are now."""
-        with self._lock:
-            self._sessions = {
-                token: _Session(dict(head), list(kept)) for token, (head, kept) in state["sessions"].items()
-            }
+        """Continue the sessions of a `state_dict`, at whatever workers there are now, instead of those that are open.
+        Calls that are being answered begin again; those of sessions that the state does not have get an error."""
+        loaded = {token: _Session(dict(head), list(kept)) for token, (head, kept) in state["sessions"].items()}
+
+        def change() -> list[_Worker]:
+            with self._lock:
+                self._sessions = loaded
+            for worker in self._workers:
+                if worker.sessions:  # it gets others as soon as it has forgotten these
+                    worker.leave()
+            return []
+
+        self._change(change)
 
     def expire(self) -> None:
         """See `Player.expire`. Workers do the same with what they have of a session."""
