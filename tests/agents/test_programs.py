@@ -242,7 +242,8 @@ def test_a_program_can_stop_the_run_behind_a_limit_too():
         play(engine_of(agent, limits=SessionLimits(turns=1)), [{"row": 0}])
 
 
-def test_calls_that_run_at_once_are_turns_too():
+@pytest.mark.parametrize("turns", [1, 3])
+def test_calls_that_run_at_once_are_turns_too(turns):
     async def agent(row, base_url, api_key):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             calls = [
@@ -252,10 +253,10 @@ def test_calls_that_run_at_once_are_turns_too():
             told = await asyncio.gather(*calls, return_exceptions=True)
         return sum(not isinstance(one, Exception) for one in told)
 
-    engine = engine_of(agent, limits=SessionLimits(turns=3), tokens=1, delay=0.05)
+    engine = engine_of(agent, limits=SessionLimits(turns=turns), tokens=1, delay=0.05)
     (done,) = play(engine, [{"question": "x"}])
-    assert done.info["reward"] == done.info["turns"] == 3 and done.info["end_reason"] == "turns"
-    assert len(done.rows) == 3
+    assert done.info["reward"] == done.info["turns"] == turns and done.info["end_reason"] == "turns"
+    assert len(done.rows) == turns
 
 
 def test_a_driver_knows_of_a_programs_session_which_begins_again():
