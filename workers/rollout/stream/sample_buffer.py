@@ -218,7 +218,6 @@ class SampleBuffer:
         raise: when a group arrives or becomes younger, and with a version, a rewind, a state or an error."""
         self._groups: dict[int, Group] = {}
         """In order of number: numbers enter in order, and a group that begins again keeps its place."""
-        self._pending: set[int] = set()
         self._cursor = 0
         """The lowest number that has never begun."""
         self._taken: deque[Batch] = deque(maxlen=KNOWN_BATCHES)
@@ -245,8 +244,8 @@ class SampleBuffer:
         with self._changed:
             if self.version is None or self._error is not None:
                 return None
-            number = min(self._pending, default=self._cursor)
-            before = len(self._groups) if number == self._cursor else sum(lower < number for lower in self._groups)
+            pending = ((place, n) for place, (n, group) in enumerate(self._groups.items()) if group.state == "pending")
+            before, number = next(pending, (len(self._groups), self._cursor))
             batch = self.batches + before // self.groups_per_batch
             if self._updates_before(batch) > self.max_staleness or batch >= self.num_batches:
                 return None
@@ -256,7 +255,6 @@ class SampleBuffer:
             group = self._groups[number]
             if self._too_old(group, self._updates_before(batch)):
                 self._drop(number)  # a partial completion that cannot be trained in time
-            self._pending.discard(number)
             if group.update is None:
                 # That of the version in force, though an update may begin before a worker has the group: `put` is told
                 # the versions of the tokens, and until then it must not count as younger than it may turn out to be.
@@ -319,7 +317,6 @@ class SampleBuffer:
                 self._drop(number)
                 return
             group.state = "pending"
-            self._pending.add(number)
             self._counts["given_back" if partial is None else "interrupted"] += 1
             if partial is None:
                 group.update, group.tokens = None, 0
@@ -460,7 +457,6 @@ class SampleBuffer:
             for _ in range(back):
                 again = self._taken.pop()
                 self._groups |= {number: again.groups.get(number) or Group() for number in again.numbers}
-                self._pending |= set(again.numbers) - again.groups.keys()
             self._groups = dict(sorted(self._groups.items()))
             self.batches, self._interval = batch, batch // self.update_interval
             self._updates.rewind(again.update)
@@ -530,7 +526,6 @@ class SampleBuffer:
                 raise ValueError(f"load_state_dict(): {flying} groups are in flight; give them back first")
             self._groups, self._cursor, self.batches = groups, state["cursor"], state["batches"]
             self._taken.clear()
-            self._pending = {number for number, group in groups.items() if group.state == "pending"}
             self._filter.load_state_dict(state["filter"])
             self._interval = self.batches // self.update_interval
             due = int(state["update_due"])
@@ -587,7 +582,6 @@ class SampleBuffer:
         group = self._groups[number]
         self._count("dropped", group.tokens)
         group.state, group.update, group.data, group.tokens = "pending", None, None, 0
-        self._pending.add(number)
         self._filter.drop(number)
         self._changed.notify_all()  # it begins anew, as after `give_back`
 
