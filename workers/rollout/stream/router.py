@@ -97,6 +97,7 @@ class _Worker:
     """What the router knows of one rank.
 
     Attributes:
+        member: what identifies its process.
         report: the last one; None after a restart.
         running: by attempt.
         finished: attempts to acknowledge.
@@ -104,6 +105,7 @@ class _Worker:
             place at its rank. Nothing since an update may have begun: it may have died in the middle of it.
     """
 
+    member: Hashable
     report: Report | None = None
     running: dict[Attempt, _Running] = field(default_factory=dict)
     finished: list[Attempt] = field(default_factory=list)
@@ -146,8 +148,6 @@ class Router:
         self._limit = requests_per_worker
         self._id = uuid.uuid4().hex[:12]
         self._attempts = itertools.count()
-        self._members: list[Hashable] = []
-        """What identifies the process of each rank."""
         self._workers: list[_Worker] = []
         """By rank."""
         self._follow_group()
@@ -325,15 +325,11 @@ class Router:
     def _follow_group(self, error: Exception | None = None) -> None:
         """Take note of the processes that are the group's ranks now, and give back the groups of those that are not any
         more."""
-        members = self.recovery.members()
-        if members == self._members:
+        members, before = self.recovery.members(), self._workers
+        known = {worker.member: worker for worker in before}
+        if members == list(known):
             return
-        before = self._workers
-        known = dict(zip(self._members, before, strict=True))
-        self._members, self._workers = (
-            members,
-            [known.pop(member) if member in known else _Worker() for member in members],
-        )
+        self._workers = [known.pop(member) if member in known else _Worker(member) for member in members]
         if len(before) == len(members):
             for old, new in zip(before, self._workers, strict=True):
                 new.held = old.held
