@@ -441,16 +441,22 @@ class Gateway:
         """Return the node whose path is the prompt. The caller holds the lock."""
         tree = session.tree
         if ask.token_ids is not None:
-            return _give_tokens(tree, ask.token_ids), ask.token_ids
-        at = None
+            tokens = array("i", ask.token_ids)
+            here, length = _longest_path(tree, tokens)
+            if here is None or length < len(tokens):
+                here = tree.give(here, tokens[length:])
+            return here, ask.token_ids
+        at: tuple[int, int] | None = None
         for number, message in enumerate(ask.messages):
             prompt, generated = message.pop("prompt_token_ids", None), message.pop("generation_token_ids", None)
             if isinstance(prompt, list) and isinstance(generated, list):
                 try:
-                    found = _find_tokens(tree, [*prompt, *generated])
+                    tokens = array("i", [*prompt, *generated])
                 except (TypeError, OverflowError):
                     raise GatewayError("invalid", f"message {number} has token ids that are no token ids") from None
-                at = at if found is None else (found, number + 1)
+                found, length = _longest_path(tree, tokens)
+                if found is not None and length == len(tokens):
+                    at = found, number + 1
         try:
             node = extend(tree, self.renderer, ask.messages, ask.tools, session.counters, at)
         except RenderError as error:
@@ -561,28 +567,14 @@ def _end(session: GatewaySession, reason: str) -> NoReturn:
 # --- tokens in the tree -----------------------------------------------------------------------------------------------
 
 
-def _find_tokens(tree: Trajectory, token_ids: Sequence[int]) -> int | None:
-    """The newest node whose path has these tokens."""
-    wanted = array("i", token_ids)
-    for node in range(len(tree.nodes) - 1, -1, -1):
-        if tree.length(node) == len(wanted):
-            own = tree.nodes[node].token_ids  # first, because siblings of one length differ here
-            if wanted[len(wanted) - len(own) :] == own and tree.token_array(node) == wanted:
-                return node
-    return None
-
-
-def _give_tokens(tree: Trajectory, token_ids: list[int]) -> int:
-    """The node whose path has these tokens: one that there is, or a new one that continues the longest path with which
-    they begin."""
-    given = array("i", token_ids)
+def _longest_path(tree: Trajectory, token_ids: array[int]) -> tuple[int | None, int]:
+    """The newest node of the longest path with which the tokens begin, and its length; (None, 0) if there is none."""
     ends: dict[int | None, int] = {None: 0}  # node whose path they begin with -> its length
     for number, node in enumerate(tree.nodes):
         begin, own = ends.get(node.parent), node.token_ids
-        if begin is not None and own and given[begin : begin + len(own)] == own:
+        if begin is not None and own and token_ids[begin : begin + len(own)] == own:
             ends[number] = begin + len(own)
-    here = max(ends, key=lambda node: (ends[node], -1 if node is None else node))
-    return here if here is not None and ends[here] == len(given) else tree.give(here, given[ends[here] :])
+    return max(ends.items(), key=lambda one: (one[1], -1 if one[0] is None else one[0]))
 
 
 # --- nodes as JSON ----------------------------------------------------------------------------------------------------
