@@ -140,8 +140,6 @@ class NemoGymClient(Environment):
             if reply.status_code >= 400:
                 raise NemoGymError(f"{self.url}{path}: {reply.status_code} {reply.text[:500]}")
             value = reply.json()
-        except asyncio.CancelledError:
-            raise
         except (OSError, ValueError, require("httpx", "agents").HTTPError) as error:
             raise NemoGymError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         return value if isinstance(value, dict) else {}

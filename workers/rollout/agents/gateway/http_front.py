@@ -168,9 +168,9 @@ class Use:
         return not self.calls and time.monotonic() - self._since > seconds
 
 
-def json_reply(value: Any, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Reply:
+def json_reply(value: Any, status: int = 200) -> Reply:
     """A reply with JSON."""
-    return Reply(status, _json(value).encode("utf-8", "replace"), headers=headers)
+    return Reply(status, _json(value).encode("utf-8", "replace"))
 
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
