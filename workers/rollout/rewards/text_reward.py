@@ -44,13 +44,16 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
             f"{', '.join(sorted(names)) or 'none'}"
         )
 
-    def arguments(prompt: Sequence[int], completion: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
-        values = {**given, "prompt_ids": list(prompt), "completion_ids": list(completion)}
+    def plain(prompt: Sequence[int], completion: Sequence[int], /, *, info: Any = None, **columns: Any) -> Any:
+        values = {**columns, "info": info, "prompt_ids": list(prompt), "completion_ids": list(completion)}
         if takes_all or "prompt" in names:
             values["prompt"] = tokenizer.decode(list(prompt))
         if takes_all or "completion" in names:
             values["completion"] = tokenizer.decode(list(completion), skip_special_tokens=True)
-        return values if takes_all else {name: value for name, value in values.items() if name in names}
+        return function(**(values if takes_all else {name: value for name, value in values.items() if name in names}))
+
+    async def awaited(*ids: Sequence[int], **columns: Any) -> Any:
+        return await plain(*ids, **columns)
 
     # What `RewardRunner` reads: two positional parameters without a name that a column could have, then columns.
     columns = [one for one in parameters if one.name in names and one.name not in _OWN]
@@ -60,19 +63,7 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
         + [inspect.Parameter("info", inspect.Parameter.KEYWORD_ONLY, default=None)]
         + [one for one in parameters if one.kind is one.VAR_KEYWORD]
     )
-    made: Any
-    if is_async(function):
-
-        async def awaited(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
-            return await function(**arguments(prompt, completion, {**columns, "info": info}))
-
-        made = awaited
-    else:
-
-        def plain(prompt: Any, completion: Any, /, *, info: Any = None, **columns: Any) -> Any:
-            return function(**arguments(prompt, completion, {**columns, "info": info}))
-
-        made = plain
+    made: Any = awaited if is_async(function) else plain
     made.__signature__ = signature
     return cast(RewardFunction, made)
 
