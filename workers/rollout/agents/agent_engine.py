@@ -123,7 +123,7 @@ class AgentEngine(RolloutEngine):
         self.environment = environment
         self._spare: Environment | None = None  # of the first session: a mistake in it is an error at start
         if isinstance(environment, AgentProgram):
-            self.environment = environment.of(made, self.renderer)
+            self.environment = Programs(environment, made, self.renderer)
             # Its one call is the whole session.
             self.limits = replace(self.limits, silence=None, seconds=self.limits.seconds or PROGRAM_SECONDS)
         else:

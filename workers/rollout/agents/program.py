@@ -59,24 +59,20 @@ class AgentProgram:
         check_call("AgentProgram", "agent", agent, ({}, "", ""), expected)
         self.agent, self.host, self.limits, self.verify = agent, host, limits, verify
 
-    def of(self, engine: RequestEngine, renderer: Renderer | None) -> Programs:
-        """What makes the environments of an engine.
-
-        Raises:
-            TypeError: there is no renderer.
-        """
-        if renderer is None:
-            raise TypeError("AgentEngine: an AgentProgram sends messages: pass a renderer")
-        return Programs(self, engine, renderer)
-
     def __call__(self) -> Environment:
         raise RolloutError("AgentProgram: pass it as environment=... of an AgentEngine, which knows the engine")
 
 
 class Programs:
-    """Makes the environments of the sessions of one engine, which share a gateway. ``_lock`` protects its start."""
+    """Makes the environments of the sessions of one engine, which share a gateway. ``_lock`` protects its start.
 
-    def __init__(self, program: AgentProgram, engine: RequestEngine, renderer: Renderer) -> None:
+    Raises:
+        TypeError: there is no renderer.
+    """
+
+    def __init__(self, program: AgentProgram, engine: RequestEngine, renderer: Renderer | None) -> None:
+        if renderer is None:
+            raise TypeError("AgentEngine: an AgentProgram sends messages: pass a renderer")
         self.program, self._engine, self._renderer = program, engine, renderer
         self._lock = threading.Lock()
         self._gateway: Gateway | None = None
