@@ -15,7 +15,7 @@ from single_controller import (
     WorkerDiedError,
     WorkerError,
 )
-from workers.rollout.engines.rollout_engine import SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.rollout.stream.exchange import Attempt, GroupRequest, Orders
@@ -26,7 +26,8 @@ LONG = SamplingParams(400)
 
 def request(number, attempt=0, prompt=(3, 4), how=HOW, samples=3, partials=None):
     seeds = [100 * number + sample for sample in range(samples)]
-    return GroupRequest(Attempt(number, attempt), list(prompt), how, seeds, partials)
+    nothing = [Completion([], [], "abort", [])] * samples
+    return GroupRequest(Attempt(number, attempt), list(prompt), how, seeds, partials or nothing)
 
 
 def to_one(group, *, stream="a", version=0, wait=5.0, **orders):

@@ -44,8 +44,8 @@ class GroupRequest:
         prompt: token ids.
         sampling_params: how to sample.
         seeds: one per sample.
-        partials: completions to continue, one per sample; those whose finish reason is not "abort" are complete. None
-            begins with the prompt alone.
+        partials: completions to continue, one per sample; those whose finish reason is not "abort" are complete. One
+            without tokens begins with the prompt alone.
         extras: of the prompt, for the engine.
         greedy: whether the last sample takes the most likely tokens.
     """
@@ -54,7 +54,7 @@ class GroupRequest:
     prompt: Sequence[int]
     sampling_params: SamplingParams
     seeds: Sequence[int]
-    partials: Sequence[Completion] | None = None
+    partials: Sequence[Completion]
     extras: Mapping[str, Any] | None = None
     greedy: bool = False
 
@@ -247,8 +247,7 @@ class Exchange:
         return not all(group.left for group in self._groups.values()) or not self._groups
 
     def _begin(self, engine: RolloutEngine, request: GroupRequest, *, refused: bool) -> None:
-        attempt = request.attempt
-        partials = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
+        attempt, partials = request.attempt, request.partials
         group = _Group(
             attempt,
             [request_name(self._stream, attempt, sample) for sample in range(len(request.seeds))],

@@ -87,8 +87,7 @@ class _Running:
     def so_far(self) -> tuple[GroupData, int]:
         """The group as the journal has it, and the number of its tokens."""
         request = self.request
-        given = request.partials or [Completion([], [], "abort", [])] * len(request.seeds)
-        completions = [self.journal.get(sample, one) for sample, one in enumerate(given)]
+        completions = [self.journal.get(sample, one) for sample, one in enumerate(request.partials)]
         return GroupData(list(request.prompt), completions, greedy=request.greedy), _tokens_of(completions)
 
 
@@ -190,7 +189,7 @@ class Router:
                 return
             worker = min(free, key=lambda one: one.requests)
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
-            done = ((k, one) for k, one in enumerate(request.partials or ()) if one.finish_reason != "abort")
+            done = ((k, one) for k, one in enumerate(request.partials) if one.finish_reason != "abort")
             worker.running[request.attempt] = _Running(request, dict(done))
 
     def _has_room(self, worker: _Worker) -> bool:
@@ -200,16 +199,18 @@ class Router:
 
     def _request(self, number: int, partial: GroupData | None) -> GroupRequest:
         manager, (rollout_id, index) = self._manager, divmod(number, self._buffer.groups_per_batch)
-        prompt = self._rollout(rollout_id)[0][index] if partial is None else partial.prompt
-        completions = None if partial is None else partial.completions
-        greedy = manager.greedy_baselines if partial is None else partial.greedy
-        samples = manager.samples_per_prompt + greedy if completions is None else len(completions)
-        seeds = [mixed_seed(manager.seed, rollout_id, index, sample) for sample in range(samples)]
+        if partial is None:
+            prompt, greedy = self._rollout(rollout_id)[0][index], manager.greedy_baselines
+            nothing = [Completion([], [], "abort", [])] * (manager.samples_per_prompt + greedy)
+            partial = GroupData(prompt, nothing, greedy=greedy)
+        samples = range(len(partial.completions))
+        seeds = [mixed_seed(manager.seed, rollout_id, index, sample) for sample in samples]
         attempt = Attempt(number, next(self._attempts))
         extras = None
         if manager.engine_extras:
             extras = {name: of[index] for name, of in manager.for_engine(self._rollout(rollout_id)[1]).items()}
-        return GroupRequest(attempt, prompt, manager.sampling_params, seeds, completions, extras, greedy)
+        how = manager.sampling_params
+        return GroupRequest(attempt, partial.prompt, how, seeds, partial.completions, extras, partial.greedy)
 
     def columns(self, number: int) -> dict[str, Any]:
         """Return what the prompt of a group had besides its tokens; {} if that is not known any more. Called by any
