@@ -6,13 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from workers.extras import require
 from workers.rollout.agents.environment import Action, Environment, Observation, Step
 from workers.rollout.agents.gateway.dialect import Answer, Ask
 from workers.rollout.agents.gateway.responses_dialect import ResponsesDialect
+from workers.rollout.agents.tools import ToolCall
 from workers.rollout.engines.rollout_engine import Completion
 
 _DIALECT = ResponsesDialect()
@@ -20,13 +21,6 @@ _DIALECT = ResponsesDialect()
 
 class NemoGymError(RuntimeError):
     """The server has refused to begin or to verify a session."""
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tool of the server, as the renderer needs it."""
-
-    schema: dict[str, Any]
 
 
 class NemoGymClient(Environment):
@@ -71,7 +65,8 @@ class NemoGymClient(Environment):
         httpx = require("httpx", "agents")
         self._row, self._output = dict(row), []
         self._ask = _DIALECT.read(self._row["responses_create_params"])
-        self.tools = [_Described(schema) for schema in self._ask.tools or ()]  # type: ignore[misc]
+        # What the renderer needs of a `Tool`; the functions are the server's.
+        self.tools = [SimpleNamespace(schema=schema) for schema in self._ask.tools or ()]  # type: ignore[misc]
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=self._headers, timeout=self._verify_seconds, trust_env=False
         )
@@ -91,9 +86,8 @@ class NemoGymClient(Environment):
         response = _DIALECT.reply(self._ask, answer)
         self._output += response["output"]
         if action.tool_calls and action.finish_reason != "length":
-            results = []
-            for call in action.tool_calls:  # one after the other: a server's session is not made for several at once
-                results.append((call, await self._call(call.name, call.arguments, call.error)))
+            # One after the other: a server's session is not made for several at once.
+            results = [(call, await self._call(call)) for call in action.tool_calls]
             self._output += [
                 {"type": "function_call_output", "call_id": call.id, "output": text} for call, (text, _) in results
             ]
@@ -117,8 +111,9 @@ class NemoGymClient(Environment):
         if client is not None:
             await client.aclose()
 
-    async def _call(self, name: str | None, arguments: Mapping[str, Any] | str, error: str | None) -> tuple[str, bool]:
+    async def _call(self, call: ToolCall) -> tuple[str, bool]:
         """The result of a call of a tool, and whether it was one."""
+        name, arguments, error = call.name, call.arguments, call.error
         named = {tool.schema["function"]["name"] for tool in self.tools}
         if isinstance(arguments, str):
             try:
