@@ -206,20 +206,19 @@ class Session:
         self._aborted = asyncio.get_running_loop().create_future()
         if self.aborting:
             self._aborted.set_result(None)
-        completion: Completion | None = None
         error: BaseException | None = None
         try:
             completion = await self._completion()
+        except asyncio.CancelledError:
+            error = RolloutError("the engine was closed before the session ended")
         except BaseException as raised:
             error = raised
         self._aborted.cancel()
         ended(self)
-        if completion is not None:
+        if error is None:
             self.future.set_result(completion)
-        elif isinstance(error, asyncio.CancelledError):
-            self.future.set_exception(RolloutError("the engine was closed before the session ended"))
         else:
-            self.future.set_exception(error or RolloutError("the session has no completion"))
+            self.future.set_exception(error)
         if self._environment is not None:  # afterwards: nobody has to wait for it
             await self._close(self._environment)
 
