@@ -331,11 +331,8 @@ class AgentEngine(RolloutEngine):
                 if session in self._waiting:  # it ends as soon as it begins, and keeps what it has from elsewhere
                     self._waiting.remove(session)
                     self._running_loop().call_soon_threadsafe(self._start, session)
-            loop = self._loop
-        for session in sessions:
-            if loop is not None:
                 with suppress(RuntimeError):  # the loop was closed meanwhile, and has ended its sessions
-                    loop.call_soon_threadsafe(session.abort)
+                    self._running_loop().call_soon_threadsafe(session.abort)
         self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
 
     def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
