@@ -375,7 +375,6 @@ class Session:
         self._partial = None
         if completion.prompt_ids is not None:
             check_prompt(self._trajectory, self._node, completion.prompt_ids, self.name)
-            completion = replace(completion, prompt_ids=None)
         if completion.token_ids:
             self._node = self._trajectory.sample(self._node, completion)
         if completion.finish_reason == "abort":

@@ -388,7 +388,6 @@ class Gateway:
                 except PromptMismatchError as error:
                     session.mismatch = error
                     raise
-                completion = replace(completion, prompt_ids=None)
             message: dict[str, Any] = {}
             if ask.token_ids is not None:
                 node = tree.sample(node, completion)
