@@ -27,8 +27,9 @@ def test_renderers_are_checked_before_anything_runs():
                     build(engine, renderer=renderer)
         with pytest.raises(RenderError, match=r"load_renderer: the tokenizer .* has no chat template"):
             load_renderer(tokenizer, "default")
-        with pytest.raises(TypeError, match=r"Gateway: renderer=.* is no renderer"):
-            Gateway(engine, tokenizer)
+        for wrong in (tokenizer, None):
+            with pytest.raises(TypeError, match=r"Gateway: renderer=.* is no renderer"):
+                Gateway(engine, wrong)
     finally:
         tokenizer.chat_template = template
         engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -200,10 +199,9 @@ class RolloutWorker(WeightReceiver):
             inner = getattr(self.engine, "engine", self.engine)  # that of an AgentEngine plays the turns
             if not isinstance(inner, RequestEngine):
                 raise RolloutError(f"start_gateway(): {type(inner).__name__} generates batches only")
-            made: Any = renderer() if inspect.isfunction(renderer) or inspect.isclass(renderer) else renderer
             gateway = Gateway(
                 inner,
-                made,
+                renderer,
                 sampling_params,
                 limits=limits,
                 host=host or node_address(),

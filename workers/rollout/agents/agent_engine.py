@@ -9,7 +9,6 @@ engine is not called while it is held, and futures get their results in the even
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 import time
@@ -19,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from workers.rollout.agents.environment import Environment, SessionLimits, ToolEnvironment, check_call
 from workers.rollout.agents.program import AgentProgram, Programs
-from workers.rollout.agents.rendering import check_renderer
+from workers.rollout.agents.rendering import made_renderer
 from workers.rollout.agents.session import RETRY_SECONDS, Session, SessionState
 from workers.rollout.agents.tools import Tool
 from workers.rollout.engines.request_engine import RequestEngine, check_seeds
@@ -107,9 +106,7 @@ class AgentEngine(RolloutEngine):
             given = [*map(repr, args), *kwargs]
             raise TypeError(f"AgentEngine: the engine exists already, so nothing takes the argument {given[0]:.80}")
         self.limits = limits or SessionLimits()
-        makes = inspect.isfunction(renderer) or inspect.isclass(renderer)
-        self.renderer = cast("Renderer | None", cast("Any", renderer)() if makes else renderer)
-        check_renderer("AgentEngine", self.renderer)
+        self.renderer: Renderer | None = None if renderer is None else made_renderer("AgentEngine", renderer)
         self.turn_discount, self.train_failed = turn_discount, train_failed
         if not (isinstance(engine, RequestEngine) or callable(engine)):
             raise TypeError(f"AgentEngine: engine={engine!r:.80}; pass the class of the engine, such as HFEngine")

@@ -7,6 +7,7 @@ Messages are dicts as in OpenAI's chat completions: ``role``, ``content``, ``rea
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import re
@@ -109,15 +110,16 @@ class Parsed:
     tool_calls: list[ParsedCall] = field(default_factory=list)
 
 
-def check_renderer(where: str, renderer: Any) -> None:
-    """Raise if something cannot render, and is not None.
+def made_renderer(where: str, given: Any) -> Any:
+    """Return the renderer that an argument is, or that it returns if it is a function.
 
     Raises:
         TypeError: it is no `Renderer`.
         RenderError: it applies a chat template, which its tokenizer does not have.
     """
+    renderer = given() if inspect.isfunction(given) or inspect.isclass(given) else given
     needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
-    if renderer is not None and not all(callable(getattr(renderer, one, None)) for one in needed):
+    if not all(callable(getattr(renderer, one, None)) for one in needed):
         name = repr(renderer) if isinstance(renderer, str) else "'qwen3'"
         raise TypeError(
             f"{where}: renderer={renderer!r:.80} is no renderer; pass load_renderer(tokenizer, {name}), or a function "
@@ -126,6 +128,7 @@ def check_renderer(where: str, renderer: Any) -> None:
     applies = any(kind.__name__ in ("DefaultRenderer", "TemplateRenderer") for kind in type(renderer).__mro__)
     if applies and not getattr(renderer._tokenizer, "chat_template", None):
         raise _no_template(where, renderer._tokenizer)
+    return renderer
 
 
 def _no_template(where: str, tokenizer: Any) -> RenderError:

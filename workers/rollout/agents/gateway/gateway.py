@@ -42,8 +42,8 @@ from workers.rollout.agents.rendering import (
     Renderer,
     RenderError,
     check_prompt,
-    check_renderer,
     extend,
+    made_renderer,
     record,
 )
 from workers.rollout.agents.trajectory import Node, Trajectory
@@ -134,7 +134,7 @@ class Gateway:
 
     Args:
         engine: generates. It may be updated and paused as without a gateway.
-        renderer: of the model.
+        renderer: of the model, or a function that returns it.
         sampling_params: of sessions that are opened without. The renderer's stop tokens are added.
         limits: what clients can take.
         host: address to listen at.
@@ -153,7 +153,7 @@ class Gateway:
     def __init__(
         self,
         engine: RequestEngine,
-        renderer: Renderer,
+        renderer: Renderer | Callable[[], Renderer],
         sampling_params: SamplingParams | None = None,
         *,
         limits: GatewayLimits | None = None,
@@ -164,8 +164,8 @@ class Gateway:
     ) -> None:
         if not isinstance(engine, RequestEngine):
             raise TypeError(f"Gateway: the engine is a {type(engine).__name__}; requests need a RequestEngine")
-        check_renderer("Gateway", renderer)
-        self.engine, self.renderer, self.limits = engine, renderer, limits or GatewayLimits()
+        self.renderer: Renderer = made_renderer("Gateway", renderer)
+        self.engine, self.limits = engine, limits or GatewayLimits()
         self.sampling_params = sampling_params or SamplingParams(max_new_tokens=4096)
         self.key = secrets.token_urlsafe(24)
         self._tag = tag
