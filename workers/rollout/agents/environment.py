@@ -340,11 +340,8 @@ class ToolEnvironment(Environment):
         most = self._result_chars
         if len(text) <= most:
             return text
-        if self._cut == "left":
-            return f"[...]{text[-most:]}"
-        if self._cut == "right":
-            return f"{text[:most]}[...]"
-        return f"{text[: most - most // 2]}[...]{text[len(text) - most // 2 :]}"
+        end = {"left": most, "middle": most // 2, "right": 0}[self._cut]  # how much is kept there
+        return f"{text[: most - end]}[...]{text[len(text) - end :]}"
 
 
 def session_reward(
