@@ -246,8 +246,8 @@ class Gateway:
         with self._lock:
             if token in self._sessions:
                 raise ValueError("Gateway.open(): the token is in use")
-            if expires and len(self._sessions) >= self.limits.sessions:
-                raise GatewayError("limit", f"{len(self._sessions)} sessions are open, which is the limit; close some")
+            if expires and (others := sum(one.expires for one in self._sessions.values())) >= self.limits.sessions:
+                raise GatewayError("limit", f"{others} sessions are open, which is the limit; close some")
             self._sessions[token] = session
         return self.address, token
 
