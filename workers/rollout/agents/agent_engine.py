@@ -2,8 +2,8 @@
 
 Threads: "agents" runs the event loop of all sessions of an engine. The first session starts it; `AgentEngine.close`
 ends it. It is a daemon.
-Lock: ``_lock`` protects ``_sessions``, ``_loop`` and ``_closed``, and what waits for them. It is a leaf: the inner
-engine is not called while it is held, and futures get their results in the event loop.
+Lock: ``_lock`` protects ``_sessions``, ``_loop`` and ``_closed``, and what waits for them. It is a leaf: nothing
+of the inner engine that needs a lock is called while it is held, and futures get their results in the event loop.
 """
 
 from __future__ import annotations
