@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 MEMORY_BYTES = 4 * 2**30
@@ -38,21 +39,17 @@ class _MathProcess:
             process = self._process
             if process.stdin is None or process.stdout is None:
                 raise RuntimeError("the process for mathematics has no pipes")
+            line = ""
             try:
-                process.stdin.write(json.dumps(question) + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            except BaseException:  # such as Ctrl-C; its answer would be read as that of the next question
-                process.kill()
-                process.wait()
-                raise
-            if not line:
-                process.kill()
-                process.wait()
-                return {}
-            answer: dict[str, Any] = json.loads(line)
+                with suppress(BrokenPipeError):
+                    process.stdin.write(json.dumps(question) + "\n")
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+            finally:
+                if not line:  # or, as after Ctrl-C, its answer would be read as that of the next question
+                    process.kill()
+                    process.wait()
+            answer: dict[str, Any] = json.loads(line) if line else {}
             return answer
 
 
