@@ -523,6 +523,19 @@ def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
         assert len(stream.take(30)["group_ids"]) == B * SAMPLES
 
 
+def test_refresh_that_does_not_help_is_an_error_also_behind_a_timeout(group):
+    manager, calls = managed(group), []
+    with streaming(manager) as stream:
+        update(stream, manager, 1)
+        stream.take(30)
+        group.restart()
+        manager.refresh = lambda: (calls.append(1), time.sleep(0.2))
+        with pytest.raises(WeightVersionError, match="no worker has it"):
+            while len(calls) < 5:
+                with contextlib.suppress(TimeoutError):
+                    stream.take(0.1)
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["workers", "servers"])
 def test_group_that_three_workers_or_their_servers_died_of_is_an_error(group, lost):
     """Also if it comes back from another worker in between, which has refused it."""

@@ -6,8 +6,8 @@ Threads: "rollout-stream" runs the router: it gives groups to the workers, one a
 computed in the threads of the manager's reward runner, which then put the group into the buffer. A worker that died is
 replaced in a thread of `workers.recovery.rollout_recovery`.
 Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_reported``, ``_ended``,
-``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. ``_updated`` and ``_resending`` belong to
-the thread that calls `take` and `updating`, and everything else to the router's.
+``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. ``_updated``, ``_resending`` and
+``_refreshed`` belong to the thread that calls `take` and `updating`, and everything else to the router's.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class RolloutStream(Closing):
         """How many batches had been taken at the last update."""
         self._resending = False
         """Whether an update has the weights of the one before."""
+        self._refreshed: tuple[int, int] | None = None
+        """How many deaths and completed groups there were when `take` called ``refresh``, if nothing came of it yet."""
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
         self._thread.start()
         manager.stream = self
@@ -177,7 +179,6 @@ class RolloutStream(Closing):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         router = self._router
-        refreshed = None
         while True:
             left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
             try:
@@ -190,8 +191,11 @@ class RolloutStream(Closing):
                 stuck = self._stuck
             if stuck is not None:
                 # Again only if there was progress, or another reason; a prompt may end every server that gets it.
-                self._refresh(stuck, again=refreshed == (router.recovery.deaths, router.completed))
-                refreshed = router.recovery.deaths, router.completed
+                again = self._refreshed == (router.recovery.deaths, router.completed)
+                self._refreshed = None
+                self._refresh(stuck, again=again)
+                self._refreshed = router.recovery.deaths, router.completed
+        self._refreshed = None
         with self._changed:
             self._changed.notify_all()  # the router may begin further groups
         try:
@@ -249,7 +253,7 @@ class RolloutStream(Closing):
                     raise self._late(timeout)
             yield
             self.buffer.set_version(self._manager.weight_version or 0, same_weights=same_weights or self._resending)
-            self._updated = self.buffer.batches
+            self._updated, self._refreshed = self.buffer.batches, None
         finally:
             with self._changed:
                 self._pauses -= 1
