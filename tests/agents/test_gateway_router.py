@@ -369,11 +369,13 @@ def test_a_head_request_costs_no_worker():
 
 
 def test_a_call_waits_while_no_worker_is_there():
+    """Also if a state is loaded meanwhile, which has its session."""
     with routing() as router, worker() as (_, one), ThreadPoolExecutor() as pool:
         _, token = router.open()
         call = pool.submit(chat, router, token, [user("abc")])
         time.sleep(0.5)
         assert not call.done()
+        router.load_state_dict(router.state_dict())
         router.set_workers([one])
         assert call.result().status_code == 200
 

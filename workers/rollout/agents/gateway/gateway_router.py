@@ -456,10 +456,11 @@ class GatewayRouter:
             worker.calls.discard(sending)
 
     async def _place(self, token: str, session: _Session) -> None:
-        """Open a session at the least busy worker."""
+        """Open a session at the least busy worker. If it is closed, or a state replaces it, nothing remains to be done:
+        its calls look it up again."""
         while session.worker is None or not session.worker.up:
             if self._sessions.get(token) is not session:
-                raise GatewayError("token", "the session was closed")
+                return
             up = [one for one in self._workers if one.up]
             if not up:
                 if not self._told_waiting:
@@ -483,7 +484,7 @@ class GatewayRouter:
                 raise GatewayError("unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}")
             if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
                 await self._leave(worker, token)
-                raise GatewayError("token", "the session was closed")
+                return
             session.worker = worker
             self.moved += session.moves > 1
 
