@@ -154,7 +154,9 @@ class Router:
         self._wait = WAIT_SECONDS[0]
         self._overhead = 0.0
         self._rollouts: dict[int, tuple[list[list[int]], Mapping[str, Sequence[Any]]]] = {}
-        self._losses: dict[int, int] = {}
+        self._losses: dict[int, set[Hashable]] = {}
+        """Group -> what it was lost with since it last came further: each attempt whose worker died, and the version of
+        weights that were lost. Somebody may have stopped all servers, so those of one version count once."""
         self.completed = self.sessions_lost = 0
         self._asked: Counter[str] = Counter()
         """Id of a `WeightRequest` -> how often a worker was told to serve it."""
@@ -373,17 +375,18 @@ class Router:
                 self._losses.pop(attempt.number, None)
             self._buffer.journal(attempt.number, group if tokens else None, tokens=tokens)
 
-    def _count_loss(self, number: int, error: Exception | None = None) -> None:
-        losses = self._losses[number] = self._losses.get(number, 0) + 1
-        if losses >= MAX_LOSSES:
+    def _count_loss(self, number: int, what: Hashable, error: Exception | None = None) -> None:
+        losses = self._losses.setdefault(number, set())
+        losses.add(what)
+        if len(losses) >= MAX_LOSSES:
             raise RolloutError(
-                f"group {number} was given to {losses} workers that died or lost their weights; its prompt may be the "
-                "reason"
+                f"group {number} was given to {len(losses)} workers that died or lost their weights; its prompt may be "
+                "the reason"
             ) from error
 
     def _give_back_lost(self, running: _Running, error: Exception | None = None) -> None:
         attempt = running.request.attempt
-        self._count_loss(attempt.number, error)
+        self._count_loss(attempt.number, attempt, error)
         group, tokens = running.so_far()
         sessions = [one.session for one in group.completions if one.session is not None]
         if lost := [one for one in sessions if one.environment is None]:
@@ -418,7 +421,7 @@ class Router:
             if tokens > running.so_far()[1]:
                 self._losses.pop(number, None)
             elif finished.lost:
-                self._count_loss(number)
+                self._count_loss(number, self._buffer.version)
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
         self._losses.pop(number, None)
