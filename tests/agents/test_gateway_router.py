@@ -160,7 +160,7 @@ def test_a_router_that_was_killed_continues_from_its_state():
 def test_a_state_replaces_the_sessions_of_a_running_router(monkeypatch):
     """A call that is being answered begins again, and workers forget the sessions that are not in the state."""
     monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
-    engine = ScriptEngine(lambda *_: "fine" * 10, tokens=1, delay=0.02)
+    engine = ScriptEngine(lambda *_: "fine" * 100, tokens=1, delay=0.02)
     with serving(engine) as gateway, routing(gateway.endpoint) as router, ThreadPoolExecutor() as pool:
         _, kept = router.open()
         state = router.state_dict()
@@ -168,6 +168,7 @@ def test_a_state_replaces_the_sessions_of_a_running_router(monkeypatch):
         calls = [pool.submit(chat, router, token, [user("a")]) for token in (kept, other)]
         wait_until(lambda: engine.load().running == 2, 10)
         router.load_state_dict(state)
+        engine.tokens = 1000  # it need not take as long again
         assert [call.result().status_code for call in calls] == [200, 401]
         assert gateway.sessions == 1 and router._workers[0].sessions == {kept}
         assert len(router.close(kept).nodes) == 2 and not router.sessions
