@@ -414,7 +414,7 @@ class Session:
         self.replies: dict[int, tuple[int, bytes]] = {}
         self.kept: dict[int, Any] = {}  # number -> what the rank keeps of a call for `RankActor._sc_result`
         self.wanted: set[int] = set()  # numbers of calls whose small replies are to be kept too
-        # Numbers of calls of which nothing is kept any more. A task may overtake the frame that asks for it.
+        # Numbers of `replies` of which nothing is kept any more. A task may overtake the frame that asks for it.
         self.given: set[int] = set()
         self.parts: dict[int, tuple[Any, ...]] = {}  # number -> what came after the call: arguments, and `INPUTS_OF` it
         # Numbers of calls whose arguments were lost on the way
@@ -469,7 +469,8 @@ class Session:
                 if self._driver_is_gone():  # the frame was lost with it, and a thread waits here
                     raise ConnectionResetError(f"its driver has been gone for {time.monotonic() - self.left:.0f} s")
                 self.changed.wait(LOOK_SECONDS)
-            self.given.add(number)
+            if number in self.replies:  # otherwise the driver has the reply, and asks for nothing any more
+                self.given.add(number)
             return self.kept.pop(number)
 
     def _driver_is_gone(self) -> bool:
@@ -479,11 +480,14 @@ class Session:
     def acknowledge(self, number: int) -> None:
         """Forget the replies that the driver has."""
         while self.replies and (first := next(iter(self.replies))) <= number:
-            del self.replies[first]
-        if self.given:
-            self.given = {one for one in self.given if one > number}
+            self.forget(first)
         for late in [one for one in self.parts if one % INPUTS_OF <= number]:  # they came after the reply was sent
             del self.parts[late]
+
+    def forget(self, number: int) -> None:
+        """Forget the reply to a call, which the driver has."""
+        self.replies.pop(number, None)
+        self.given.discard(number)
 
 
 def _no_answer(answer: Future[Answer], reason: str) -> None:

@@ -142,7 +142,7 @@ class Listener:
             elif kind == Kind.INPUTS:
                 session.give_parts(number + INPUTS_OF, (data,) if data else ())
             elif kind == Kind.ACK:
-                session.replies.pop(number, None)
+                session.forget(number)
             elif kind == Kind.DROP:
                 session.kept.pop(number, None)
         if kind in (Kind.CALL, Kind.CONCURRENT, Kind.JOIN):

@@ -284,6 +284,18 @@ class TestLostConnections:
         (session,) = rank.listener._sessions.values()
         wait_until(lambda: not session.replies, 5)
 
+    def test_rank_notes_no_fetched_result_for_as_long_as_an_earlier_call_runs(self, rank, to_rank):
+        rank.delay = 30
+        long, *others = [call(to_rank, b"x") for _ in range(4)]
+        wait_until(lambda: len(rank.ran) == 4)
+        (session,) = rank.listener._sessions.values()
+        for reply in others:
+            assert to_rank.tell(Kind.WANT, reply.number)
+            session.reply(Kind.KEPT, reply.number, b"", "kept")
+        assert answered(others) and not long.told.is_set()
+        wait_until(lambda: not session.replies, 5)
+        assert [session.take_kept(reply.number) for reply in others] == ["kept"] * 3 and not session.given
+
     def test_rank_that_has_forgotten_the_driver(self, rank, to_rank):
         assert answered([call(to_rank, b"before")])
         rank.delay = 30
