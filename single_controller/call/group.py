@@ -520,7 +520,7 @@ class WorkerGroup(VerlGroup, Closing):
         wait for nothing in the thread of an event loop."""
         begun = time.time()
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
-        if not (blocking or as_call) and in_event_loop():
+        if not (blocking or as_call) and self._in_loop():
             return self._invoke_in_loop(spec, args, kwargs, options)
         # Not ``as_call``: the thread "send-later" does not wait for itself, and an event loop, which has found that no
         # call waits, holds ``sending``: a call that another loop has left to the thread meanwhile waits for that.
@@ -583,13 +583,18 @@ class WorkerGroup(VerlGroup, Closing):
     def _wait_for_unsent(self) -> None:
         """In the thread of an event loop, wait until the calls that it has left to a thread are sent. They come
         first."""
-        if in_event_loop():
+        if self._in_loop():
             reached: Future[None] = Future()
             with self._state.lock:
                 if not self._state.unsent:
                     return
                 self._state.unsent.append(lambda: reached.set_result(None))
             reached.result()
+
+    def _in_loop(self) -> bool:
+        """Whether this thread runs an event loop, whose calls another thread sends if they have to wait. Not while this
+        one holds ``sending``, for which the other would wait: in a restart, and in a dispatch_fn."""
+        return in_event_loop() and not self._state.sending._is_owned()  # type: ignore[attr-defined]
 
     def _send_later(self, spec: MethodSpec, invoke: Callable[[], Call]) -> WorkerFuture[Any]:
         """Have a thread send a call, after those that it has to send already."""

@@ -37,6 +37,7 @@ from single_controller import (
     Worker,
     WorkerDiedError,
     WorkerError,
+    collect_all_to_all,
     register,
     register_batch_type,
 )
@@ -887,6 +888,23 @@ class Plain(Worker):
         return list(self.seen)
 
 
+def compute_first(group, rows):
+    """A dispatch_fn that calls the group, for one method that needs no layout and one that does."""
+    group.last_seen()
+    return (group.compute_rows.remote(rows).result(),), {}
+
+
+class ComputesFirst(Grid):
+    kept = None
+
+    @register({"dispatch_fn": compute_first, "collect_fn": collect_all_to_all}, replay=True)
+    def keep(self, rows):
+        self.kept = rows.tolist()
+
+    def told(self):
+        return self.kept
+
+
 class SlowAgain(Grid):
     """Its second constructor takes time."""
 
@@ -939,6 +957,29 @@ class TestUnsentCalls:
                 return [*seen, *await rows]
 
             assert list(map(int, asyncio.run(main()))) == [1, 2, 10, 20]
+
+    def test_blocking_restart_replays_a_call_whose_dispatch_fn_calls_the_group(self):
+        with LocalWorkerGroup(2, ClassWithInitArgs(ComputesFirst, {"dp": [0, 1]}), threads=True) as group:
+
+            async def main():
+                group.keep(torch.tensor([1, 2]))
+                group.move({"dp": [0, 1]})  # the layout has to be asked for again
+                group.execute_all_async("rest", 0.3)
+                rows = [group.compute_rows.remote(torch.tensor([3, 4])) for _ in range(2)]
+                group.restart()  # which ends the first of them; the second one waits for it
+                return (await asyncio.gather(*rows, return_exceptions=True))[1]
+
+            assert asyncio.run(main()).tolist() == [30, 40]
+            assert group.execute_all_sync("told") == [[10, 20]] * 2
+
+    def test_dispatch_fn_that_waits_for_a_call_of_its_group(self):
+        with LocalWorkerGroup(2, ClassWithInitArgs(ComputesFirst, {"dp": [0, 1]}), threads=True) as group:
+
+            async def main():
+                await group.keep.remote(torch.tensor([1, 2]))
+
+            asyncio.run(main())
+            assert group.execute_all_sync("told") == [[10, 20]] * 2
 
     def test_mapped_calls_come_after_them(self):
         """The first one has to wait for the layout, for which busy ranks are asked."""
