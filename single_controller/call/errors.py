@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import dispatch
@@ -230,6 +230,8 @@ class Failure:
     alike: bool = False
     # Whether the rank is alive, but its result was lost on the way. There is no exception then.
     no_contact: bool = False
+    # Of ``cause``, in one process: each time that the exception is raised, its own traceback gets further frames
+    trace: TracebackType | None = None
 
     @classmethod
     def lost_contact(cls, rank: int, host: str, reason: str) -> Failure:
@@ -252,7 +254,9 @@ class Failure:
             except Exception:
                 cause = None
         text, trace = shortened(_message_of(error)), shortened(remote_traceback(error))
-        return cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
+        failure = cls(rank, host, method, name, text, trace, time.time(), cause, ours, role)
+        failure.trace = error.__traceback__ if in_process else None
+        return failure
 
     @property
     def may_be_echo(self) -> bool:

@@ -295,7 +295,9 @@ class LocalRef:
             raise CallTimeoutError.of_wait(results.label, timeout, [rank]) from None
         if result.failure is not None:
             cause = result.failure.cause
-            raise cause if isinstance(cause, Exception) else result.failure.error()
+            if isinstance(cause, Exception):
+                raise cause.with_traceback(result.failure.trace)
+            raise result.failure.error()
         if result.died is not None:
             raise WorkerDiedError.during(results.label, rank, HOST, result.died)
         return results.value(rank, private=True)
