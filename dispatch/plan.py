@@ -495,6 +495,8 @@ def _call_dispatch_fn(
     if len(made) == 3:
         try:
             inspect.signature(mode.collect_fn).bind(group, [], made[2])
+        except ValueError:  # a built-in function that does not tell its parameters
+            pass
         except TypeError:
             raise DispatchError(
                 f"{spec.label}(): its dispatch_fn returned (args, kwargs) and a context, but its collect_fn takes no "

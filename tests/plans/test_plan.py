@@ -74,6 +74,8 @@ class TestCustomModes:
         assert simulate(made, lambda rank, x: x) == given and simulate(other, lambda rank, x: x) == [[1]] * 4
         nothing = custom(lambda group: ((), {}, None), collect_fn=lambda *seen: seen[2:])
         assert simulate(nothing, lambda rank: 1) == (None,)
+        # A built-in function may not tell what it takes
+        assert custom(lambda group: ((), {}, 1), collect_fn=max).collecting == (0, 1, 2, 3)
         with pytest.raises(
             DispatchError, match=r"work\(\): its dispatch_fn returned .*, but its collect_fn takes no context"
         ):
