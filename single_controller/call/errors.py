@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -103,6 +104,14 @@ class WorkerError(_RankError):
 class StartError(WorkerError):
     """A worker's constructor raised, its class could not be loaded, or its own Python (``python=``) cannot run it. The
     group was shut down."""
+
+
+def start_thread(thread: threading.Thread, what: str) -> None:
+    """Start a thread; a `StartError` that says ``what`` it does if the process has as many threads as it may have."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StartError(f"the thread that {what} could not be started: {error}") from error
 
 
 class WorkerDiedError(_RankError):

@@ -19,7 +19,7 @@ from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
 from single_controller.call.call import Call
 from single_controller.call.codec import MAX_INLINE_BYTES
-from single_controller.call.errors import CallTimeoutError
+from single_controller.call.errors import CallTimeoutError, StartError, start_thread
 from single_controller.call.joining import CallResults, join_results
 from single_controller.call.transport import Outcome
 
@@ -207,7 +207,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
             try:
                 in_own_thread(wait)
-            except RuntimeError:  # the process has as many threads as it may have. Nobody waits for the call then
+            except StartError:  # the process has as many threads as it may have. Nobody waits for the call then
                 tell(True)
             return
         results = call.rank_results  # not the call, whose outcome keeps the function
@@ -217,7 +217,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
             # The thread that settles a call must not wait: for a store that is full (several such calls may be the
             # arguments of one), a value whose rank has died, or the module of an exception, which is imported.
             if failed or any(one.kept for one in ended) or sum(one.nbytes for one in ended) > MAX_INLINE_BYTES // 8:
-                with contextlib.suppress(RuntimeError):  # the process has as many threads as it may have
+                with contextlib.suppress(StartError):  # the process has as many threads as it may have
                     in_own_thread(lambda: tell(failed))
                     return
             tell(failed)
@@ -307,7 +307,7 @@ def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
 
 
 def in_own_thread(function: Callable[[], R]) -> Future[R]:
-    """Run a function in a thread "future-wait", which then ends."""
+    """Run a function in a thread "future-wait", which then ends. A `StartError` if it cannot be started."""
     done: Future[R] = Future()
     done.set_running_or_notify_cancel()  # cancelling the task must not make the thread's result an error
 
@@ -317,7 +317,7 @@ def in_own_thread(function: Callable[[], R]) -> Future[R]:
         except BaseException as error:
             done.set_exception(error.with_traceback(None))
 
-    threading.Thread(target=run, name="future-wait", daemon=True).start()
+    start_thread(threading.Thread(target=run, name="future-wait", daemon=True), "waits in the place of an event loop")
     return done
 
 

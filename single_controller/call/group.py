@@ -405,6 +405,7 @@ class WorkerGroup(VerlGroup, Closing):
         Raises:
             TypeError: ``on_death`` is not callable.
             ValueError: the interval is not a positive number.
+            StartError: the process has as many threads as it may have.
         """
         return Watcher(self._state, on_death, interval)
 

@@ -28,10 +28,10 @@ from single_controller.call.errors import (
     ForkedProcessError,
     GroupBrokenError,
     GroupClosedError,
-    StartError,
     WorkerDiedError,
     hosts_text,
     ranks_text,
+    start_thread,
 )
 from single_controller.call.transport import MAX_STACK_SECONDS, Death, RankProcess, RunningCall, Transport
 
@@ -324,10 +324,7 @@ class Monitor:
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise StartError(f"the thread that looks for dead workers could not be started: {error}") from error
+                start_thread(thread, "looks for dead workers")
                 self._thread = thread
 
     def watch(self, state: GroupState) -> None:
@@ -386,6 +383,7 @@ class Watcher(Closing):
     Raises:
         ValueError: the interval is not a positive number.
         ForkedProcessError: another process made the group.
+        StartError: the process has as many threads as it may have.
     """
 
     def __init__(self, state: GroupState, on_death: OnDeath | None, interval: float) -> None:
@@ -399,7 +397,7 @@ class Watcher(Closing):
         self._reported: set[tuple[int, int]] = set()  # (number of restarts before, rank)
         self._deaths_seen = len(state.deaths)
         self._thread = threading.Thread(target=self._run, name="worker-watcher", daemon=True)
-        self._thread.start()
+        start_thread(self._thread, "looks for dead workers")
 
     @property
     def watching(self) -> bool:

@@ -23,11 +23,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dispatch.errors import ResultError
+from dispatch.errors import DispatchError, ResultError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.call.codec import CallMessage, Encoded, add_reference_types, decode_result, encode_call
-from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError
+from single_controller.call.errors import CallTimeoutError, LocalGroupError, WorkerDiedError, start_thread
 from single_controller.call.joining import RankResult
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
@@ -85,11 +85,12 @@ class LocalRank:
         reraise = {} if threads else {"reraise": _is_for_driver}
         self.executor = Executor(HOST, _fetch, in_process=True, **reraise)  # has its workers
         self._jobs: Jobs | None = queue.SimpleQueue() if threads else None
-        if self._jobs is not None:
-            threading.Thread(target=_serve, args=(self._jobs,), name=f"local-rank-{rank}", daemon=True).start()
         # Must not refer to this object, or it would never be collected. Not at exit: nothing is left to clean up then.
         self._finalize = weakref.finalize(self, _release, self._jobs, self.executor, rendezvous)
         self._finalize.atexit = False
+        if self._jobs is not None:
+            thread = threading.Thread(target=_serve, args=(self._jobs,), name=f"local-rank-{rank}", daemon=True)
+            start_thread(thread, f"runs the calls of rank {rank}")
 
     def start(self, constructors: Callable[[], Mapping[str | None, Constructor]]) -> cf.Future[RankResult]:
         """Create the workers. See `Executor.start`."""
@@ -183,9 +184,15 @@ class LocalTransport(Transport):
                 concurrent = spec.registration.concurrent
                 futures[rank] = self.ranks[rank].call(message, whole, shard, given, concurrent=concurrent)
             except Exception as error:
-                if futures and not self.synchronous:  # no further thread can be started, for example
+                if self.synchronous:  # it is for the driver, such as "quit" in a debugger
+                    raise
+                if futures:  # no further thread can be started
+                    given.set_result({})  # otherwise those that have the call would wait for its deferred arguments
                     raise PartlySentError(list(futures), rank) from error
-                raise
+                raise DispatchError(
+                    f"{spec.label}() was not sent: it runs in a thread of its own, and none could be started: {error}",
+                    method=spec.name,
+                ) from error
 
         def give(plan: CallPlan | None) -> None:
             made = () if plan is None else encode_call(spec, plan, in_process=True)

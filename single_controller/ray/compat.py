@@ -26,7 +26,7 @@ from ray._private.worker import global_worker
 from ray.actor import ActorClass
 from ray.core.generated import gcs_pb2
 
-from single_controller.call.errors import ControlStoreError
+from single_controller.call.errors import ControlStoreError, StartError
 from single_controller.call.future import in_own_thread
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     """
     try:
         answer = in_own_thread(partial(question, *args, **kwargs))
-    except RuntimeError:  # no thread can be started: the process has too many, or is ending
+    except StartError:  # no thread can be started: the process has too many, or is ending
         return question(*args, **kwargs)
     try:
         return answer.result(STORE_SECONDS)

@@ -484,6 +484,30 @@ def test_concurrent_method_without_threads_runs_in_order():
         assert group.open() == [True] * 2 and group.wait(0) == [True] * 2
 
 
+def test_process_that_can_start_no_thread(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with LocalWorkerGroup(2, ClassWithInitArgs(Gate), threads=True) as group:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(DispatchError, match=r"open\(\) was not sent: .*: can't start new thread"):
+                group.open()
+            for starts_one in (
+                group.watch,
+                lambda: asyncio.run(group.arestart()),
+                lambda: LocalWorkerGroup(1, ClassWithInitArgs(Gate), threads=True),
+            ):
+                with pytest.raises(StartError, match="could not be started: can't start new thread"):
+                    starts_one()
+        assert group.open() == [True] * 2 and group.generation == 0
+        start = threading.Thread.start
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda one: (refuse if "rank-1" in one.name else start)(one))
+            with pytest.raises(GroupBrokenError, match=r"open\(\) was sent to rank 0, but not to rank 1: RuntimeError"):
+                group.open()
+
+
 def test_no_thread_outlives_a_closed_or_dropped_group(make):
     before = group_threads()
     group = make()
