@@ -85,8 +85,8 @@ class Executor:
         self.refusing = False  # set by any thread, read when a call begins: a flag needs no lock
         # Changed by the threads that run calls, copied by any other. Each of these operations on a dict is atomic, so
         # there is no lock that a busy method could hold while somebody asks.
-        self._calls: dict[object, tuple[str | None, str, float]] = {}
-        self._deferred: dict[object, str] = {}  # likewise, of calls that wait for the result of another call
+        # Role, method, when it began, and the call whose result it waits for, in words
+        self._calls: dict[object, tuple[str | None, str, float, str]] = {}
 
     def start(self, info: RankInfo, roles: Callable[[], Mapping[str | None, Constructor]]) -> RankResult:
         """Create the workers, one after the other. ``roles`` returns role -> constructor; called here, so that a class
@@ -99,7 +99,7 @@ class Executor:
         made: list[Worker] = []  # with the one whose constructor raises
         try:
             for role, (cls, args, kwargs) in roles().items():
-                self._calls[entry] = role, "__init__", time.monotonic()
+                self._calls[entry] = role, "__init__", time.monotonic(), ""
                 with assign(info, self._role_workers, made):
                     self.workers[role] = worker = cls(*args, **kwargs)
                 if role is not None:
@@ -165,8 +165,8 @@ class Executor:
                 ``whole`` and ``shard``; nothing if they will not come.
         """
         alike = False  # see `Failure.alike`
-        entry = object()
-        self._calls[entry] = message.role, message.method, time.monotonic()
+        entry, call = object(), (message.role, message.method, time.monotonic())
+        self._calls[entry] = *call, ""
         try:
             if self.refusing:
                 raise GroupBrokenError("the group is having a rank replaced, and has given this call up")
@@ -195,7 +195,7 @@ class Executor:
             if referring or deferred:
                 alike = True  # until all ranks know that what they wait for has come
                 others = ", ".join(f"{value.label}()" for value in deferred.values())
-                self._deferred[entry] = RESULT_OF + (others or "a Ray task")
+                self._calls[entry] = *call, RESULT_OF + (others or "a Ray task")
                 if any(value.unknown for value in deferred.values()):
                     for encoded in inputs():
                         deferred.update({} if encoded is None else encoded.decode())
@@ -211,7 +211,8 @@ class Executor:
                 arguments.update(deferred)
                 alike = False
                 self._resolve(message, arguments)
-                del self._deferred[entry], deferred
+                self._calls[entry] = *call, ""
+                del deferred
                 put_back(arguments)
             positions = sorted(key for key in arguments if isinstance(key, int))
             args = tuple(arguments[position] for position in positions)
@@ -259,12 +260,11 @@ class Executor:
             return self.failed(error, message.method, message.role, alike=alike)
         finally:
             del self._calls[entry]
-            self._deferred.pop(entry, None)
 
     def call_directly(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call`, on behalf of a process that has the transport's handle of the rank instead of the group."""
         entry = object()
-        self._calls[entry] = role, method, time.monotonic()
+        self._calls[entry] = role, method, time.monotonic(), ""
         try:
             return self.call(role, method, args, kwargs)
         finally:
@@ -300,11 +300,8 @@ class Executor:
     def running(self) -> tuple[RunningCall, ...]:
         """The calls that run now, the oldest first. Any thread may ask."""
         now = time.monotonic()
-        calls, deferred = list(self._calls.items()), self._deferred  # a dict keeps the order in which the calls began
-        return tuple(
-            RunningCall(label(role, method), now - began, deferred.get(entry, ""))
-            for entry, (role, method, began) in calls
-        )
+        calls = list(self._calls.values())  # a dict keeps the order in which the calls began
+        return tuple(RunningCall(label(role, method), now - began, waits) for role, method, began, waits in calls)
 
     def stacks(self) -> str:
         """The Python stack of each thread that runs a call now: the frames inside the innermost of `start`, `run` and
