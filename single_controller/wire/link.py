@@ -162,7 +162,7 @@ class Link:
             if number not in self._unanswered:
                 return False
             self._notes[kind, number] = payload
-            self._note(kind, number, payload)
+            self._send(kind, number, payload)
             return True
 
     def ask(self, command: str) -> Future[Answer]:
@@ -170,12 +170,11 @@ class Link:
         to wait no longer."""
         answer: Future[Answer] = Future()
         with self.lock:
-            connection = self._connection
-            if connection is not None:
+            if self._connection is not None:
                 self._sent += 1
                 self._asked = {number: one for number, one in self._asked.items() if not one.cancelled()}
                 self._asked[self._sent] = answer
-                self._send(connection, Kind.COMMAND, self._sent, command.encode())
+                self._send(Kind.COMMAND, self._sent, command.encode())
                 return answer
         _no_answer(answer, f"port {self.address.port} of {self.address.host} cannot be reached")
         return answer
@@ -214,13 +213,10 @@ class Link:
             if one is not None:
                 one.close()
 
-    def _note(self, kind: int, number: int, payload: bytes = b"") -> None:
+    def _send(self, kind: int, number: int, payload: bytes = b"") -> None:
         if self._connection is not None:
-            self._send(self._connection, kind, number, payload)
-
-    def _send(self, connection: Connection, kind: int, number: int, payload: bytes = b"") -> None:
-        self._unacknowledged = [0, 0]
-        connection.send(kind, number, payload, self._acknowledged)
+            self._unacknowledged = [0, 0]
+            self._connection.send(kind, number, payload, self._acknowledged)
 
     @property
     def _acknowledged(self) -> int:
@@ -239,7 +235,7 @@ class Link:
 
     # --- the hub's thread ---------------------------------------------------------------------------------------------
 
-    def _take(self, connection: Connection, kind: int, number: int, _: int, payload: bytes) -> None:
+    def _take(self, kind: int, number: int, _: int, payload: bytes) -> None:
         self._heard = time.monotonic()
         if kind == Kind.ANSWER:
             with self.lock:
@@ -253,21 +249,21 @@ class Link:
         with self.lock:
             call = self._unanswered.pop(number, None)
             if call is None:  # a copy of a reply that has arrived before; what said so may have been lost
-                self._send(connection, Kind.ACK, number)
+                self._send(Kind.ACK, number)
                 return
             for note in (Kind.WANT, Kind.CANCEL, Kind.INPUTS) if self._notes else ():
                 self._notes.pop((note, number), None)
             self._unacknowledged[0] += 1
             self._unacknowledged[1] += len(payload)
             if number > self._acknowledged:  # an earlier call goes on, for which the rank would keep this reply, too
-                self._send(connection, Kind.ACK, number)
+                self._send(Kind.ACK, number)
             elif self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
-                self._send(connection, Kind.ACK, 0)
+                self._send(Kind.ACK, 0)
             reply = call[2]()
             if reply is not None:
                 reply.kind, reply.payload = kind, payload
             elif kind != Kind.REPLY:
-                self._note(Kind.DROP, number)  # if it is lost, the rank keeps the value as long as the session
+                self._send(Kind.DROP, number)  # if it is lost, the rank keeps the value as long as the session
         if reply is not None:
             reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
 
@@ -322,7 +318,7 @@ class Link:
 
     def _open(self, connection: Connection, received: int) -> None:
         connection.max_bytes = MAX_FRAME_BYTES
-        connection.on_frame = lambda *frame: self._take(connection, *frame)
+        connection.on_frame = self._take
         with self.lock:
             if self._closed:
                 connection.close()
@@ -337,10 +333,10 @@ class Link:
             self._dialling, self._connection, self._failures, self._welcomed = None, connection, 0, True
             # In this order: the rank may forget a reply as soon as a later frame acknowledges it.
             for (kind, number), note in self._notes.items():
-                self._send(connection, kind, number, note)
+                self._send(kind, number, note)
             for number, (kind, payload, _) in self._unanswered.items():
                 if number > received:
-                    self._send(connection, kind, number, payload)
+                    self._send(kind, number, payload)
         self.opened.set()
 
     def _lost(self, connection: Connection, reason: str) -> None:
