@@ -266,14 +266,11 @@ class LocalResults:
         return LocalResults(self.label, self.futures, [self._collecting[k] for k in which], self._outcome)
 
     def refs(self) -> list[LocalRef]:
-        return [LocalRef(self, rank) for rank in self._collecting]
+        return [LocalRef(self.label, rank, self.futures[rank]) for rank in self._collecting]
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
-        return [self.value(self._collecting[k], private) for k in which]
-
-    def value(self, rank: int, private: bool) -> Any:
-        """Decode the result of one rank, which has ended."""
-        return decode_result(self.label, rank, self.futures[rank].result().value, private=private)
+        ranks = [self._collecting[k] for k in which]
+        return [decode_result(self.label, rank, self.futures[rank].result().value, private=private) for rank in ranks]
 
     def check_sendable(self) -> NoReturn:
         raise LocalGroupError(
@@ -288,32 +285,32 @@ class LocalRef:
     """A reference to the result of one rank, as an ObjectRef is on Ray. As an argument of a method of a group in this
     process it stands for its value."""
 
-    def __init__(self, results: LocalResults, rank: int) -> None:
-        self._results = results
+    def __init__(self, label: str, rank: int, future: cf.Future[RankResult]) -> None:
+        self._label = label
         self._rank = rank
+        self._future = future
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the result and return it, or raise what the method raised, as ``ray.get`` does. A `CallTimeoutError`
         after ``timeout`` seconds; a `WorkerDiedError` if the rank died."""
-        results, rank = self._results, self._rank
         try:
-            result = results.futures[rank].result(timeout)
+            result = self._future.result(timeout)
         except TimeoutError:
-            raise CallTimeoutError.of_wait(results.label, timeout, [rank]) from None
+            raise CallTimeoutError.of_wait(self._label, timeout, [self._rank]) from None
         if result.failure is not None:
             cause = result.failure.cause
             if isinstance(cause, Exception):
                 raise cause.with_traceback(result.failure.trace)
             raise result.failure.error()
         if result.died is not None:
-            raise WorkerDiedError.during(results.label, rank, HOST, result.died)
-        return results.value(rank, private=True)
+            raise WorkerDiedError.during(self._label, self._rank, HOST, result.died)
+        return decode_result(self._label, self._rank, result.value, private=True)
 
     def __reduce__(self) -> Any:
         raise LocalGroupError("a LocalRef refers to a result in the driver's process; pass ref.get() instead")
 
     def __repr__(self) -> str:
-        return f"<LocalRef to a result of {self._results.label}()>"
+        return f"<LocalRef to a result of {self._label}()>"
 
 
 add_reference_types(LocalResults, LocalRef, in_process=True)
