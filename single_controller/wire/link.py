@@ -415,6 +415,7 @@ class Session:
         self.parts: dict[int, tuple[Any, ...]] = {}  # number -> what came after the call: arguments, and `INPUTS_OF` it
         # Numbers of calls whose arguments were lost on the way
         self.cancelled: set[int] = set()
+        self.acknowledged = 0  # up to this number, the driver has all replies
         self.left = time.monotonic()  # when the last connection was lost, by the monotonic clock
         self.reset = False  # whether that was reset, not cut
 
@@ -474,7 +475,10 @@ class Session:
         return self.connection is None and time.monotonic() - self.left > seconds
 
     def acknowledge(self, number: int) -> None:
-        """Forget the replies that the driver has."""
+        """Forget what belongs to calls whose replies the driver has."""
+        if number <= self.acknowledged:  # beside a long call, many others may wait with their arguments
+            return
+        self.acknowledged = number
         while self.replies and (first := next(iter(self.replies))) <= number:
             self.forget(first)
         for late in [one for one in self.parts if one % INPUTS_OF <= number]:  # they came after the reply was sent

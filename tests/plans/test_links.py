@@ -296,6 +296,20 @@ class TestLostConnections:
         wait_until(lambda: not session.replies, 5)
         assert [session.take_kept(reply.number) for reply in others] == ["kept"] * 3 and not session.given
 
+    def test_rank_looks_for_late_arguments_once_for_each_acknowledgement(self):
+        class Parts(dict):
+            walks = 0
+
+            def __iter__(self):
+                self.walks += 1
+                return super().__iter__()
+
+        session = link.Session(b"driver")
+        session.parts = Parts({1: (), 1 + link.INPUTS_OF: (), 2: ()})
+        for _ in range(3):
+            session.acknowledge(1)
+        assert session.parts.walks == 1 and list(session.parts) == [2]
+
     def test_rank_that_has_forgotten_the_driver(self, rank, to_rank):
         assert answered([call(to_rank, b"before")])
         rank.delay = 30
