@@ -401,8 +401,7 @@ class Session:
     when the driver has dialled again (`Listener`).
     """
 
-    def __init__(self, key: bytes) -> None:
-        self.key = key  # the driver's id of the session
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         self.connection: Connection | None = None  # the driver's present connection, or None
         self.received = -1  # number of the last call that has arrived; -1 before the driver's first connection

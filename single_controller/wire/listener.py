@@ -71,7 +71,7 @@ class Listener:
     def session(self, key: bytes) -> Session:
         """The session of a driver, whose task may arrive before its connection."""
         found = self._sessions.get(key)
-        return self._sessions.setdefault(key, Session(key)) if found is None else found
+        return self._sessions.setdefault(key, Session()) if found is None else found
 
     def _accept(self, _: int) -> None:
         try:

@@ -304,7 +304,7 @@ class TestLostConnections:
                 self.walks += 1
                 return super().__iter__()
 
-        session = link.Session(b"driver")
+        session = link.Session()
         session.parts = Parts({1: (), 1 + link.INPUTS_OF: (), 2: ()})
         for _ in range(3):
             session.acknowledge(1)
