@@ -986,9 +986,6 @@ class RoleGroup(WorkerGroup):
     def restart(self, ranks: Sequence[int] | None = None) -> None:
         self._whole.restart(ranks)
 
-    def watch(self, on_death: OnDeath | None = None, interval: float = 0.5) -> Watcher:
-        return self._whole.watch(on_death, interval)
-
     def _recover(self) -> None:
         self._whole._recover()
 
