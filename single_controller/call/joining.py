@@ -157,10 +157,10 @@ class Inputs:
             {key: value for key, value in values.items() if isinstance(value, DeferredArgument)}
             for values in (plan.whole, *(shard.values for shard in plan.shards))
         ]
-        found = [value.source for values in self._arguments for value in values.values()]
+        found = dict.fromkeys(value.source for values in self._arguments for value in values.values())
         # Now: this acquires the locks of their groups, one of which whoever is told of an end may hold.
-        self._sources = {id(future): future.source() for future in found}
-        self._futures = list({id(future): future for future in found}.values()) or list(plan.deferred)
+        self._sources = {future: future.source() for future in found}
+        self._futures = list(found or plan.deferred)
         shards = tuple(replace(shard, values={}) for shard in plan.shards)
         self._plan = replace(plan, whole={}, shards=shards, deferred=())
         self._left: list[int] = []
@@ -176,7 +176,7 @@ class Inputs:
         """
         for key, value in () if in_process else (pair for values in self._arguments for pair in values.items()):
             try:
-                self._sources[id(value.source)][0].check_sendable()
+                self._sources[value.source][0].check_sendable()
             except LocalGroupError as error:
                 name = self._spec.parameter(key)
                 raise cannot_send(
@@ -234,7 +234,7 @@ class Inputs:
         references, and not from the future, learns of no other."""
         failed = next((one for one in self._futures if one.failed is not None), self._futures[0])
         error = failed.failed
-        error = error if isinstance(error, SingleControllerError) else will_not_come(self._sources[id(failed)][0].label)
+        error = error if isinstance(error, SingleControllerError) else will_not_come(self._sources[failed][0].label)
         return error.of_consumer(self._spec.label)
 
     def _unlocated(self, plan: CallPlan, error: SingleControllerError | None) -> CallPlan:
@@ -254,7 +254,7 @@ class Inputs:
         for values in self._arguments:
             of_part: dict[Parameter, Input] = {}
             for key, value in values.items():
-                same = (id(value.source), value.kind, value.count, value.uneven)
+                same = (value.source, value.kind, value.count, value.uneven)
                 if same not in known:
                     try:
                         known[same] = places = self._locate(value, total)
@@ -268,7 +268,7 @@ class Inputs:
         return _with_values(plan, made) if error is None else self._unlocated(plan, error)
 
     def _locate(self, argument: DeferredArgument, total: int | None) -> list[Input]:
-        source, join = self._sources[id(argument.source)]
+        source, join = self._sources[argument.source]
         places = locate(source, join, argument)
         if total is not None and places[0].total not in (None, total):
             raise DispatchError(
