@@ -218,8 +218,8 @@ class Call:
     def check(self) -> None:
         """Wait for the call, and raise its error."""
         self.wait()
-        if self.error is not None:
-            raise self.error
+        if (error := self.error) is not None:
+            raise copy.copy(error) from error.__cause__  # a copy, as in `value`
 
     def value(self, timeout: float | None = None, *, shared: bool = False) -> Any:
         """Wait until the call has an outcome, and return its value as its mode promises it. ``shared``: whether its

@@ -1041,6 +1041,19 @@ def test_ranks_that_a_failed_restart_has_ended(make):
     assert group.broken and group.status().last_death is None
 
 
+def test_each_check_of_a_call_raises_an_error_of_its_own():
+    """Whose traceback, and with it the variables of who waits, goes with it."""
+    with LocalWorkerGroup(1, ClassWithInitArgs(Probe)) as group:
+        future, errors = group.stop.remote(ValueError, [0]), []
+        assert isinstance(future.exception(), WorkerError)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="of the method") as caught:
+                future._call.check()
+            errors.append(caught.value)
+        assert errors[0] is not errors[1] and future._call.error.__traceback__ is None
+        assert errors[0].__cause__ is errors[1].__cause__ is Probe.raised
+
+
 def test_workers_know_their_generation():
     with LocalWorkerGroup(2, ClassWithInitArgs(Which), collectives=False) as group:
         assert group.which() == [0, 0]
