@@ -548,17 +548,15 @@ class WorkerGroup(VerlGroup, Closing):
         self._state.check_process()
         invoke = functools.partial(self._invoke, spec, args, kwargs, options, as_call=True)
         sending = self._state.sending
-        if not sending.acquire(blocking=False):
-            return self._send_later(spec, invoke)
-        try:
-            if self._must_wait(spec, dict(enumerate(args)) | kwargs):
-                return self._send_later(spec, invoke)
+        if sending.acquire(blocking=False):
             try:
-                return WorkerFuture(invoke())
+                if not self._must_wait(spec, dict(enumerate(args)) | kwargs):
+                    return WorkerFuture(invoke())
             except FutureInside:  # whose value or call may have to be waited for
-                return self._send_later(spec, invoke)
-        finally:
-            sending.release()
+                pass
+            finally:
+                sending.release()
+        return self._send_later(spec, invoke)
 
     def _must_wait(self, spec: MethodSpec, arguments: dict[Any, Any]) -> bool:
         """Whether a call may have to wait before it can be sent: for ranks to be replaced, for the layout, or for a
