@@ -248,9 +248,8 @@ class Call:
         # Small results are here, but whether they came in time must not depend on a race with the shutdown.
         if not self.transport.connected:
             raise GroupBrokenError(f"the results of {self.label}() are lost: {TRANSPORT_GONE}")
-        results = [
-            self.rank_results[rank] for rank in self._collecting
-        ]  # without the lock: no rank is pending any more
+        # Without the lock: no rank is pending any more
+        results = [self.rank_results[rank] for rank in self._collecting]
         if any(result.kept for result in results):
             self.results.shared = shared
             try:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from dispatch.checks import check_seconds
+from dispatch.checks import check_seconds, is_count
 from dispatch.plan import CallPlan
 from single_controller.call.codec import encode
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup
@@ -89,7 +89,7 @@ class LocalWorkerGroup(WorkerGroup):
         error_grace: float = ERROR_GRACE_SECONDS,
         collectives: bool = True,
     ) -> None:
-        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        if not is_count(world_size):
             raise ValueError(f"world_size is the number of ranks, a positive integer; got {world_size!r}")
         made = ray_cls_with_init
         if not isinstance(made, (ClassWithInitArgs, Colocated)):
