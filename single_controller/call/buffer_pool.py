@@ -73,6 +73,14 @@ class BufferPool:
             self._returned_bytes += memory.nbytes
             self._returned.append((time.monotonic(), memory))
 
+    def clear(self) -> None:
+        """Free all idle buffers."""
+        with self._lock:
+            self._returned.clear()
+            self._returned_bytes = 0
+            self._idle.clear()
+            self._idle_bytes = 0
+
     @property
     def idle_bytes(self) -> int:
         """Bytes of the idle buffers."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from single_controller.call import buffer_pool as module
-from single_controller.call.buffer_pool import MIN_BYTES, BufferPool, cat_tensors
+from single_controller.call.buffer_pool import MIN_BYTES, BufferPool, buffer_pool, cat_tensors
 
 
 @pytest.fixture
@@ -60,6 +60,8 @@ def test_idle_bytes_are_limited(pool, monkeypatch):
     held = [pool.take(MIN_BYTES) for _ in range(10)]
     del held
     assert pool.idle_bytes == 4 * MIN_BYTES
+    pool.clear()
+    assert pool.idle_bytes == 0
 
 
 def test_old_idle_buffers_are_freed(pool, monkeypatch):
@@ -106,13 +108,13 @@ def test_cat_tensors_equals_torch_cat(dtype):
     assert joined[:900].any(), "the joined tensor must have its own memory"
 
 
-def test_cat_tensors_along_another_dim_uses_a_pooled_buffer(pool, monkeypatch):
+def test_cat_tensors_along_another_dim_uses_a_pooled_buffer():
     parts = [torch.arange(4.0 * n * 2**18).reshape(4, -1) for n in (1, 2)]
-    monkeypatch.setattr(module, "buffer_pool", pool)
+    buffer_pool.clear()
     joined = cat_tensors(parts, 1)
     assert torch.equal(joined, torch.cat(parts, 1))
     del joined
-    assert pool.idle_bytes >= 12 * 2**20
+    assert buffer_pool.idle_bytes >= 12 * 2**20
 
 
 @pytest.mark.parametrize(

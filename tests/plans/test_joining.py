@@ -13,8 +13,7 @@ from tensordict import NonTensorData, TensorDict
 from dispatch.batch import Deferred
 from dispatch.modes import Join
 from dispatch.plan import DeferredArgument
-from single_controller.call import buffer_pool
-from single_controller.call.buffer_pool import BufferPool
+from single_controller.call.buffer_pool import buffer_pool
 from single_controller.call.joining import RankResult, join_results, locate
 
 
@@ -131,13 +130,12 @@ class TestOneCopy:
         assert [float(row[0]) for row in rows] == [0, 0, 1, 1, 1]
         assert all(len(row) == MB // 4 for row in rows)
 
-    def test_rows_are_joined_into_a_reused_buffer(self, make, joined, monkeypatch):
-        pool = BufferPool()
-        monkeypatch.setattr(buffer_pool, "buffer_pool", pool)
+    def test_rows_are_joined_into_a_reused_buffer(self, make, joined):
+        buffer_pool.clear()
         value = joined(RecordedResults([make(0, 2), make(1, 3)]))
-        assert pool.idle_bytes == 0
+        assert buffer_pool.idle_bytes == 0
         del value
-        assert pool.idle_bytes >= 5 * MB
+        assert buffer_pool.idle_bytes >= 5 * MB
 
     def test_result_has_memory_of_its_own(self, make, joined):
         made = [make(0, 2), make(1, 3)]
