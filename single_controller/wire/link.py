@@ -453,10 +453,11 @@ class Session:
         return self.parts.get(number + INPUTS_OF) == ()
 
     def give_parts(self, number: int, parts: tuple[Any, ...]) -> None:
-        """Give what `take_parts` waits for."""
+        """Give what `take_parts` waits for, unless the driver has the reply to the call already."""
         with self.changed:
-            self.parts[number] = parts
-            self.changed.notify_all()
+            if number % INPUTS_OF > self.acknowledged:
+                self.parts[number] = parts
+                self.changed.notify_all()
 
     def take_kept(self, number: int) -> Any:
         """Wait until a call has ended; what was kept of it. The driver has sent a ``WANT`` frame, or was told."""
@@ -475,13 +476,12 @@ class Session:
 
     def acknowledge(self, number: int) -> None:
         """Forget what belongs to calls whose replies the driver has."""
-        if number <= self.acknowledged:  # beside a long call, many others may wait with their arguments
-            return
-        self.acknowledged = number
         while self.replies and (first := next(iter(self.replies))) <= number:
             self.forget(first)
-        for late in [one for one in self.parts if one % INPUTS_OF <= number]:  # they came after the reply was sent
-            del self.parts[late]
+        if number > self.acknowledged:  # not at each frame: many calls may wait with their arguments behind a long one
+            self.acknowledged = number
+            for late in [one for one in self.parts if one % INPUTS_OF <= number]:  # they came after the reply was sent
+                del self.parts[late]
 
     def forget(self, number: int) -> None:
         """Forget the reply to a call, which the driver has."""

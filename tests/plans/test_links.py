@@ -308,6 +308,7 @@ class TestLostConnections:
         session.parts = Parts({1: (), 1 + link.INPUTS_OF: (), 2: ()})
         for _ in range(3):
             session.acknowledge(1)
+        session.give_parts(1, ())
         assert session.parts.walks == 1 and list(session.parts) == [2]
 
     def test_rank_that_has_forgotten_the_driver(self, rank, to_rank):
