@@ -964,7 +964,7 @@ class TestUnsentCalls:
             async def main():
                 group.keep(torch.tensor([1, 2]))
                 group.move({"dp": [0, 1]})  # the layout has to be asked for again
-                group.execute_all_async("rest", 0.3)
+                group.execute_all_async("rest", 5)  # on workers that the restart abandons
                 rows = [group.compute_rows.remote(torch.tensor([3, 4])) for _ in range(2)]
                 group.restart()  # which ends the first of them; the second one waits for it
                 return (await asyncio.gather(*rows, return_exceptions=True))[1]
