@@ -103,7 +103,7 @@ class WorkerError(_RankError):
 
 class StartError(WorkerError):
     """A worker's constructor raised, its class could not be loaded, or its own Python (``python=``) cannot run it. The
-    group was shut down."""
+    group was shut down. Or this process has as many threads as it may have, and one more was needed."""
 
 
 def start_thread(thread: threading.Thread, what: str) -> None:
