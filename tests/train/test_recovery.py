@@ -6,17 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from workers.recovery import peer_snapshots
 from workers.recovery.peer_snapshots import PeerSnapshots
 from workers.recovery.reshard import moves
 from workers.recovery.snapshot_choice import (
-    REFERENCE,
     Recovery,
     Taken,
     buddies,
     choose_recovery,
     is_covered_by_replicas,
+    reference_number,
 )
 from workers.recovery.train_recovery import START, Progress, _choose
+from workers.recovery.weight_backup import take_snapshot
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -116,13 +118,14 @@ def test_weights_are_sent_again_if_the_rollout_workers_have_newer_ones(
 
 
 def test_reference_weights_are_needed_too():
-    both = [{1, 2, REFERENCE}] * 3
+    reference = reference_number(3)
+    both = [{1, 2, reference}] * 3
     found = choose_recovery(held(3, both, both, dead={0}), with_ref=True)
     assert (found.number, found.sources, found.references) == (2, (1, 1, 2), (1, 1, 2))
-    without = [{1, 2}, {1, 2, REFERENCE}, {1, 2, REFERENCE}]
+    without = [{1, 2}, {1, 2, reference}, {1, 2, reference}]
     assert choose_recovery(held(3, both, without, dead={0}), with_ref=True) is None
     assert choose_recovery(held(3, both, without, dead={0})).number == 2
-    assert choose_recovery([{0: {REFERENCE: Taken(-1, 1)}}]) is None
+    assert choose_recovery([{0: {reference_number(1): Taken(-1, 1)}}]) is None
 
 
 def test_replicas_stand_in_for_each_other_and_share_the_work():
@@ -156,6 +159,33 @@ def test_snapshot_of_another_size_is_not_written_over():
     finally:
         peers.close()
     assert about == {"rollout_id": 5} and state.parts["w"].tolist() == [0, 0, 0]
+
+
+def test_reference_of_the_former_size_counts_until_a_snapshot_of_the_new_one_is_complete(monkeypatch):
+    """A rank gets a second one, which dies before it has sent anything: the group goes on from what one rank took."""
+
+    def with_a_new_rank(value):
+        return [value, ((1, 2), None)] if isinstance(value, tuple) else [value, value]
+
+    peers, weights = PeerSnapshots("127.0.0.1", seconds=10), torch.arange(2.0)
+    try:
+        peers.join(0, 0, 0, (0, 1), 0)
+        peers.set_reference(take_snapshot({"w": weights}, None))
+        peers.take([("w", weights)], {"rollout_id": 5})
+        taken = Recovery(0, 5, (0,), (0,))
+        with monkeypatch.context() as patched:
+            patched.setattr(peer_snapshots, "gathered", with_a_new_rank)
+            patched.setattr(peer_snapshots, "_send", lambda *args: None)
+            half = {"w": torch.zeros(1)}
+            peers.restore(taken, 0, (0, 2), lambda about: half, lambda: half)
+        assert choose_recovery([peers.versions(lambda shard: True), {}], with_ref=True) == taken
+        _, _, reference = peers.restore(taken, 0, (0, 1), dict, dict)
+        peers.join(0, 1, 0, (0, 1), 0)
+        peers.take([("w", weights)], {"rollout_id": 6})
+        assert peers.versions(lambda shard: True)[0].keys() == {0, 1, reference_number(1)}
+    finally:
+        peers.close()
+    assert reference.parts["w"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -37,7 +37,7 @@ from workers.blocks import Block, checksum_of, receive_blocks, send_block
 from workers.device import has_accelerator, host_memory
 from workers.distributed import all_or_none, gathered
 from workers.recovery.reshard import Move, moves
-from workers.recovery.snapshot_choice import REFERENCE, Recovery, Taken, buddies, is_covered_by_replicas
+from workers.recovery.snapshot_choice import Recovery, Taken, buddies, is_covered_by_replicas, reference_number
 from workers.recovery.weight_backup import Snapshot, empty_snapshot, live_tensors, take_snapshot
 
 logger = logging.getLogger(__name__)
@@ -127,8 +127,9 @@ class PeerSnapshots:
 
     def set_reference(self, snapshot: Snapshot) -> None:
         """Send the reference model's weights, which must not change from now on. The snapshot is not copied."""
-        self._add(REFERENCE, snapshot, {})
-        self._send([REFERENCE])
+        number = reference_number(self._ranks)
+        self._add(number, snapshot, {})
+        self._send([number])
 
     def take(self, state: Iterable[tuple[str, torch.Tensor]], about: Mapping[str, Any]) -> dict[str, float]:
         """Copy the state to host memory, and send it in the background. All ranks call it after the same step.
@@ -144,7 +145,7 @@ class PeerSnapshots:
         """
         number, waited = self._agree()
         old = None
-        for stale in [known for known in self._own if known not in (REFERENCE, self._committed)]:
+        for stale in [known for known in self._own if known >= 0 and known != self._committed]:
             old = self._own.pop(stale)
             del self._headers[stale]
         self._add(number, take_snapshot(live_tensors(state), old), about)
@@ -159,7 +160,7 @@ class PeerSnapshots:
         self.finish_sending()
         waited = time.perf_counter() - began
         number = -1 if self._latest is None else self._latest
-        said = gathered((number, number in self._sent, self._checksums.get(number), self._replicas, waited))
+        said = gathered((number, not self._unsent(), self._checksums.get(number), self._replicas, waited))
         numbers, sent, checksums, replicas, waits = zip(*said, strict=True)
         latest, longest = max(numbers), max(waits)
         if latest < 0:
@@ -181,6 +182,10 @@ class PeerSnapshots:
             with self._lock:
                 for owner in self._held.keys() - set(self._wards):
                     del self._held[owner]
+                having: list[dict[int, Any]] = [self._own, self._headers, *self._held.values()]
+                for of_owner in having:
+                    for stale in [one for one in of_owner if one < 0 and one != reference_number(self._ranks)]:
+                        del of_owner[stale]
         return latest + 1, longest
 
     def _add(self, number: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
@@ -252,8 +257,7 @@ class PeerSnapshots:
             if header["generation"] != self._generation:
                 return None
             blocks = self._held.setdefault(header["owner"], {})
-            needed = {header["committed"], REFERENCE} if header["number"] != REFERENCE else set(blocks) - {REFERENCE}
-            for number in blocks.keys() - needed:
+            for number in [known for known in blocks if known >= 0 and known != header["committed"]]:
                 # Taken out first: while it is written over, nobody may take it for a complete snapshot.
                 memory = blocks.pop(number).memory
                 if memory.numel() == header["nbytes"]:
@@ -321,25 +325,28 @@ class PeerSnapshots:
             state, about = self._bring(number, recovery.sources, rank, shards, live, wrong)
             reference = None
             if recovery.references:
-                reference, _ = self._bring(REFERENCE, recovery.references, rank, shards, lambda about: weights(), wrong)
+                of_size = reference_number(len(recovery.references))
+                reference, _ = self._bring(of_size, recovery.references, rank, shards, lambda about: weights(), wrong)
             if wrong:
                 raise SnapshotError("; ".join(wrong))
         with self._lock:
             for blocks in self._held.values():
-                # The reference model's have the same number at each size, and would count as those of this one.
-                for useless in [known for known in blocks if known > number or (resized and known == REFERENCE)]:
+                for useless in [known for known in blocks if known > number]:
                     del blocks[useless]
-        for other in [known for known in self._own if known not in (number, REFERENCE)]:
+        for other in [known for known in self._own if known >= 0 and known != number]:
             del self._own[other], self._headers[other]
         self._rank, self._ranks, self._shard = rank, len(shards), shard
         self._replicas = tuple(other for other, of in enumerate(shards) if of == shard)
         self._committed = number
         # The snapshots of another size are of use until the first one of this size is complete.
         self._latest = 1 + max(known for known in latest if known is not None) if resized else number
-        if self._latest not in self._own:
-            self._add(self._latest, state, about)
-        if reference is not None and (resized or REFERENCE not in self._own):
-            self._add(REFERENCE, reference, {})
+        restored = {self._latest: (state, about)}
+        if reference is not None:
+            restored[reference_number(len(shards))] = reference, {}
+        for number, (snapshot, kept) in restored.items():
+            # This rank may be new, or have had another number when it took its own.
+            if self._headers.get(number, {}).get("owner") != rank:
+                self._add(number, snapshot, kept)
         return state, about, reference
 
     def _bring(
@@ -368,7 +375,7 @@ class PeerSnapshots:
                 one = mine[owner]
                 if rank == to:
                     kept = Snapshot.of(one.memory, one.header["layout"])
-                    if len(sources) != len(shards) and number != REFERENCE:
+                    if len(sources) != len(shards) and number >= 0:
                         # It gets another number, and this memory, under the old one, is written over by a later one.
                         kept = take_snapshot(kept.parts, None)
                     found = kept, one.header["about"]

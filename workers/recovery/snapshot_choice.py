@@ -7,9 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-REFERENCE = -1
-"""Number of the snapshot of the reference model's weights, which never change. Those of the state count from 0."""
-
 
 class Taken(NamedTuple):
     """What is known of a complete snapshot.
@@ -46,6 +43,16 @@ class Recovery:
     references: tuple[int, ...] = ()
 
 
+def reference_number(ranks: int) -> int:
+    """Return the number of the snapshot of the reference model's weights, which never change: one for each size of the
+    group. Those of the state count from 0.
+
+    Args:
+        ranks: how many ranks take it.
+    """
+    return -ranks
+
+
 def choose_recovery(
     versions: Sequence[Versions], *, with_ref: bool = False, newest: int | None = None
 ) -> Recovery | None:
@@ -60,12 +67,14 @@ def choose_recovery(
         The choice; None if there is no such snapshot.
     """
     taken = {number: taken for held in versions for of in held.values() for number, taken in of.items()}
-    reference = taken.pop(REFERENCE, None)
-    references = _sources(versions, range(reference.ranks), REFERENCE) if with_ref and reference is not None else ()
-    if references is None or (with_ref and reference is None):
+    of_sizes = (_sources(versions, range(ranks), number) for number, (_, ranks) in sorted(taken.items()) if number < 0)
+    references = next((sources for sources in of_sizes if sources is not None), None) if with_ref else ()
+    if references is None:
         return None
     for number, (rollout_id, ranks) in sorted(taken.items(), reverse=True):
-        sources = _sources(versions, range(ranks), number) if newest is None or rollout_id <= newest else None
+        if number < 0 or (newest is not None and rollout_id > newest):
+            continue
+        sources = _sources(versions, range(ranks), number)
         if sources is not None:
             return Recovery(number, rollout_id, sources, references)
     return None
