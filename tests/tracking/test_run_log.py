@@ -155,7 +155,7 @@ def test_rows_have_the_weight_version_of_before_the_training(tmp_path):
     with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group, RunLog(run_dir=tmp_path) as log:
         actor = SimpleNamespace(role="actor", async_train=None, worker_group=group, actor_cls=Sleeper, with_ref=False)
         actor.ready_workers = lambda method: SimpleNamespace(world_size=1, dp_size=1)
-        actor.weight_version, actor.last_checkpoint, actor.recorded_rows = 4, None, dict
+        actor.weight_version, actor.last_checkpoint, actor.recorded_rows = 4, None, lambda step: {}
         actor.last_sync = lambda: None
         log.watch(actor)
         batch = log.mark(0, batch_of(0))

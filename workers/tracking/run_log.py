@@ -215,7 +215,7 @@ class RunLog(Closing):
         """Choose the rows of a batch that will be recorded, so that the trainer keeps what it computes for them.
 
         Args:
-            step: of the run.
+            step: of the run: the id of the rollout that is trained on.
             batch: rollout data.
 
         Returns:
@@ -233,7 +233,8 @@ class RunLog(Closing):
         """Log a step.
 
         Args:
-            step: number of the step.
+            step: number of the step. With a batch, log it before you send the second rollout after it to be trained on:
+                the ranks keep what they have computed for two.
             metrics: by name. If they have ``tokens`` and something was `timed`, ``tokens_per_second`` is added.
             batch: what was trained on, from `mark`: its rows are recorded, and metrics of lengths and rewards added.
 
@@ -260,7 +261,7 @@ class RunLog(Closing):
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
         with self._saving(None if batch is None else "samples"):
-            samples = self._samples(batch, self._marked.pop(step, self._weight_version))
+            samples = self._samples(step, batch, self._marked.pop(step, self._weight_version))
         events = self._of_actor()
         with self._lock, self._saving("folder"):
             if self._folder is not None:
@@ -347,14 +348,16 @@ class RunLog(Closing):
         version: int | None = None if self._actor is None else self._actor.weight_version
         return version
 
-    def _samples(self, batch: Any, version: int | None) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    def _samples(
+        self, step: int, batch: Any, version: int | None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
         """Return the samples of a batch, with what the ranks have computed. Not under the lock: it calls the ranks."""
         if self._folder is None or batch is None or "record_rows" not in batch.keys():  # noqa: SIM118  (a TensorDict)
             return None
         computed: Mapping[int, Mapping[str, np.ndarray]] = {}
         if self._actor is not None:
             with suppress(SingleControllerError):  # the next call of the group raises it too
-                computed = self._actor.recorded_rows()
+                computed = self._actor.recorded_rows(step)
         notes: Sequence[RowNote] | None = None
         for manager in self._managers:
             notes = manager.row_notes.of(batch) or notes

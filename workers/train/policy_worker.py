@@ -73,6 +73,9 @@ class PolicyTrainWorker(ModelWorker):
     _rollout_id = 0
     """Of the rollout in training."""
     _kept: KeptRows | None = None
+    """Of that rollout."""
+    _recorded: tuple[tuple[int, dict[str, Any]], ...] = ()
+    """What was kept of the last two rollouts, by rollout id: the driver may ask when it has sent the next one."""
     _told_length = False
     """Whether the log says that completions are longer than `overlong_buffer_len` expects."""
     _told_lost = False
@@ -105,8 +108,8 @@ class PolicyTrainWorker(ModelWorker):
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
 
-    def recorded_rows(self) -> dict[str, Any] | None:
-        return None if self._kept is None else self._kept.arrays()
+    def recorded_rows(self, rollout_id: int | None = None) -> dict[str, Any] | None:
+        return dict(self._recorded).get(self._rollout_id if rollout_id is None else rollout_id)
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -124,6 +127,9 @@ class PolicyTrainWorker(ModelWorker):
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
         self.next_rollout_id = rollout_id + 1
+        if self._kept is not None:
+            self._recorded = (*self._recorded[-1:], (rollout_id, self._kept.arrays()))
+            self._kept = None
         return {**metrics, "seconds": time.perf_counter() - began}
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")

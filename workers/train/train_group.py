@@ -20,6 +20,7 @@ import ray
 
 from dispatch.checks import check_count
 from single_controller import (
+    Broadcast,
     GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
@@ -648,9 +649,12 @@ class RayTrainGroup:
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
-    def recorded_rows(self) -> dict[int, dict[str, np.ndarray]]:
-        """Return what the ranks have computed, in the last `async_train`, for the rows whose entry ``record_rows`` is
-        not negative.
+    def recorded_rows(self, rollout_id: int | None = None) -> dict[int, dict[str, np.ndarray]]:
+        """Return what the ranks have computed, in `async_train`, for the rows whose entry ``record_rows`` is not
+        negative.
+
+        Args:
+            rollout_id: of one of the last two rollouts; by default of the last. There are no rows of others.
 
         Returns:
             The entry -> by name, one float32 number per real token of the row: ``log_probs`` (``old_log_probs`` where
@@ -658,7 +662,7 @@ class RayTrainGroup:
             configuration needs, of ``ref_log_probs``, ``values`` and ``correction_weights``.
         """
         rows: dict[int, dict[str, np.ndarray]] = {}
-        for of_rank in self.ready_workers("recorded_rows").recorded_rows():
+        for of_rank in self.ready_workers("recorded_rows").recorded_rows(Broadcast(rollout_id)):
             if of_rank is None:
                 continue
             ends = of_rank["lengths"].cumsum()

@@ -98,6 +98,23 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
         assert list(replay(run, 2).different) == ["grad_norm"]
 
 
+def test_step_that_is_logged_when_the_next_one_was_sent(fsdp_groups, llama_folder, tmp_path):
+    group = fsdp_groups(1)
+    begin(group, {**SETTINGS, "hf_checkpoint": llama_folder}, with_ref=True)
+    with RunLog.from_args(group.args, run_dir=tmp_path) as log:
+        log.watch(group)
+        batches = [log.mark(k, rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=k)) for k in range(2)]
+        log_probs = group.compute_log_prob(batches[0])
+        sent = [group.async_train(step, batch) for step, batch in enumerate(batches)]
+        log.log(0, sent[0].result()[0], batches[0])
+    arrays = np.load(sample_files(tmp_path, 0)[0])
+    for row, real in enumerate(batches[0]["attention_mask"].bool()):
+        begin_, end = arrays["offsets"][row : row + 2]
+        torch.testing.assert_close(
+            torch.from_numpy(arrays["log_probs"][begin_ + 1 : end]), log_probs[row][real][1:], rtol=0, atol=1e-5
+        )
+
+
 def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
     record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, "record_rows": 3}, steps=3, save_after=(0,))
     run = tmp_path / "run"
