@@ -121,7 +121,9 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     several = ranks["world_size"] > 1
     if several and args.shuffle_minibatches and args.num_steps_per_rollout > 1:
         raise ReplayError("the run shuffles each rank's rows (shuffle_minibatches), which one rank cannot repeat")
-    checkpoint, begin = _begin(args.load, run["config"].get("save"), step, started, folder)
+    since = run["resumed"][-1]["time"] if run.get("resumed") else run["started"]
+    since = min(since, run["process"]["started"])  # later, if the run was opened again and has logged no step yet
+    checkpoint, begin = _begin(args.load, run["config"].get("save"), step, started, since, folder)
     args["no_load_optim"] = args.no_load_optim and begin == started  # later, the run had an optimizer's state
     args["load"] = None if checkpoint is None else str(checkpoint.parent)
     args["ckpt_step"] = None if checkpoint is None else begin - 1
@@ -168,7 +170,9 @@ def _class(path: str) -> type[Any]:
     return worker_class("", found)
 
 
-def _begin(load: str | None, save: str | None, step: int, started: int, folder: Path) -> tuple[Path | None, int]:
+def _begin(
+    load: str | None, save: str | None, step: int, started: int, since: float, folder: Path
+) -> tuple[Path | None, int]:
     """Return the checkpoint to begin with, None for the initial weights, and the first step to train.
 
     Args:
@@ -176,15 +180,15 @@ def _begin(load: str | None, save: str | None, step: int, started: int, folder: 
         save: folder of the run's own checkpoints.
         step: to be replayed.
         started: the first step since the run has loaded its checkpoint.
+        since: time of that start. Older checkpoints in ``save`` are of another run.
         folder: the run's.
 
     Raises:
         ReplayError: not all rows of the steps from there on are recorded.
     """
-    found = complete_checkpoints(load)
-    if load != save:  # later ones are of the run that this one was begun from
-        found = {number: path for number, path in found.items() if number < started}
-    found |= complete_checkpoints(save)
+    # Later ones in ``load`` are of the run that this one was begun from.
+    found = {number: path for number, path in complete_checkpoints(load).items() if number < started}
+    found |= complete_checkpoints(save, since)
     whole = {number for number in sample_steps(folder) if number <= step and _complete(folder, number)}
     begin = step
     while begin in whole and begin - 1 not in found and begin > 0:

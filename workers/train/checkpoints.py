@@ -84,12 +84,13 @@ def _note_of(load: Path, step: int) -> Path:
     raise ValueError(f"there is no complete checkpoint of ckpt_step={step}; found: {existing}")
 
 
-def complete_checkpoints(folder: str | None) -> dict[int, Path]:
-    """Return the complete checkpoints of a folder: the last rollout that each was trained on -> its own folder."""
+def complete_checkpoints(folder: str | None, since: float = 0.0) -> dict[int, Path]:
+    """Return the complete checkpoints of a folder that were completed after a time: the last rollout that each was
+    trained on -> its own folder."""
     if folder is None:
         return {}
-    by_age = sorted(Path(folder).glob(f"*/{POSITION}"), key=lambda note: note.stat().st_mtime)  # the newest counts
-    notes = [note for note in by_age if _FOLDER.fullmatch(note.parent.name)]
+    ages = sorted((note.stat().st_mtime, note) for note in Path(folder).glob(f"*/{POSITION}"))  # the newest counts
+    notes = [note for age, note in ages if age >= since and _FOLDER.fullmatch(note.parent.name)]
     return {json.loads(note.read_text())["rollout_id"]: note.parent for note in notes}
 
 

@@ -141,6 +141,15 @@ def test_replay_begins_with_what_the_run_has_loaded(fsdp_groups, llama_folder, t
     assert done.exact and done.begun == 1 and done.different == {}, str(done)
 
 
+def test_replay_begins_with_no_checkpoint_of_another_run(fsdp_groups, llama_folder, tmp_path):
+    """Two runs begin from the initial weights, one after the other, with one folder for their checkpoints."""
+    args = {"hf_checkpoint": llama_folder}
+    record(fsdp_groups(1), tmp_path, {**args, "lr": 1e-2}, steps=3, save_after=(0, 1))
+    record(fsdp_groups(1), tmp_path, args, steps=3, save_after=())
+    done = replay(tmp_path / "run", 2)
+    assert done.exact and done.begun == 0 and done.different == {}, str(done)
+
+
 CASES = {
     "gae": {"advantage_estimator": "gae", "kl_coef": 0.01},
     "steps": {
