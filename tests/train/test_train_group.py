@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -699,6 +700,7 @@ def test_replace_that_failed_can_be_repeated(slots):
 
 
 class Stream:
+    buffer = SimpleNamespace(rewind=lambda rollout_id: None)
     recovers = False
 
     def __init__(self):
@@ -739,6 +741,26 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
         group.set_rollout_manager(manager)
         group.update_weights()
         assert manager.stream.told == [False, True, True, True, False, True, False, False]
+
+
+def test_stream_is_told_whether_a_restart_has_lost_weights(slots, tmp_path):
+    with group_of({"save": str(tmp_path)}, 1, slots) as group:
+        ray.get(group.async_init())
+        manager = Manager()
+        manager.stream, manager.group = Stream(), Group()
+        group.set_rollout_manager(manager)
+        group.update_weights()
+        assert group.restart() == [0]
+        assert manager.stream.told == [False, True], "from the weights that the group began with"
+        ray.get(group.async_train(0, ROWS))
+        group.update_weights()
+        group.save_model(0)
+        assert group.restart() == [1]
+        assert manager.stream.told[2:] == [False, True]
+        ray.get(group.async_train(1, ROWS))
+        group.save_model(1)
+        assert group.restart() == [2]
+        assert manager.stream.told[4:] == [False], "they were not sent before"
 
 
 def test_failed_create_can_be_retried(slots):

@@ -49,6 +49,16 @@ class Progress:
             sent = None
         return Progress(recovery.rollout_id, sent)
 
+    def restored(self, rollout_id: int, *, as_initialized: bool) -> Progress:
+        """Return the progress of workers that were initialized again.
+
+        Args:
+            rollout_id: the last one that their weights were trained on; -1 if there is none.
+            as_initialized: whether they have the weights that the workers began with.
+        """
+        same = self.sent_after == rollout_id or (self.sent_after == START and as_initialized)
+        return Progress(rollout_id, rollout_id if same and not self.failed else None)
+
 
 class TrainGroup(Protocol):
     """What `replace_ranks` and `SharedRollout` need of a `RayTrainGroup`.

@@ -230,13 +230,12 @@ class RayTrainGroup:
             "group saved, or from the beginning if there is none; or close()"
         )
         self._made: int | None = self._group.generation
-        self._asleep, self._progress = False, Progress()
+        self._asleep = False
         if self._with_ref is None:
             return None
         self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
         try:
-            begin: list[int] = self._group.init(self._args_to_continue(), self.role, self._with_ref)
-            self._group.set_weight_version(self.weight_version)
+            begin = self._init_again()
             if self._rollout is not None:
                 self._rollout.forget()
                 self._rollout.rewind(begin[0])
@@ -269,17 +268,21 @@ class RayTrainGroup:
                     self._rollout.expect(max(self.weight_version + 1, self._tried))
             raise
 
-    def _args_to_continue(self) -> Any:
-        """Return the configuration with which new workers continue from the checkpoint that this group saved last."""
-        folder = role_args(self.args, self.role).save
-        if folder is None or not self._saved.exists(self.worker_group, folder):
-            return self.args
-        settings: Any = self.args  # a DictConfig
-        args = settings.copy()
-        args["critic_load" if self.role == "critic" else "load"] = folder
-        # These settings are for the checkpoint of another run.
-        args["no_load_optim"], args["ckpt_step"] = False, None
-        return args
+    def _init_again(self) -> list[int]:
+        """Initialize the workers from the checkpoint that this group saved last, or else as the first time. They keep
+        the weight version."""
+        workers = self.worker_group
+        args: Any = self.args  # a DictConfig
+        folder = role_args(args, self.role).save
+        if folder is not None and self._saved.exists(workers, folder):
+            args = args.copy()
+            args["critic_load" if self.role == "critic" else "load"] = folder
+            # These settings are for the checkpoint of another run.
+            args["no_load_optim"], args["ckpt_step"] = False, None
+        begin: list[int] = workers.init(args, self.role, self._with_ref)
+        workers.set_weight_version(self.weight_version)
+        self._progress = self._progress.restored(begin[0] - 1, as_initialized=args is self.args)
+        return begin
 
     def release(self) -> None:
         """End the workers. The group keeps its slots, the weight version and the location of its checkpoints. A
@@ -406,25 +409,24 @@ class RayTrainGroup:
     def _continue(self, recovery: Recovery | None) -> list[int]:
         """Continue from a snapshot, or else from the checkpoint."""
         self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
-        workers, version = self.worker_group, self.weight_version
+        workers = self.worker_group
         self._made = None
         self._saved.interrupted(self.role)
-        begin: list[int]
         if recovery is None:
-            self._progress = Progress()
-            begin = workers.init(self._args_to_continue(), self.role, self._with_ref)
-            workers.set_weight_version(version)
+            begin = self._init_again()
         else:
             sent = self._progress.has_sent(recovery)
             self._progress = self._progress.after(recovery)
+            version = self.weight_version
             begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
         self._made = workers.generation
-        self._asleep, self._progress.trained = False, begin[0] - 1
+        self._asleep = False
         self._leave()
         if self._rollout is not None:
             self._rollout.forget()  # the next update tells the workers: a manager that is busy stops no recovery
             self._rollout.rewind(begin[0])
-            self._weights_lost = bool(self.weight_version) and self._progress.sent_after is None
+            lost = recovery is None or self._progress.sent_after is None
+            self._weights_lost = lost and bool(self.weight_version)
         return begin
 
     def close(self) -> None:
