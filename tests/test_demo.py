@@ -54,9 +54,9 @@ def check_run_folder(folder, rewards, way):
     """The run folder beside the plot has what TensorBoard has, the updates, the calls, and samples of each step."""
     run = read_run(folder)
     assert run["ended"]["reason"] == "finished" and len(run["groups"]) == 2 and run["ray_address"]
-    metrics = {line["step"]: line["metrics"] for _, line in read_lines(folder / "metrics.jsonl")}
+    metrics = {line["step"]: line["metrics"] for line in read_lines(folder / "metrics.jsonl")}
     assert {step: of["reward"] for step, of in metrics.items()} == pytest.approx(rewards)
-    updates = [line for _, line in read_lines(folder / "events.jsonl") if line["kind"] == "update"]
+    updates = [line for line in read_lines(folder / "events.jsonl") if line["kind"] == "update"]
     assert [line["version"] for line in updates] == list(range(1, 31))
     assert sample_steps(folder) == list(range(30))
     for step in (0, 29):
@@ -71,7 +71,7 @@ def check_run_folder(folder, rewards, way):
             digest = next(line["digest"] for line in updates if line["version"] == version)
             assert all(row["fingerprints"] in ({}, {str(version): digest}) for row in about["rows"])
         assert {row["finish"] for row in about["rows"]} <= {"stop", "length"}
-    calls = {(line["method"], line["rank"]) for _, line in read_lines(folder / "timeline.jsonl")}
+    calls = {(line["method"], line["rank"]) for line in read_lines(folder / "timeline.jsonl")}
     assert {("train", None), ("train", 0), ("sync", None), ("rollout", None)} <= calls
 
 

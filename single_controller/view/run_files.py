@@ -48,22 +48,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete lines of a ``.jsonl`` file, with the offset behind each, at which a later call goes on. A file
-    that does not exist has none; an incomplete last line is left for later.
-
-    Args:
-        path: the file.
-        offset: where to begin, in bytes.
-    """
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of a ``.jsonl`` file. A file that does not exist has none; an incomplete last line is
+    left out."""
     try:
         file = open(path, "rb")  # noqa: SIM115  (the with statement follows)
     except FileNotFoundError:
         return
     with file:
-        file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            offset += len(line)
-            yield offset, json.loads(line)
+            yield json.loads(line)

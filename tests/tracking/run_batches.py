@@ -27,12 +27,12 @@ def check_folder(folder):
     """Check that a folder opens, and that nothing in it is torn or doubled. Returns its steps."""
     read_run(folder)
     steps = []
-    for _, line in read_lines(folder / METRICS):
+    for line in read_lines(folder / METRICS):
         steps.append(line["step"])
         assert line["metrics"]["value"] == float(line["step"] ** 2)
     assert steps == list(range(len(steps)))  # each once, in order, none missing
     for name in ("events.jsonl", "timeline.jsonl"):
-        for _, line in read_lines(folder / name):
+        for line in read_lines(folder / name):
             assert {"time", "method"} & line.keys()
     for step in sample_steps(folder):
         data, text = sample_files(folder, step)

@@ -64,7 +64,7 @@ def kill_and_resume(tmp_path, kills, seed):
     run = read_run(folder)
     assert run["ended"]["reason"] == "finished" and run["resumed"]
     # A kill may fall between a change of run.json and its event, which is written next.
-    steps = [line["step"] for _, line in read_lines(folder / EVENTS) if line["kind"] == "resume"]
+    steps = [line["step"] for line in read_lines(folder / EVENTS) if line["kind"] == "resume"]
     noted = iter(one["step"] for one in run["resumed"])
     assert all(step in noted for step in steps) and len(run["resumed"]) - len(steps) <= kills
     return most

@@ -190,7 +190,7 @@ def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch):
     assert of_mlflow(folder) == {name.replace("@", "_"): values for name, values in told.items()}
     wait_until(lambda: of_wandb(folder) == told)
     assert of_trackio(tmp_path / "trackio") == told
-    own = {line["step"]: line["metrics"] for _, line in read_lines(folder / METRICS)}
+    own = {line["step"]: line["metrics"] for line in read_lines(folder / METRICS)}
     assert own == dict(enumerate(STEPS))
 
 
@@ -253,7 +253,7 @@ def test_logger_that_fails_does_not_end_the_training(tmp_path, monkeypatch, capl
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         "the logger console has failed; training goes on"
     ]
-    (told,) = [line for _, line in read_lines(folder / EVENTS) if line["kind"] == "logger"]
+    (told,) = [line for line in read_lines(folder / EVENTS) if line["kind"] == "logger"]
     assert told["text"] == "the logger console has failed: no route"
 
 

@@ -110,7 +110,7 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     """
     folder = Path(run_dir)
     run = read_run(folder)
-    of_steps = {line["step"]: line["metrics"] for _, line in read_lines(folder / METRICS)}
+    of_steps = {line["step"]: line["metrics"] for line in read_lines(folder / METRICS)}
     if step not in of_steps:
         raise ReplayError(f"{folder} has no step {step}")
     recorded = of_steps[step]

@@ -80,7 +80,7 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
         "with_ref": True,
         "worker_class": "workers.fsdp.fsdp_worker:FSDPTrainWorker",
     }
-    (saved,) = [line for _, line in read_lines(run / EVENTS) if line["kind"] == "checkpoint"]
+    (saved,) = [line for line in read_lines(run / EVENTS) if line["kind"] == "checkpoint"]
     assert saved["folder"].endswith("rollout_0000001")
 
     done = replay(run, 3)
