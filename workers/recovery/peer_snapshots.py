@@ -69,8 +69,7 @@ class PeerSnapshots:
         """Protects ``_held`` and ``_generation``. Held for moments only."""
         self._held: dict[int, dict[int, Block]] = {}
         self._generation = -1
-        self._own: dict[int, Snapshot] = {}
-        self._headers: dict[int, dict[str, Any]] = {}
+        self._own: dict[int, Block] = {}
         self._latest: int | None = None
         self._committed: int | None = None
         self._sent: set[int] = set()
@@ -146,8 +145,8 @@ class PeerSnapshots:
         number, waited = self._agree()
         old = None
         for stale in [known for known in self._own if known >= 0 and known != self._committed]:
-            old = self._own.pop(stale)
-            del self._headers[stale]
+            block = self._own.pop(stale)
+            old = Snapshot.of(block.memory, block.header["layout"])
         self._add(number, take_snapshot(live_tensors(state), old), about)
         self._latest = number
         self._send(self._unsent())
@@ -171,8 +170,8 @@ class PeerSnapshots:
         if differ and not late:
             # Each rank comes to the same result. From now on all of them send their snapshots.
             self._replicas = (self._rank,)
-            for header in self._headers.values():
-                header["owners"] = self._replicas
+            for one in self._own.values():
+                one.header["owners"] = self._replicas
             self._sent.clear()
         if not self._rank and (late or differ):
             why = f"the ranks {late} have not sent theirs" if late else f"the replicas {differ} are not bit-identical"
@@ -182,15 +181,13 @@ class PeerSnapshots:
             with self._lock:
                 for owner in self._held.keys() - set(self._wards):
                     del self._held[owner]
-                having: list[dict[int, Any]] = [self._own, self._headers, *self._held.values()]
-                for of_owner in having:
+                for of_owner in (self._own, *self._held.values()):
                     for stale in [one for one in of_owner if one < 0 and one != reference_number(self._ranks)]:
                         del of_owner[stale]
         return latest + 1, longest
 
     def _add(self, number: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
-        self._own[number] = snapshot
-        self._headers[number] = {
+        header = {
             "owner": self._rank,
             "owners": self._replicas,
             "ranks": self._ranks,
@@ -200,6 +197,7 @@ class PeerSnapshots:
             "layout": snapshot.layout,
             "about": dict(about),
         }
+        self._own[number] = Block(header, snapshot.memory, None)
         self._sent.discard(number)
         self._checksums.pop(number, None)
 
@@ -207,14 +205,15 @@ class PeerSnapshots:
 
     def _unsent(self) -> list[int]:
         """The snapshots of the group's present size that are not at the buddy."""
-        of_size = (number for number, header in self._headers.items() if header["ranks"] == self._ranks)
+        of_size = (number for number, one in self._own.items() if one.header["ranks"] == self._ranks)
         return sorted(number for number in of_size if number not in self._sent)
 
     def _send(self, numbers: Sequence[int]) -> None:
         self.finish_sending()
         if not numbers:
             return
-        blocks = [(number, self._header(number), self._own[number].memory) for number in numbers]
+        now = {"generation": self._generation, "committed": self._committed}
+        blocks = [(number, self._own[number].header | now, self._own[number].memory) for number in numbers]
         end = time.monotonic() + self._seconds
         # The thread has its own references: it may still run after `_give_up_sending`.
         buddy, sent, checksums = self._buddy, self._sent, self._checksums
@@ -233,9 +232,6 @@ class PeerSnapshots:
 
         self._sending = threading.Thread(target=send, name="snapshot-send", daemon=True)
         self._sending.start()
-
-    def _header(self, number: int) -> dict[str, Any]:
-        return {**self._headers[number], "generation": self._generation, "committed": self._committed}
 
     def finish_sending(self) -> None:
         """Wait until this rank sends nothing."""
@@ -281,7 +277,7 @@ class PeerSnapshots:
         """
         with self._lock:
             headers = [(owner, block.header) for owner, blocks in self._held.items() for block in blocks.values()]
-        headers += [(owner, header) for header in self._headers.values() for owner in header["owners"]]
+        headers += [(owner, one.header) for one in self._own.values() for owner in one.header["owners"]]
         by_owner: dict[int, dict[int, Taken]] = {}
         for owner, header in headers:
             if usable(tuple(header["shard"])):
@@ -334,7 +330,7 @@ class PeerSnapshots:
                 for useless in [known for known in blocks if known > number]:
                     del blocks[useless]
         for other in [known for known in self._own if known >= 0 and known != number]:
-            del self._own[other], self._headers[other]
+            del self._own[other]
         self._rank, self._ranks, self._shard = rank, len(shards), shard
         self._replicas = tuple(other for other, of in enumerate(shards) if of == shard)
         self._committed = number
@@ -345,7 +341,7 @@ class PeerSnapshots:
             restored[reference_number(len(shards))] = reference, {}
         for number, (snapshot, kept) in restored.items():
             # This rank may be new, or have had another number when it took its own.
-            if self._headers.get(number, {}).get("owner") != rank:
+            if number not in self._own or self._own[number].header["owner"] != rank:
                 self._add(number, snapshot, kept)
         return state, about, reference
 
@@ -440,7 +436,7 @@ class PeerSnapshots:
         """A snapshot that this rank has: of another one, or its own."""
         with self._lock:
             held = self._held.get(owner, {}).get(number)
-        return held or Block(self._headers[number], self._own[number].memory, None)
+        return held or self._own[number]
 
 
 def _rows(tensor: torch.Tensor, begin: int, rows: int | None) -> torch.Tensor:
