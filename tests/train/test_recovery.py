@@ -177,7 +177,7 @@ def test_reference_of_the_former_size_counts_until_a_snapshot_of_the_new_one_is_
             patched.setattr(peer_snapshots, "gathered", with_a_new_rank)
             patched.setattr(peer_snapshots, "_send", lambda *args: None)
             half = {"w": torch.zeros(1)}
-            peers.restore(taken, 0, (0, 2), lambda about: half, lambda: half)
+            peers.restore(taken, 0, (0, 2), lambda about: half, lambda about: half)
         assert choose_recovery([peers.versions(lambda shard: True), {}], with_ref=True) == taken
         _, _, reference = peers.restore(taken, 0, (0, 1), dict, dict)
         peers.join(0, 1, 0, (0, 1), 0)

@@ -291,7 +291,7 @@ class PeerSnapshots:
         rank: int,
         shard: Shard,
         live: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
-        weights: Callable[[], dict[str, torch.Tensor]],
+        weights: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
     ) -> tuple[Snapshot, dict[str, Any], Snapshot | None]:
         """Get this rank's shard of the snapshots from where they are. All ranks call it, in the new default process
         group, before `join`. Newer snapshots are forgotten.
@@ -322,7 +322,7 @@ class PeerSnapshots:
             reference = None
             if recovery.references:
                 of_size = reference_number(len(recovery.references))
-                reference, _ = self._bring(of_size, recovery.references, rank, shards, lambda about: weights(), wrong)
+                reference, _ = self._bring(of_size, recovery.references, rank, shards, weights, wrong)
             if wrong:
                 raise SnapshotError("; ".join(wrong))
         with self._lock:

@@ -3,7 +3,7 @@ for the driver and the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,26 +67,27 @@ def choose_recovery(
         The choice; None if there is no such snapshot.
     """
     taken = {number: taken for held in versions for of in held.values() for number, taken in of.items()}
-    of_sizes = (_sources(versions, range(ranks), number) for number, (_, ranks) in sorted(taken.items()) if number < 0)
+    of_sizes = (_sources(versions, ranks, number) for number, (_, ranks) in sorted(taken.items()) if number < 0)
     references = next((sources for sources in of_sizes if sources is not None), None) if with_ref else ()
     if references is None:
         return None
     for number, (rollout_id, ranks) in sorted(taken.items(), reverse=True):
         if number < 0 or (newest is not None and rollout_id > newest):
             continue
-        sources = _sources(versions, range(ranks), number)
+        sources = _sources(versions, ranks, number)
         if sources is not None:
             return Recovery(number, rollout_id, sources, references)
     return None
 
 
-def _sources(versions: Sequence[Versions], owners: Collection[int], number: int) -> tuple[int, ...] | None:
-    """Return a rank for each owner, the owner itself if possible, else one that is a source for few others."""
+def _sources(versions: Sequence[Versions], ranks: int, number: int) -> tuple[int, ...] | None:
+    """Return a rank for each owner of a snapshot that so many ranks took: the owner itself if possible, else one that
+    is a source for few others."""
     used = [0] * len(versions)
     sources = []
-    for owner in owners:
+    for owner in range(ranks):
         found = [held.get(owner, {}).get(number) for held in versions]
-        have = [rank for rank, taken in enumerate(found) if taken is not None and taken.ranks == len(owners)]
+        have = [rank for rank, taken in enumerate(found) if taken is not None and taken.ranks == ranks]
         if not have:
             return None
         source = owner if owner in have else min(have, key=lambda rank: (used[rank], rank))

@@ -6,7 +6,6 @@ import gc
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -296,9 +295,10 @@ class ModelWorker(TrainWorker):
             self._peers = self._new_peers()
         if self._peers.generation == self.generation:  # no rank was replaced, so what arrives late would be accepted
             self._peers.finish_sending()
-        weights = partial(live_tensors, self.model.weights())
         shard = self.shard, self.shards
-        snapshot, about, reference = self._peers.restore(recovery, self.rank, shard, self._to_restore, weights)
+        snapshot, about, reference = self._peers.restore(
+            recovery, self.rank, shard, self._to_restore, lambda about: live_tensors(self.model.weights())
+        )
         with all_or_none(BackupError, "the snapshots could not be restored"):
             if with_ref and reference is not None:
                 self.backup.put("ref", reference)
