@@ -224,7 +224,6 @@ FIELDS = (
     "_standby",
     "_on_death",
     "_class",
-    "_takes_version",
     "_detached",
     "_name_prefix",
     "_with_ref",

@@ -140,7 +140,6 @@ class RayTrainGroup:
                 "resources= with it, and do not pass pg"
             )
         self._class = worker_class(self.args.train_backend, actor_cls)
-        self._takes_version = takes_version(self._class)
         self._owned: RayResourcePool | None = None
         self._closed = False
         if pg is None:
@@ -813,13 +812,14 @@ class RayTrainGroup:
                 if self._rollout.outdated:
                     self._rollout.introduce(workers.set_rollout_manager)
                 self._rollout.expect(version)  # before the update: from now on, other versions are an error
-            if self._takes_version:  # a worker that counts by itself gives the number to the next weights
+            numbered = takes_version(self._class)
+            if numbered:  # a worker that counts by itself gives the number to the next weights
                 self._tried = version
             self._leave()  # before: no other update may have this version
             self._progress.failed = True
             try:
                 workers.update_weights(
-                    *((version,) if self._takes_version else ()), **({} if verify is None else {"verify": verify})
+                    *((version,) if numbered else ()), **({} if verify is None else {"verify": verify})
                 )
             except SingleControllerError:
                 if self._rollout is not None:  # workers that have kept the version before go on with it
