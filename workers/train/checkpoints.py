@@ -346,10 +346,8 @@ class RolloutCheckpoints:
                 delete.append(folder)
         # By age, not by number: a run that continued from an earlier checkpoint counts from there again.
         older = sorted(complete)[: max(len(complete) - keep + 1, 0)]
-        return delete + [folder for _, folder, step in older if not self._is_kept_for_good(step)]
-
-    def _is_kept_for_good(self, step: int) -> bool:
-        return self._keep_every is not None and (step + 1) % self._keep_every == 0
+        every = self._keep_every
+        return delete + [folder for _, folder, step in older if every is None or (step + 1) % every]
 
 
 @contextlib.contextmanager
