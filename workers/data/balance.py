@@ -8,12 +8,14 @@ import heapq
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from dispatch.batch import share_rows
 from workers.data.packing import common_prefixes, divide
 from workers.data.rollout_data import rollout_numbers, rows_of, sizes_of_steps, step_numbers
+from workers.data.routed_experts import RoutingShape, size_of
 
 _EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little
 _CLOSE = 1e-3  # as a share of the cost: what is balanced better than this is not worth more time
@@ -50,16 +52,13 @@ class SequenceCost:
             config: the model's config. Sizes that it does not have count as 0.
         """
         text = config.get_text_config()
-
-        def size(*names: str) -> int:
-            return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value), 0)
-
+        size = partial(size_of, text)
         hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
         groups, per_head = size("num_key_value_heads") or heads, size("head_dim") or hidden // max(heads, 1)
         width = size("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
-        if size("num_local_experts", "num_experts", "n_routed_experts"):
+        if (experts := RoutingShape.of(config)) is not None:
             shared = size("shared_expert_intermediate_size") or size("n_shared_experts") * width
-            width = (size("num_experts_per_tok") or 1) * width + shared
+            width = experts.k * width + shared
         window = size("sliding_window")
         kinds = getattr(text, "layer_types", None) or [f"{'sliding' if window else 'full'}_attention"] * layers
         weights = layers * (2 * hidden * per_head * (heads + groups) + 3 * hidden * width) + hidden * size("vocab_size")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dispatch import jagged
@@ -23,6 +24,11 @@ ROUTED_EXPERTS = "routed_experts"
 
 NATIVE = -1
 """In place of an expert: the trainer's router chooses."""
+
+
+def size_of(text: Any, *names: str) -> int:
+    """Return the first of some sizes that a Hugging Face config has, an integer above 0; 0 if it has none."""
+    return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value), 0)
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,7 @@ class RoutingShape:
     def of(cls, config: Any) -> RoutingShape | None:
         """Return that of a Hugging Face config; None if the model has no experts."""
         text = config.get_text_config()
-
-        def size(*names: str) -> int:
-            return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value), 0)
-
+        size = partial(size_of, text)
         layers, experts = size("num_hidden_layers"), size("num_local_experts", "num_experts", "n_routed_experts")
         if not experts or not layers:
             return None
