@@ -10,6 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
+import ray
+from ray.actor import ActorHandle
+
 from single_controller import Broadcast, WorkerFuture
 from workers.data.balance import Balance, balanced_rows
 from workers.hf_files import known_config
@@ -42,6 +45,7 @@ class RolloutLink:
         self._timeout = timeout
         self._refresh = refresh
         self._receivers: list[Any] | None = None
+        self._is_actor = isinstance(manager, ActorHandle)
 
     def introduce(self, tell: Callable[[Any], Any]) -> None:
         """Tell the train workers about the manager. ``refresh`` is a function of this process and is not sent along."""
@@ -116,28 +120,22 @@ class RolloutLink:
 
     @property
     def _stream(self) -> Any:
-        return None if _is_actor(self.manager) else getattr(self.manager, "stream", None)
+        return None if self._is_actor else getattr(self.manager, "stream", None)
 
     def expect(self, version: int | None) -> None:
         """Make the manager reject completions of other weight versions; None accepts any."""
-        if not _is_actor(self.manager):
+        if not self._is_actor:
             self.manager.weight_version = version
         elif hasattr(self.manager, "set_weight_version"):  # optional for an actor of the user's own class
             call_manager(self.manager, "set_weight_version", version, timeout=self._timeout)
 
     def _actors(self) -> list[Any]:
-        if _is_actor(self.manager):
+        if self._is_actor:
             if not hasattr(self.manager, "weight_receivers"):
                 return []
             groups = receiver_groups(self.manager, self._timeout)
             return [worker for group in groups for worker in getattr(group, "workers", ())]
         return list(getattr(getattr(self.manager, "group", None), "workers", ()))
-
-
-def _is_actor(manager: Any) -> bool:
-    from ray.actor import ActorHandle
-
-    return isinstance(manager, ActorHandle)
 
 
 class SharedRollout(Generic[G]):
@@ -231,7 +229,7 @@ def ordered(given: Any, how: Balance | None) -> Any:
         return list(given)
     if isinstance(given, concurrent.futures.Future):
         given = given.result()
-    if type(given).__name__ == "ObjectRef":
+    if isinstance(given, ray.ObjectRef):
         return Broadcast(Referred(given, how))
     if how is None:
         return given

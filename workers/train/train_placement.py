@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 
 from single_controller import RayResourcePool
@@ -142,8 +143,6 @@ def slot_devices(use_gpu: bool | None = None) -> dict[str, Any]:
     Args:
         use_gpu: False for slots without a device; by default whether the cluster has any.
     """
-    import ray
-
     ensure_ray()
     there = ask_store(ray.cluster_resources)
     kinds = dict.fromkeys(each.resource for each in ACCELERATORS.values())
