@@ -107,7 +107,7 @@ class PeerSnapshots:
         self._replicas = tuple(replicas) if covered else (rank,)
         self._buddy = said[buddy_of[rank]][0] if buddy_of[rank] != rank else None
         self._sent = set() if covered else set(said[buddy_of[rank]][2].get(rank, ()))
-        self._send(self._unsent())
+        self._send()
 
     def close(self) -> None:
         """Stop receiving, and forget all snapshots. A snapshot that is being sent ends by itself."""
@@ -125,10 +125,9 @@ class PeerSnapshots:
     # --- taking -----------------------------------------------------------------------------------------
 
     def set_reference(self, snapshot: Snapshot) -> None:
-        """Send the reference model's weights, which must not change from now on. The snapshot is not copied."""
-        number = reference_number(self._ranks)
-        self._add(number, snapshot, {})
-        self._send([number])
+        """Keep the reference model's weights, which must not change from now on, and send them with the next snapshot.
+        They are not copied."""
+        self._add(reference_number(self._ranks), snapshot, {})
 
     def take(self, state: Iterable[tuple[str, torch.Tensor]], about: Mapping[str, Any]) -> dict[str, float]:
         """Copy the state to host memory, and send it in the background. All ranks call it after the same step.
@@ -149,7 +148,7 @@ class PeerSnapshots:
             old = Snapshot.of(block.memory, block.header["layout"])
         self._add(number, take_snapshot(live_tensors(state), old), about)
         self._latest = number
-        self._send(self._unsent())
+        self._send()
         return {"snapshot_wait_seconds": waited}
 
     def _agree(self) -> tuple[int, float]:
@@ -208,8 +207,10 @@ class PeerSnapshots:
         of_size = (number for number, one in self._own.items() if one.header["ranks"] == self._ranks)
         return sorted(number for number in of_size if number not in self._sent)
 
-    def _send(self, numbers: Sequence[int]) -> None:
+    def _send(self) -> None:
+        """Send what is not at the buddy, in the background."""
         self.finish_sending()
+        numbers = self._unsent()
         if not numbers:
             return
         now = {"generation": self._generation, "committed": self._committed}
@@ -448,11 +449,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
-    begin = 0
-    for tensor in into:  # views of a snapshot: contiguous
-        target = _bytes(tensor)
-        target.copy_(packed[begin : begin + target.numel()])
-        begin += target.numel()
+    targets = [_bytes(tensor) for tensor in into]  # views of a snapshot: contiguous
+    for target, part in zip(targets, packed.split([target.numel() for target in targets]), strict=True):
+        target.copy_(part)
 
 
 def _send(memory: torch.Tensor, to: int, header: Mapping[str, Any], checksum: int | None = None) -> None:
