@@ -4,7 +4,7 @@ those of a connected actor or critic. And what a driver leaves for the one that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -230,18 +230,7 @@ FIELDS = (
     "_saved",
     "_asleep",
 )
-"""The fields of a `RayTrainGroup` that its successor gets."""
-
-
-def leave(workers: RayWorkerGroup, group: Any, changed: Mapping[str, Any]) -> None:
-    """Leave the fields of a train group for the driver that takes its workers over.
-
-    Args:
-        workers: its workers.
-        group: the train group.
-        changed: values that it gets instead of those of the group.
-    """
-    workers.takeover_data = {**{name: getattr(group, name) for name in FIELDS}, **changed}
+"""The fields of a `RayTrainGroup` that it leaves for the driver that takes its workers over."""
 
 
 def find_left(name: str, namespace: str | None) -> tuple[RayWorkerGroup, dict[str, Any]]:

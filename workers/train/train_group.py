@@ -37,11 +37,11 @@ from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows
 from workers.hf_files import known_config
 from workers.recovery.snapshot_choice import Recovery
 from workers.recovery.train_recovery import (
+    FIELDS,
     TRIES,
     Progress,
     common_position,
     find_left,
-    leave,
     replace_ranks,
     warn_of_different_rollouts,
 )
@@ -183,7 +183,8 @@ class RayTrainGroup:
     def _leave(self) -> None:
         """Leave what `attach` needs for the driver that takes the group over."""
         if self._detached and self._group is not None:
-            leave(self._group, self, {"weight_version": max(self.weight_version, self._tried)})
+            fields = {name: getattr(self, name) for name in FIELDS}
+            self._group.takeover_data = {**fields, "weight_version": max(self.weight_version, self._tried)}
 
     # --- the workers ------------------------------------------------------------------------------------
 
