@@ -32,7 +32,7 @@ from workers.data.packing import PackedRows, pack_rows
 from workers.data.rollout_data import inputs_of
 from workers.data.routed_experts import NATIVE, RoutingMeter, RoutingShape
 from workers.device import to_device
-from workers.distributed import all_or_none, new_rows
+from workers.distributed import all_or_none, gathered, new_rows
 from workers.exact import ExactError, exact_logits
 from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard, take_weights
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
@@ -460,9 +460,7 @@ class FSDPTrainModel(TrainModel):
                     self.module.eval(), self.role, self.device, self.options.param_dtype, self._sequence
                 )
             self.module.train(training)
-            wrong: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(wrong, why)
-            first = next(filter(None, wrong), None)
+            first: str | None = next(filter(None, gathered(why)), None)
             self._packed = first is None
             if first is not None:
                 if why is None:

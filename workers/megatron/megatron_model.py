@@ -17,6 +17,7 @@ from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, resto
 from workers.data.rollout_data import inputs_of
 from workers.data.routed_experts import NATIVE, RoutingShape
 from workers.device import current_device, to_device
+from workers.distributed import gathered
 from workers.extras import require
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
@@ -368,9 +369,8 @@ class MegatronTrainModel(TrainModel):
         total: dict[str, float] = {}
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
-            by_rank: list[Any] = [None] * group.size()
             names, totals = sum_reports(reports)
-            dist.all_gather_object(by_rank, dict(zip(names, totals.tolist(), strict=True)), group)
+            by_rank = gathered(dict(zip(names, totals.tolist(), strict=True)), group)
             total = {name: sum(one.get(name, 0.0) for one in by_rank) for name in sorted(set().union(*by_rank))}
         summed: dict[str, float] = of_last_stage(total)
         return summed
