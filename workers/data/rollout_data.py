@@ -32,6 +32,7 @@ so entries there are ignored.
 | ``min_weight_versions`` | (B,) int64 | the lowest of the row's generated tokens; -1 if there are none |
 | ``max_weight_versions`` | (B,) int64 | the highest of them |
 | ``record_rows`` | (B,) int64 | the row's number, for rows that `RunLog` records; -1 for others |
+| ``record_step`` | (B,) int64 | the step of the run that `RunLog` records them under |
 | ``position_ids`` | (B, T) integer | not used: positions count a row's real tokens from 0, and others are an error |
 
 All log-probabilities are of the same distribution: with a ``sampling_mask``, normalized over the tokens that ``top_p``
@@ -76,6 +77,7 @@ PER_ROW = PER_ROLLOUT | {
     "min_weight_versions",
     "max_weight_versions",
     "record_rows",
+    "record_step",
 }
 EITHER = frozenset({"advantages", "weight_versions"})
 """Entries with one number per row, or one per token."""
@@ -96,6 +98,7 @@ SAMPLING_MASK = ("sampling_mask", "sampling_mask_lengths")
 NEEDED = ("input_ids", "attention_mask", "loss_mask")
 
 RECORD_ROWS = "record_rows"
+RECORD_STEP = "record_step"
 
 _GROUPS = 2**24
 """How many numbers one result of `unique_groups` is for."""

@@ -215,14 +215,16 @@ class RunLog(Closing):
         """Choose the rows of a batch that will be recorded, so that the trainer keeps what it computes for them.
 
         Args:
-            step: of the run: the id of the rollout that is trained on.
+            step: of the run. For a `replay`, it must be the id of the rollout that is trained on.
             batch: rollout data.
 
         Returns:
-            The batch to train on, and to pass to `log`: with the entry ``record_rows``, if rows are recorded.
+            The batch to train on, and to pass to `log`: with the entries ``record_rows`` and ``record_step``, if
+            rows are recorded.
         """
         if self._folder is None or self._limit == 0:
             return batch
+        step = index(step)
         marked = with_record_rows(batch, self._limit, step)
         self._marked[step] = self._weight_version
         for manager in self._managers:
@@ -233,7 +235,7 @@ class RunLog(Closing):
         """Log a step.
 
         Args:
-            step: number of the step. With a batch, log it before you send the second rollout after it to be trained on:
+            step: number of the step; with a batch, that of `mark`. Log it before you send the second rollout after it:
                 the ranks keep what they have computed for two.
             metrics: by name. If they have ``tokens`` and something was `timed`, ``tokens_per_second`` is added.
             batch: what was trained on, from `mark`: its rows are recorded, and metrics of lengths and rewards added.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from workers.data.rollout_data import RECORD_ROWS, REWARD_PART, token_versions
+from workers.data.rollout_data import RECORD_ROWS, RECORD_STEP, REWARD_PART, token_versions
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ _OWN = frozenset({"input_ids", "attention_mask", "loss_mask", "rollout_log_probs
     "weight_fingerprints",
     "prompt_lengths",
     RECORD_ROWS,
+    RECORD_STEP,
 }
 """Columns that have a place of their own in the format."""
 
@@ -81,25 +82,25 @@ class RowNotes:
         return next((notes for kept, notes in reversed(self._kept) if kept() is batch), None)
 
 
-def with_record_rows(batch: Any, limit: int | None, seed: int) -> Any:
-    """Return a batch with the entry ``record_rows``: all its rows if there are at most ``limit``; else whole groups, as
-    far as they fit: that of the lowest reward, that of the highest, and others by chance.
+def with_record_rows(batch: Any, limit: int | None, step: int) -> Any:
+    """Return a batch with the entries ``record_step``, and ``record_rows``: all its rows if there are at most
+    ``limit``; else whole groups, as far as they fit: that of the lowest reward, that of the highest, and others by
+    chance.
 
     Args:
         batch: rollout data, a TensorDict or a dict of tensors. It is not changed.
         limit: number of rows; None for all.
-        seed: for the choice.
+        step: of the run, also the seed of the choice.
     """
     import torch
 
     count = len(batch["input_ids"])
     numbers = torch.arange(count)
     if limit is not None and count > limit:
-        chosen = torch.tensor(_choose(batch, count, limit, seed))
+        chosen = torch.tensor(_choose(batch, count, limit, step))
         numbers = torch.full((count,), -1).scatter(0, chosen, chosen)
-    if isinstance(batch, dict):
-        return {**batch, RECORD_ROWS: numbers}
-    return batch.clone(recurse=False).update({RECORD_ROWS: numbers})
+    marks = {RECORD_ROWS: numbers, RECORD_STEP: torch.full((count,), step)}
+    return {**batch, **marks} if isinstance(batch, dict) else batch.clone(recurse=False).update(marks)
 
 
 def _choose(batch: Any, count: int, limit: int, seed: int) -> list[int]:

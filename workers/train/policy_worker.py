@@ -38,6 +38,7 @@ from workers.algorithms.schedule import adaptive_kl_coef, learning_rate
 from workers.algorithms.supervised import check_pairs
 from workers.data.rollout_data import (
     RECORD_ROWS,
+    RECORD_STEP,
     REWARD_PART,
     RolloutDataError,
     check_rollout_data,
@@ -74,8 +75,10 @@ class PolicyTrainWorker(ModelWorker):
     """Of the rollout in training."""
     _kept: KeptRows | None = None
     """Of that rollout."""
-    _recorded: tuple[tuple[int, dict[str, Any]], ...] = ()
-    """What was kept of the last two rollouts, by rollout id: the driver may ask when it has sent the next one."""
+    _recorded: tuple[tuple[int, dict[str, Any] | None], ...] = ()
+    """What was kept of the last two rollouts, by step of the run: the driver may ask when it has sent the next one."""
+    _told_gone = False
+    """Whether the log says that the rows of a step are not kept."""
     _told_length = False
     """Whether the log says that completions are longer than `overlong_buffer_len` expects."""
     _told_lost = False
@@ -108,8 +111,20 @@ class PolicyTrainWorker(ModelWorker):
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
 
-    def recorded_rows(self, rollout_id: int | None = None) -> dict[str, Any] | None:
-        return dict(self._recorded).get(self._rollout_id if rollout_id is None else rollout_id)
+    def recorded_rows(self, step: int | None = None) -> dict[str, Any] | None:
+        if step is None:
+            return self._recorded[-1][1] if self._recorded else None
+        kept = dict(self._recorded)
+        rows = kept.get(step)
+        if kept and rows is None and not (self._told_gone or self.rank):
+            self._told_gone = True
+            logger.warning(
+                "RunLog: the trainer does not have the log-probabilities and advantages of step %d. Pass the same step "
+                "to mark() and log(), train on what mark() returns, and log a step before you send the second rollout "
+                "after it",
+                step,
+            )
+        return rows
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -127,9 +142,10 @@ class PolicyTrainWorker(ModelWorker):
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
         self.next_rollout_id = rollout_id + 1
-        if self._kept is not None:
-            self._recorded = (*self._recorded[-1:], (rollout_id, self._kept.arrays()))
-            self._kept = None
+        kept, self._kept = self._kept, None
+        steps = data[RECORD_STEP].tolist() if RECORD_STEP in data else ()
+        recorded = next(iter(steps), rollout_id), None if kept is None else kept.arrays()
+        self._recorded = (*self._recorded[-1:], recorded)
         return {**metrics, "seconds": time.perf_counter() - began}
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")

@@ -651,12 +651,13 @@ class RayTrainGroup:
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
-    def recorded_rows(self, rollout_id: int | None = None) -> dict[int, dict[str, np.ndarray]]:
+    def recorded_rows(self, step: int | None = None) -> dict[int, dict[str, np.ndarray]]:
         """Return what the ranks have computed, in `async_train`, for the rows whose entry ``record_rows`` is not
         negative.
 
         Args:
-            rollout_id: of one of the last two rollouts; by default of the last. There are no rows of others.
+            step: the rows' entry ``record_step``, or else the id of the rollout. There are only those of the last two
+                rollouts; by default those of the last.
 
         Returns:
             The entry -> by name, one float32 number per real token of the row: ``log_probs`` (``old_log_probs`` where
@@ -664,7 +665,7 @@ class RayTrainGroup:
             configuration needs, of ``ref_log_probs``, ``values`` and ``correction_weights``.
         """
         rows: dict[int, dict[str, np.ndarray]] = {}
-        for of_rank in self.ready_workers("recorded_rows").recorded_rows(Broadcast(rollout_id)):
+        for of_rank in self.ready_workers("recorded_rows").recorded_rows(Broadcast(step)):
             if of_rank is None:
                 continue
             ends = of_rank["lengths"].cumsum()

@@ -141,12 +141,13 @@ class TrainWorker(Worker, ABC):
         """
 
     @register(Dispatch.MEGATRON_COMPUTE)
-    def recorded_rows(self, rollout_id: int | None = None) -> dict[str, Any] | None:
+    def recorded_rows(self, step: int | None = None) -> dict[str, Any] | None:
         """Return what this dp rank has computed for the rows with ``record_rows``, as `RayTrainGroup.recorded_rows`
         needs it. The default is for workers that keep nothing.
 
         Args:
-            rollout_id: of one of the last two rollouts; by default of the last.
+            step: the rows' entry ``record_step``, or else the id of the rollout: one of the last two; by default the
+                last.
         """
         return None
 

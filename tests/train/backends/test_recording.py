@@ -99,15 +99,16 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
 
 
 def test_step_that_is_logged_when_the_next_one_was_sent(fsdp_groups, llama_folder, tmp_path):
+    """Its number is not that of its rollout."""
     group = fsdp_groups(1)
     begin(group, {**SETTINGS, "hf_checkpoint": llama_folder}, with_ref=True)
     with RunLog.from_args(group.args, run_dir=tmp_path) as log:
         log.watch(group)
-        batches = [log.mark(k, rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=k)) for k in range(2)]
+        batches = [log.mark(1 + k, rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=k)) for k in range(2)]
         log_probs = group.compute_log_prob(batches[0])
         sent = [group.async_train(step, batch) for step, batch in enumerate(batches)]
-        log.log(0, sent[0].result()[0], batches[0])
-    arrays = np.load(sample_files(tmp_path, 0)[0])
+        log.log(1, sent[0].result()[0], batches[0])
+    arrays = np.load(sample_files(tmp_path, 1)[0])
     for row, real in enumerate(batches[0]["attention_mask"].bool()):
         begin_, end = arrays["offsets"][row : row + 2]
         torch.testing.assert_close(
