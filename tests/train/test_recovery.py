@@ -126,6 +126,11 @@ def test_reference_weights_are_needed_too():
     assert choose_recovery(held(3, both, without, dead={0}), with_ref=True) is None
     assert choose_recovery(held(3, both, without, dead={0})).number == 2
     assert choose_recovery([{0: {reference_number(1): Taken(-1, 1)}}]) is None
+    # A former group of three was resized to two, whose own copies need not be moved.
+    both = [{rank: {2: Taken(20, 2), reference_number(2): Taken(-1, 2)}} for rank in range(2)]
+    for owner in range(3):
+        both[0].setdefault(owner, {})[reference_number(3)] = Taken(-1, 3)
+    assert choose_recovery(both, with_ref=True).references == (0, 1)
 
 
 def test_replicas_stand_in_for_each_other_and_share_the_work():

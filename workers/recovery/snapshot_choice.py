@@ -67,7 +67,9 @@ def choose_recovery(
         The choice; None if there is no such snapshot.
     """
     taken = {number: taken for held in versions for of in held.values() for number, taken in of.items()}
-    of_sizes = (_sources(versions, ranks, number) for number, (_, ranks) in sorted(taken.items()) if number < 0)
+    # Those of the present size first: most ranks then have their own, and no other copy is made.
+    sizes = sorted((ranks != len(versions), number, ranks) for number, (_, ranks) in taken.items() if number < 0)
+    of_sizes = (_sources(versions, ranks, number) for _, number, ranks in sizes)
     references = next((sources for sources in of_sizes if sources is not None), None) if with_ref else ()
     if references is None:
         return None
