@@ -158,7 +158,8 @@ class PeerSnapshots:
         self.finish_sending()
         waited = time.perf_counter() - began
         number = -1 if self._latest is None else self._latest
-        said = gathered((number, not self._unsent(), self._checksums.get(number), self._replicas, waited))
+        there = number in self._own and not self._unsent()  # `take` may have dropped it, and failed
+        said = gathered((number, there, self._checksums.get(number), self._replicas, waited))
         numbers, sent, checksums, replicas, waits = zip(*said, strict=True)
         latest, longest = max(numbers), max(waits)
         if latest < 0:
