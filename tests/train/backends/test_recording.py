@@ -104,7 +104,7 @@ def test_step_that_is_logged_when_the_next_one_was_sent(fsdp_groups, llama_folde
     begin(group, {**SETTINGS, "hf_checkpoint": llama_folder}, with_ref=True)
     with RunLog.from_args(group.args, run_dir=tmp_path) as log:
         log.watch(group)
-        batches = [log.mark(1 + k, rollout(small_llama(), prompts=4, samples=4, tokens=6, seed=k)) for k in range(2)]
+        batches = [log.mark(1 + k, llamas_rollout(prompts=4, samples=4, tokens=6, seed=k)) for k in range(2)]
         log_probs = group.compute_log_prob(batches[0])
         sent = [group.async_train(step, batch) for step, batch in enumerate(batches)]
         log.log(1, sent[0].result()[0], batches[0])
