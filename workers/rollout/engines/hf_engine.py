@@ -155,8 +155,9 @@ class HFEngine(RequestEngine):
                 self._step(batch)
             if not len(batch):
                 batch.remove_ended()  # now: the next step may come much later
-        if self._closed:  # otherwise another thread may have begun with it
-            batch.forget()
+        with self._changed:
+            if not self._serving:  # otherwise another thread has begun with the batch
+                batch.forget()
 
     def _step(self, batch: Batch) -> None:
         requests, tokens, log_probs, kept, experts = batch.step()
