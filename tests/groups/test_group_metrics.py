@@ -61,7 +61,7 @@ def test_calls_bytes_and_deaths(pool, told):
             assert told["returned_bytes"][name, "ping"] == stats.returned > 0 == told["failed_calls"][name, "ping"]
             assert told["sent_bytes"][name, "fail"] == group.stats().methods["fail"].sent > 0
             assert told["call_seconds"][name, "ping"] == pytest.approx(sum(stats.seconds.values()))
-            running = group.sleep_on.remote([2], 0.6)
+            running = group.sleep_on.remote([2], 0.8)
             wait_until(lambda: told["running_calls"][(name,)] == 1 and told["oldest_call_seconds"][(name,)] > 0.2)
             running.result()
             wait_until(lambda: told["running_calls"][(name,)] == 0)

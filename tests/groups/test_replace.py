@@ -148,13 +148,12 @@ def test_standby_that_cannot_be_prepared_is_ended_and_started_again(wide):
         assert [one is not first for one in group._transport.standbys] == [True]
 
 
-def test_ranks_wait_together_for_a_standby(members, folder, monkeypatch):
+def test_ranks_wait_together_for_a_standby(members, folder):
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
     (folder / "hold").touch()
     try:
         members.replace([1])  # takes the standby; the next one is held
-        monkeypatch.setattr(start, "STANDBY_SECONDS", 4.0)
-        with within(11.5):  # otherwise three times as long, and what it takes besides
+        with within(2.9 * start.STANDBY_SECONDS):  # otherwise three times as long, and what it takes besides
             members.replace([0, 1, 2])
     finally:
         (folder / "hold").unlink()
