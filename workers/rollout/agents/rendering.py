@@ -117,7 +117,7 @@ def made_renderer(where: str, given: Any) -> Any:
         TypeError: it is no `Renderer`.
         RenderError: it applies a chat template, which its tokenizer does not have.
     """
-    renderer = given() if inspect.isfunction(given) or inspect.isclass(given) else given
+    renderer: Any = given() if inspect.isfunction(given) or inspect.isclass(given) else given
     needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
     if not all(callable(getattr(renderer, one, None)) for one in needed):
         name = repr(renderer) if isinstance(renderer, str) else "'qwen3'"
