@@ -5,7 +5,7 @@ import json
 import secrets
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -61,7 +61,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("set-cookie", f"session={session}; Path=/")
         self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        with suppress(ConnectionError):  # the client has not waited
+            self.wfile.write(text)
 
 
 @contextmanager
