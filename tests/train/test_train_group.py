@@ -32,6 +32,7 @@ from plain_train_workers import (
     Plain,
 )
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from waits import wait_until
 
 from single_controller import (
     GroupBrokenError,
@@ -56,6 +57,12 @@ ROWS = {"x": np.arange(5)}
 
 def group_of(args=None, ranks=2, pg=None, share=0.1, **options):
     return RayTrainGroup(args or {}, 1, ranks, pg, share, **{"actor_cls": Plain, **options})
+
+
+def kill(group, rank):
+    """Kill a rank. Ray tells its process some time after ``ray.kill`` has returned: until then it answers."""
+    ray.kill(group.worker_group.workers[rank])
+    wait_until(lambda: not group.worker_group.alive()[rank])
 
 
 @pytest.fixture(scope="module")
@@ -604,9 +611,7 @@ def test_failed_checkpoint_is_an_error_and_not_resumed(slots, tmp_path):
                 unsuccessful()
         group.create()
         group.save_model(3)
-        ray.kill(group.worker_group.workers[0])
-        while group.worker_group.alive()[0]:  # a call could still reach it
-            time.sleep(0.05)
+        kill(group, 0)
         group.release()
         group.create()
         assert {s["load"] for s in group.worker_group.said()} == {args["load"]}
@@ -659,7 +664,7 @@ def test_weights_after_lost_training_are_sent_once(slots):
         group.set_rollout_manager(Manager())
         ray.get(group.async_train(0, ROWS))
         assert group.update_weights() == 1
-        ray.kill(group.worker_group.workers[1])
+        kill(group, 1)
         assert group.replace() == [0, 0] and group.weight_version == 2
         assert group.replace() is None and group.weight_version == 2
 
@@ -674,7 +679,7 @@ def test_ranks_continue_although_the_manager_does_not_answer(slots, monkeypatch)
         group.set_rollout_manager(manager)
         ray.get(group.async_train(0, ROWS))
         group.update_weights()
-        ray.kill(group.worker_group.workers[1])
+        kill(group, 1)
         for continues in (group.replace, group.restart):
             with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match="did not answer"):
                 patch.setattr(RolloutLink, "_actors", busy)
@@ -689,7 +694,7 @@ def test_replace_that_failed_can_be_repeated(slots):
     with group_of({}, 2, slots) as group:
         ray.get(group.async_init())
         good, group.args = group.args, read_args({"user": {"fail_in_init": 0}})
-        ray.kill(group.worker_group.workers[1])
+        kill(group, 1)
         with pytest.raises(WorkerError, match="no disk"):
             group.replace()
         with pytest.raises(GroupBrokenError, match=r"because replace\(\) has failed; call it again"):
@@ -830,7 +835,7 @@ def test_critic_is_restarted_before_the_actor_that_has_died_too(slots):
         ray.get([*actor.async_init(), *critic.async_init()])
         actor.connect(critic)
         for group in (actor, critic):
-            ray.kill(group.worker_group.workers[0])
+            kill(group, 0)
         assert [critic.restart(), actor.restart()] == [[0], [0]]
         assert actor.worker_group.critic_said()[0]["pid"] == critic.worker_group.said()[0]["pid"]
 
