@@ -280,19 +280,30 @@ class Link:
             sock.setblocking(False)
             code = sock.connect_ex(self.address[:2])
             self._dialling = sock
-        if code not in (0, errno.EINPROGRESS):
-            self._dial_failed(sock, code)
-            return
-        hub.later(CONNECT_SECONDS, _if_alive(self._abort, sock))
-        hub.add(sock, selectors.EVENT_WRITE, lambda _: self._connected(sock))
+            if code in (0, errno.EINPROGRESS):
+                hub.later(CONNECT_SECONDS, _if_alive(self._abort, sock))
+                hub.add(sock, selectors.EVENT_WRITE, lambda _: self._connected(sock))
+                return
+        self._dial_failed(sock, code)
 
     def _connected(self, sock: socket.socket) -> None:
-        hub.remove(sock)
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._dial_failed(sock, code)
-            return
-        self._heard, self._refused_since = time.monotonic(), None
+        # Under the lock, so that `close` finds either the socket or the connection. If it closed the socket between
+        # remove() and the connection's add(), the hub would keep the number of a closed file, and refuse the next
+        # socket that gets it.
+        with self.lock:
+            if self._dialling is not sock:
+                return
+            hub.remove(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                self._dial_failed(sock, code)
+                return
+            self._heard, self._refused_since = time.monotonic(), None
+            self._dialling = self._greeting(sock)
+            hub.later(2 * CONNECT_SECONDS, _if_alive(self._abort, self._dialling))
+
+    def _greeting(self, sock: socket.socket) -> Connection:
+        """A connection that shakes hands, and then opens the link."""
         nonce = new_nonce()
         of_rank = b""
 
@@ -312,9 +323,7 @@ class Link:
         connection = Connection(
             sock, greet, lambda reason: self._lost(connection, reason), MAX_HANDSHAKE_BYTES, tls_context(server=False)
         )
-        with self.lock:
-            self._dialling = connection
-        hub.later(2 * CONNECT_SECONDS, _if_alive(self._abort, connection))
+        return connection
 
     def _open(self, connection: Connection, received: int) -> None:
         connection.max_bytes = MAX_FRAME_BYTES

@@ -210,6 +210,36 @@ class TestFrames:
 
 
 class TestLostConnections:
+    def test_link_that_is_closed_while_it_connects_leaves_no_file_behind(self, rank, monkeypatch):
+        removed, added = threading.Event(), threading.Event()
+        remove = connection.hub.remove
+
+        def remove_and_wait(sock):  # the closing thread, until the hub's thread has added the socket again
+            remove(sock)
+            if threading.current_thread() in closing:
+                removed.set()
+                added.wait(0.5)
+
+        def connect(sock, *args):
+            closing.append(threading.Thread(target=dialled[0].close))
+            closing[0].start()
+            removed.wait(0.5)
+            try:
+                return connection.Connection(sock, *args)
+            finally:
+                added.set()
+
+        closing, dialled = [], []
+        monkeypatch.setattr(connection.hub, "remove", remove_and_wait)
+        monkeypatch.setattr(link, "Connection", connect)
+        with monkeypatch.context() as patch:  # it connects when the test has the link
+            patch.setattr(Link, "_dial", lambda self: None)
+            dialled.append(Link(rank.listener.address))
+        dialled[0]._dial()
+        assert added.wait(5)
+        closing[0].join(5)
+        assert [key for key in connection.hub._selector.get_map().values() if key.fileobj.fileno() < 0] == []
+
     def test_every_call_runs_once_in_order_and_no_reply_is_lost(self, rank, to_rank):
         rank.delay, replies, over = 0.001, [], threading.Event()
 
