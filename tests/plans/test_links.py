@@ -418,7 +418,8 @@ def certificates(tmp_path, monkeypatch):
     if openssl is None:
         pytest.skip("needs openssl to make a certificate")
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=ray -keyout {key} -out {cert}"
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=ray"
+    command = f"{openssl} {new} -keyout {key} -out {cert}"
     subprocess.run(command.split(), check=True, capture_output=True)
     for name, path in (("SERVER_CERT", cert), ("SERVER_KEY", key), ("CA_CERT", cert)):
         monkeypatch.setenv(f"RAY_TLS_{name}", str(path))
