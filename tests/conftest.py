@@ -270,6 +270,8 @@ def ray_cluster(pytestconfig):
             object_store_memory=2 * 1024**3,
             log_to_driver=False,
         )
+        # It reads the files of all workers again and again, to print what is new on drivers that want it: none here.
+        ray._private.worker._global_node.kill_log_monitor()
         if start_server is not None:
             start_server()
         yield start_server
