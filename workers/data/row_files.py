@@ -342,7 +342,7 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"{type(error).__name__}: " + str(error).partition("\n")[0]
 
 
 class ParquetRows:

@@ -627,9 +627,8 @@ def read_args(given: Any = None) -> TrainArgs:
         try:
             args[name] = float(value) if is_number and wanted in (float, float | None) else value
         except OmegaConfBaseException as error:
-            raise TrainArgsError(
-                f"args.{name}={value!r}: expected {type_name(wanted)} ({str(error).splitlines()[0]})"
-            ) from None
+            why = str(error).partition("\n")[0]
+            raise TrainArgsError(f"args.{name}={value!r}: expected {type_name(wanted)} ({why})") from None
         own.add(name)
     for name, item in known.items():
         if name in own:
