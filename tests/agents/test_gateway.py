@@ -556,6 +556,33 @@ def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
         assert [node.sampled for node in gateway.close(token).nodes] == [False, False, True]
 
 
+def test_a_call_that_is_refused_because_others_run_does_not_end_the_session():
+    """They may fail, and leave their turns to later calls."""
+    fails, engine = threading.Event(), ScriptEngine()
+
+    def script(prompt, seed):
+        if "boom" in prompt:
+            fails.wait(20)
+            raise RolloutError("the logits are not finite")
+        return "fine"
+
+    engine.script = script
+    with serving(engine) as gateway:
+        _, token = gateway.open(limits=SessionLimits(turns=1))
+        found = []
+        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("boom")])))
+        thread.start()
+        wait_until(lambda: engine.seen)
+        refused = chat(gateway, token, [user("x")])
+        assert refused.status_code == 429 and "1 turns that are left" in refused.json()["error"]["message"]
+        fails.set()
+        thread.join(20)
+        assert found[0].status_code == 500
+        assert chat(gateway, token, [user("x")]).status_code == 200
+        assert chat(gateway, token, [user("x")]).status_code == 400
+        assert gateway.close_session(token).end_reason == "turns"
+
+
 @contextmanager
 def answering(gateway, engine, token):
     """Inside, a call is being answered; afterwards, it has ended: yields a list that its reply is in then."""

@@ -115,6 +115,13 @@ class GatewaySession:
             raise GatewayError("token", "the session was closed")
 
     @property
+    def turns_left(self) -> int | None:
+        """How many more calls may be answered; None for any number."""
+        if self.limits.turns is None:
+            return None
+        return self.limits.turns - sum(node.sampled for node in self.tree.nodes)
+
+    @property
     def tokens_left(self) -> int | None:
         """How many tokens the tree may still get; None for any number."""
         if self.limits.tokens is None:
@@ -219,7 +226,8 @@ class Gateway:
             trajectory: of a session that continues.
             limits: by default none. ``turns`` and ``tokens`` apply: a turn is a call that was answered, and tokens are
                 those of the tree without the prompt of the first call. Once one is used up, calls get an error, and
-                `GatewaySession.end_reason` is its name. Calls that run at once may each take all tokens that are left.
+                `GatewaySession.end_reason` is its name. Calls that run at once may each take all tokens that are left;
+                a call for which they may leave no turn gets an error of the kind "limit", and can be sent again.
             expires: whether `GatewayLimits.idle_seconds` and ``sessions`` hold. They are for sessions that others open,
                 and those of a rollout are its own.
 
@@ -355,11 +363,13 @@ class Gateway:
             others = session.use.calls - 1
             if others >= self.limits.calls:
                 raise GatewayError("limit", f"the session has {others} calls, which is the limit")
-            turns = session.limits.turns
-            if turns is not None and sum(node.sampled for node in tree.nodes) + others >= turns:
+            turns_left = session.turns_left
+            if turns_left is not None and turns_left <= 0:
                 _end(session, "turns")
             if session.end_reason is not None:
                 _end(session, session.end_reason)
+            if turns_left is not None and turns_left <= others:  # they may fail, and leave their turns to this one
+                raise GatewayError("limit", f"the session has {others} calls, for the {turns_left} turns that are left")
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
             before = len(tree.nodes)
