@@ -94,6 +94,20 @@ def test_groups_that_were_given_back_begin_first_and_keep_their_partial_completi
     assert counts["buffer/given_back"] == 1 and counts["buffer/interrupted"] == 1 and counts["buffer/in_flight"] == 8
 
 
+class Unwalked(dict):
+    def items(self):
+        raise AssertionError("looked through the whole buffer")
+
+    __iter__ = values = items
+
+
+def test_begin_looks_through_no_groups_if_none_is_pending():
+    """A stream asks after each event, and the buffer of an asynchronous run may have thousands of groups."""
+    buffer = buffer_with(1, 2, max_staleness=3)
+    buffer._groups = Unwalked()
+    assert begun(buffer) == list(range(8))
+
+
 @pytest.mark.parametrize("edge", [lambda b, n: b.put(n, None, versions=V1), lambda b, n: b.give_back(n)])
 def test_a_number_that_is_not_in_flight_is_an_error(edge):
     buffer = buffer_with(1, 2)

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Literal, NamedTuple, get_args
 
 from dispatch.checks import check_count
@@ -218,6 +219,8 @@ class SampleBuffer:
         raise: when a group arrives or becomes younger, and with a version, a rewind, a state or an error."""
         self._groups: dict[int, Group] = {}
         """In order of number: numbers enter in order, and a group that begins again keeps its place."""
+        self._pending: list[int] = []
+        """A heap of the numbers of the pending groups. `begin` takes the lowest, and none leaves it otherwise."""
         self._cursor = 0
         """The lowest number that has never begun."""
         self._taken: deque[Batch] = deque(maxlen=KNOWN_BATCHES)
@@ -244,14 +247,19 @@ class SampleBuffer:
         with self._changed:
             if self.version is None or self._error is not None:
                 return None
-            pending = ((place, n) for place, (n, group) in enumerate(self._groups.items()) if group.state == "pending")
-            before, number = next(pending, (len(self._groups), self._cursor))
+            if self._pending:
+                number = self._pending[0]
+                before = next(place for place, other in enumerate(self._groups) if other == number)
+            else:
+                number, before = self._cursor, len(self._groups)
             batch = self.batches + before // self.groups_per_batch
             if self._updates_before(batch) > self.max_staleness or batch >= self.num_batches:
                 return None
             if number == self._cursor:
                 self._cursor += 1
                 self._groups[number] = Group()  # at the end: numbers enter in order
+            else:
+                heappop(self._pending)
             group = self._groups[number]
             if self._too_old(group, self._updates_before(batch)):
                 self._drop(number)  # a partial completion that cannot be trained in time
@@ -317,6 +325,7 @@ class SampleBuffer:
                 self._drop(number)
                 return
             group.state = "pending"
+            heappush(self._pending, number)
             self._counts["given_back" if partial is None else "interrupted"] += 1
             if partial is None:
                 group.update, group.tokens = None, 0
@@ -457,7 +466,7 @@ class SampleBuffer:
             for _ in range(back):
                 again = self._taken.pop()
                 self._groups |= {number: again.groups.get(number) or Group() for number in again.numbers}
-            self._groups = dict(sorted(self._groups.items()))
+            self._replace_groups(dict(sorted(self._groups.items())))
             self.batches, self._interval = batch, batch // self.update_interval
             self._updates.rewind(again.update)
             self._changed.notify_all()
@@ -524,7 +533,8 @@ class SampleBuffer:
         with self._changed:
             if flying := self._states()["in flight"]:
                 raise ValueError(f"load_state_dict(): {flying} groups are in flight; give them back first")
-            self._groups, self._cursor, self.batches = groups, state["cursor"], state["batches"]
+            self._replace_groups(groups)
+            self._cursor, self.batches = state["cursor"], state["batches"]
             self._taken.clear()
             self._filter.load_state_dict(state["filter"])
             self._interval = self.batches // self.update_interval
@@ -560,6 +570,10 @@ class SampleBuffer:
             raise ValueError(f"group {number} is not in flight" + (f": it is {group.state}" if group else ""))
         return group
 
+    def _replace_groups(self, groups: dict[int, Group]) -> None:
+        self._groups = groups
+        self._pending = [number for number, group in groups.items() if group.state == "pending"]  # sorted, so a heap
+
     def _count(self, what: str, tokens: int) -> None:
         self._counts[what] += 1
         self._counts[f"{what}_tokens"] += tokens
@@ -581,6 +595,8 @@ class SampleBuffer:
     def _drop(self, number: int) -> None:
         group = self._groups[number]
         self._count("dropped", group.tokens)
+        if group.state != "pending":
+            heappush(self._pending, number)
         group.state, group.update, group.data, group.tokens = "pending", None, None, 0
         self._filter.drop(number)
         self._changed.notify_all()  # it begins anew, as after `give_back`
