@@ -51,3 +51,21 @@ def test_taking_without_a_double_buffer_does_not_look_through_all_pieces():
     for name, shape in SHAPES.items():
         arrivals.add(packer.pack([Piece(name, whole(shape))], ReceiverClass((0,), {}, None, False), digests=False))
         assert [taken for taken, _ in arrivals.take(every=True)] == [name]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_engine_gets_the_tensors_without_elements_once(keep):
+    """Nothing is sent of them, and an engine that counts what has come would miss them."""
+    weights, packer = {name: torch.randn(shape) for name, shape in SHAPES.items()}, Packer(delta=False)
+    arrivals = Arrivals()
+    for _ in range(2):
+        packer.begin(Shard.whole(*pair) for pair in weights.items())
+        arrivals.begin({**SHAPES, "empty": (0, 4), "cut": (5, 3)}, {"cut": ((2, 2), (0, 3))}, keep=keep)
+        taken = []
+        for name, shape in SHAPES.items():
+            piece = Piece(name, whole(shape))
+            arrivals.add(packer.pack([piece], ReceiverClass((0,), {}, None, False), digests=False))
+            taken += [] if keep else arrivals.take(every=True)
+        taken += arrivals.take(every=True)
+        sizes = {**SHAPES, "empty": (0, 4), "cut": (0, 3)}
+        assert sorted((name, tuple(tensor.shape)) for name, tensor in taken) == sorted(sizes.items())

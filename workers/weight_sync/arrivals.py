@@ -30,6 +30,8 @@ class Arrivals:
         self.pieces: list[PieceSpec] = []
         self._tensors: dict[str, torch.Tensor] = {}
         """Those that have begun to arrive, or were kept."""
+        self._empty: dict[str, torch.Tensor] = {}
+        """Those without elements, of which nothing is sent, until they have been taken. Engines expect them too."""
         self._seen: set[tuple[str, Box]] = set()
         self._boxes: dict[str, Box] = {}
         self._keep = False
@@ -50,6 +52,7 @@ class Arrivals:
         sizes = {name: size_of(box) for name, box in self._boxes.items()}
         fitting = {name: tensor for name, tensor in self._tensors.items() if sizes.get(name) == tensor.shape}
         self._tensors = fitting if keep else {}
+        self._empty = {name: torch.empty(size) for name, size in sizes.items() if 0 in size}
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +113,9 @@ class Arrivals:
             yield name, self._tensors[name]
             if not self._keep:
                 del self._tensors[name]
+        if every and not self.missing:  # with the last ones, so that no engine is called for them alone
+            empty, self._empty = self._empty, {}
+            yield from empty.items()
 
     def differing(self, read: Callable[[Sequence[str]], list[torch.Tensor]], *, every: bool) -> list[str]:
         """Compare the engine's tensors with the digests of what was sent.
