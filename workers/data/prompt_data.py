@@ -220,12 +220,12 @@ class PromptData:
                 return self._ids([{"role": "user", "content": prompt}])
             return self._encoded(prompt, add_special_tokens=True)
         if not isinstance(prompt, (list, tuple)):
-            raise ValueError(f"{self._input_key!r} is {_short(prompt)}; expected {_TEXT_OF}")
+            raise ValueError(f"{self._input_key!r} is {prompt!r:.60}; expected {_TEXT_OF}")
         if all(type(one) is int and one >= 0 for one in prompt):
             return list(prompt)
         for one in prompt:
             if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or "content" not in one:
-                raise ValueError(f"{self._input_key!r} has {_short(one)}; expected {_TEXT_OF}")
+                raise ValueError(f"{self._input_key!r} has {one!r:.60}; expected {_TEXT_OF}")
         return self._encoded(self._text(prompt), add_special_tokens=False)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
@@ -267,7 +267,3 @@ class PromptData:
 
 def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "no columns"
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.60}"
