@@ -221,14 +221,9 @@ class RolloutWorker(WeightReceiver):
         if self._told_bias or not how.truncates or most is None or 0 < how.top_k <= most:
             return
         self._told_bias = True
-        sets, use = (
-            ("the tokens", "an engine with the sets")
-            if not most
-            else (
-                f"sets of more than {most} of the tokens",
-                f"top_k from 1 to {most}",
-            )
-        )
+        sets, use = "the tokens", "an engine with the sets"
+        if most:
+            sets, use = f"sets of more than {most} of the tokens", f"top_k from 1 to {most}"
         logger.warning(
             "%s does not return %s that top_p=%g, top_k=%d and min_p=%g leave to choose from. It samples from "
             "the distribution renormalized over them, but rollout_log_probs and the trainer's log-probabilities are "
