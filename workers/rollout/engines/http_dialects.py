@@ -226,13 +226,9 @@ def probe_log_probs(dialect: OpenAI, fields: Mapping[str, Any]) -> Meaning:
     Raises:
         RolloutError: they are logits, or the server returns none.
     """
-
-    def best_two(token: int, **how: Any) -> tuple[float, float]:
-        return _best_two(dialect, fields, SamplingParams(1, **how), token)
-
     for token in range(1, 4):
-        first, second = best_two(token)
-        warm_first, warm_second = best_two(token, temperature=2.0)
+        first, second = _best_two(dialect, fields, token)
+        warm_first, warm_second = _best_two(dialect, fields, token, temperature=2.0)
         if first - second < 1e-2:
             continue  # the model does not know what it wants
         if abs(warm_first - warm_second - (first - second)) < (first - second) / 4:
@@ -241,29 +237,26 @@ def probe_log_probs(dialect: OpenAI, fields: Mapping[str, Any]) -> Meaning:
             raise RolloutError(
                 f"the server at {dialect.server.url} returns logits instead of log-probabilities; {dialect.modes}"
             )
-        only, _ = best_two(token, temperature=2.0, top_k=1)
+        only, _ = _best_two(dialect, fields, token, temperature=2.0, top_k=1)
         return "tempered" if abs(only - warm_first) < 1e-3 else "processed"
     return "raw"  # not known; what allows the least
 
 
-def _best_two(dialect: OpenAI, fields: Mapping[str, Any], how: SamplingParams, token: int) -> tuple[float, float]:
-    """Generate a token after ``token``. Return the log-probabilities of the two most likely ones, which the server may
-    say are minus infinity."""
+def _best_two(dialect: OpenAI, fields: Mapping[str, Any], token: int, **how: Any) -> tuple[float, float]:
+    """Generate a token after ``token``, sampled as ``how`` says. Return the log-probabilities of the two most likely
+    ones, which the server may say are minus infinity."""
     server = dialect.server
-    found: list[float | None] = []
-    tokens = 0
 
-    async def read() -> None:
-        nonlocal tokens
+    async def read() -> list[Part]:
         async with asyncio.timeout(server.timeout):
-            async for part in dialect.parts([token], how, 1, 0, 2, fields):
-                tokens += len(part.token_ids)
-                found.extend(part.top[0].values() if part.top else [])
+            return [part async for part in dialect.parts([token], SamplingParams(1, **how), 1, 0, 2, fields)]
 
     try:
-        run(read()).result()
+        parts = run(read()).result()
     except TimeoutError as error:
         raise server.broken("a request for one token", error) from error
+    tokens = sum(len(part.token_ids) for part in parts)
+    found = [log_prob for part in parts if part.top for log_prob in part.top[0].values()]
     if tokens != 1 or len(found) < 2:
         raise RolloutError(
             f"the server at {server.url} returned {tokens} tokens and {len(found)} log-probabilities for a request "
