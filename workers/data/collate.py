@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dispatch import jagged
 from workers.data.rollout_data import REWARD_PART, group_numbers, unique_groups
@@ -15,8 +15,6 @@ from workers.rollout.engines.rollout_engine import Completion, RoutedExperts, Ro
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
-
-T = TypeVar("T")
 
 
 def collate(
@@ -69,9 +67,9 @@ def collate(
     import torch
     from tensordict import TensorDict
 
-    given = {"prompts": prompts, "group_ids": group_ids, "weight_versions": weight_versions, "rewards": rewards}
-    given["reward_baselines"] = reward_baselines
-    for name, values in given.items():
+    given: dict[str, Sequence[Any] | None] = {"group_ids": group_ids, "weight_versions": weight_versions}
+    given |= {"rewards": rewards, "reward_baselines": reward_baselines}
+    for name, values in {"prompts": prompts, **given}.items():
         if values is not None and len(values) != len(completions):
             raise ValueError(f"collate(): {len(values)} {name} for {len(completions)} completions; expected one each")
     for number, one in enumerate(completions):
@@ -80,7 +78,7 @@ def collate(
         if wrong := not_per_token(one):
             raise ValueError(f"collate(): the completion of row {number} has {wrong}; expected one number per token")
     if any(one.rows is not None for one in completions):
-        return _of_rows(prompts, completions, group_ids, weight_versions, rewards, reward_baselines, pad_token_id)
+        return _of_rows(prompts, completions, given, pad_token_id)
     completions, group_ids = _without_failed(completions, group_ids)
     rows = len(completions)
     begin = max(map(len, prompts), default=0)
@@ -146,29 +144,21 @@ def collate(
 def _of_rows(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Completion],
-    group_ids: Sequence[int] | None,
-    weight_versions: Sequence[int | None] | None,
-    rewards: Sequence[float] | None,
-    reward_baselines: Sequence[float] | None,
+    given: Mapping[str, Sequence[Any] | None],
     pad_token_id: int,
 ) -> TensorDict:
-    """`collate` completions of which some are several rows."""
+    """`collate` completions of which some are several rows. ``given``: its arguments with an entry for each."""
     import torch
-
-    def repeated(values: Sequence[T] | None) -> list[T] | None:
-        return None if values is None else [values[number] for number in of_row]
 
     several = [one.rows or [Row(list(prompt), one)] for prompt, one in zip(prompts, completions, strict=True)]
     of_row = [number for number, rows in enumerate(several) for _ in rows]
     rows = [row for rows in several for row in rows]
+    repeated = {name: [values[number] for number in of_row] for name, values in given.items() if values is not None}
     data = collate(
         [row.prompt for row in rows],
         [_row_of(completions[number], row.completion) for row, number in zip(rows, of_row, strict=True)],
-        group_ids=repeated(group_ids),
-        weight_versions=repeated(weight_versions),
-        rewards=repeated(rewards),
-        reward_baselines=repeated(reward_baselines),
         pad_token_id=pad_token_id,
+        **repeated,
     )
     data["truncated"] = torch.tensor([completions[number].finish_reason == "length" for number in of_row])
     if len(rows) > len(completions):
