@@ -249,22 +249,20 @@ def check_rollout_data(
 
     if not hasattr(data, "keys"):
         raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(data).__name__}")
-    for name in data.keys():  # noqa: SIM118
-        if getattr(data[name], "is_nested", False) and name not in ("sampling_mask", ROUTED_EXPERTS):
+    data = {str(name): data[name] for name in data.keys()}  # noqa: SIM118  (a TensorDict has no `in`)
+    for name, value in data.items():
+        if getattr(value, "is_nested", False) and name not in ("sampling_mask", ROUTED_EXPERTS):
             raise RolloutDataError(
                 f"rollout data: {name} is a jagged tensor, but train groups take padded ones: for each jagged entry, "
                 f"pass torch.nested.to_padded_tensor(data[{name!r}], 0), and an attention_mask that is 1 at real tokens"
             )
     for name in NEEDED:
-        if name not in data.keys():  # noqa: SIM118  (a TensorDict has no `in`)
-            raise RolloutDataError(
-                f"rollout data has no {name!r}; it has {', '.join(map(str, data.keys())) or 'no entries'}"
-            )
+        if name not in data:
+            raise RolloutDataError(f"rollout data has no {name!r}; it has {', '.join(data) or 'no entries'}")
     ids = data["input_ids"]
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         raise RolloutDataError(f"rollout data: input_ids must be int64 of shape (rows, tokens), got {_what(ids)}")
-    for name in data.keys():  # noqa: SIM118
-        value = data[name]
+    for name, value in data.items():
         if name in PER_TOKEN and _shape(value) != tuple(ids.shape):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected the shape of input_ids, {tuple(ids.shape)}"
@@ -273,7 +271,7 @@ def check_rollout_data(
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected k numbers per token, {(*ids.shape, 'k')}"
             )
-        if (name in PER_ROW or str(name).startswith(REWARD_PART)) and _shape(value) != (len(ids),):
+        if (name in PER_ROW or name.startswith(REWARD_PART)) and _shape(value) != (len(ids),):
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected one number per row, ({len(ids)},)"
             )
@@ -283,7 +281,7 @@ def check_rollout_data(
             raise RolloutDataError(
                 f"rollout data: {name} is {_what(value)}; expected shape ({len(ids)},) or {tuple(ids.shape)}"
             )
-        if is_tensor(str(name)) and not isinstance(value, torch.Tensor):
+        if is_tensor(name) and not isinstance(value, torch.Tensor):
             raise RolloutDataError(
                 f"rollout data: {name} is of type {type(value).__name__}; pass torch.as_tensor() of it"
             )
@@ -303,9 +301,9 @@ def check_rollout_data(
             "of that token would be multiplied; expected 0, 1, or a fraction"
         )
     _check_sampling_mask(data, real, vocab_size)
-    if ROUTED_EXPERTS in data.keys() and (wrong := wrong_routes(data[ROUTED_EXPERTS], real, routing)) is not None:  # noqa: SIM118
+    if ROUTED_EXPERTS in data and (wrong := wrong_routes(data[ROUTED_EXPERTS], real, routing)) is not None:
         raise RolloutDataError(f"rollout data: {ROUTED_EXPERTS} {wrong}")
-    if "candidate_ids" in data.keys():  # noqa: SIM118
+    if "candidate_ids" in data:
         candidates = data["candidate_ids"]
         if candidates.is_floating_point() or not (
             int(candidates.min()) >= 0 and (vocab_size is None or int(candidates.max()) < vocab_size)
@@ -314,9 +312,9 @@ def check_rollout_data(
                 f"rollout data: candidate_ids are {_what(candidates)} from {candidates.min()} to {candidates.max()}; "
                 f"expected token ids at every position, below {vocab_size or 'the size of the vocabulary'}"
             )
-    if "candidate_log_probs" in data.keys() and bool(data["candidate_log_probs"][counts].isnan().any()):  # noqa: SIM118
+    if "candidate_log_probs" in data and bool(data["candidate_log_probs"][counts].isnan().any()):
         raise RolloutDataError("rollout data: candidate_log_probs has NaN at tokens that count")
-    if "position_ids" in data.keys():  # noqa: SIM118
+    if "position_ids" in data:
         other = real & (data["position_ids"] != real.cumsum(1) - 1)
         if bool(other.any()):
             raise RolloutDataError(
@@ -324,10 +322,9 @@ def check_rollout_data(
                 "Train groups compute positions from attention_mask and use no others; leave position_ids out, and "
                 "give each sequence a row of its own"
             )
-    names = set(map(str, data.keys()))
-    if "rollout_ids" in names:
+    if "rollout_ids" in data:
         numbers, first = rollout_numbers(data["rollout_ids"])
-        for name in sorted(name for name in names if name in PER_ROLLOUT or name.startswith(REWARD_PART)):
+        for name in sorted(name for name in data if name in PER_ROLLOUT or name.startswith(REWARD_PART)):
             other = data[name] != data[name][first[numbers]]
             if bool(other.any()):
                 row = int(other.nonzero()[0])
@@ -336,7 +333,7 @@ def check_rollout_data(
                     f"rollout data: {name} of row {row} is {data[name][row].item()}, but that of row {before}, another "
                     f"of this rollout (rollout_ids), is {data[name][before].item()}"
                 )
-    for name in (FLOATS & names) | {name for name in names if name.startswith(REWARD_PART)}:
+    for name in (FLOATS & data.keys()) | {name for name in data if name.startswith(REWARD_PART)}:
         value = data[name]
         bad = ~value.isfinite() if value.dim() == 1 else (counts & ~value.isfinite()).any(1)
         if bool(bad.any()):
@@ -348,7 +345,7 @@ def check_rollout_data(
 def _check_sampling_mask(data: Mapping[str, Any], real: torch.Tensor, vocab_size: int | None) -> None:
     import torch
 
-    given = [name for name in SAMPLING_MASK if name in data.keys()]  # noqa: SIM118
+    given = [name for name in SAMPLING_MASK if name in data]
     if not given:
         return
     if len(given) < len(SAMPLING_MASK):
