@@ -465,6 +465,13 @@ def test_it_leaves_no_thread_and_no_request(group):
         assert manager.stream is again
 
 
+@pytest.mark.timeout(40)
+def test_stream_that_is_closed_just_before_it_waits_for_the_end_of_an_update_ends(group):
+    with streaming(managed(group)) as stream, stream.updating():
+        stream.close()  # what its thread does now, this one does
+        stream._step()
+
+
 def test_wrong_arguments_are_refused(group):
     manager = managed(group)
     for options, message in (

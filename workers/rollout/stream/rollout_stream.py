@@ -334,7 +334,8 @@ class RolloutStream(Closing):
             updating = self._pauses > 0
             waiting = updating and self._update_mode == "wait"
             if waiting and self._idle:
-                self._changed.wait()  # for the end of the update, or of the stream
+                # For the end of the update, or of the stream, which may have been closed since `_run` looked.
+                self._changed.wait_for(lambda: self._closed or not self._idle)
                 return
         if not waiting:
             self._router.begin_groups()
