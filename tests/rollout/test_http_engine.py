@@ -784,4 +784,6 @@ def test_silent_server_is_an_error(server, engine_of):
 
 def test_url_may_have_a_path(server):
     prefixed = http_client.Server(f"{server.url}/prefix/")
-    assert not prefixed.has("/v1/models") and server.seen[-1][0] == "/prefix/v1/models"
+    with pytest.raises(RolloutError, match="answered GET /v1/models with 404"):
+        prefixed.get("/v1/models")
+    assert server.seen[-1][0] == "/prefix/v1/models"

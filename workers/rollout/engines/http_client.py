@@ -147,20 +147,6 @@ class Server:
         """
         return self._exchange("POST", path, body, query)
 
-    def has(self, path: str) -> bool:
-        """Whether the server answers a GET of this path with anything but "there is no such path".
-
-        Raises:
-            ServerError: the server could not be reached.
-        """
-        try:
-            self.get(path)
-        except ServerError as error:
-            if error.status is None:
-                raise
-            return error.status not in (404, 405)
-        return True
-
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
         """Send a request, and yield each event of the answer as Python objects until the server sends ``[DONE]``. Run
         it with `run`; the server notices when that is cancelled.

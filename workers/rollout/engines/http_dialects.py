@@ -170,10 +170,14 @@ class VLLM(OpenAI):
 
     def __init__(self, server: Server, model: str | None) -> None:
         super().__init__(server, model)
-        self.pauses = self.server.has("/is_paused")
-        if not self.pauses:
-            self.no_updates = f"its endpoints for weights are off; {DEV_MODE}"
-        elif self.server.get("/is_paused")["is_paused"]:  # by an engine that was killed
+        try:
+            paused = server.get("/is_paused")["is_paused"]
+        except ServerError as error:
+            if error.status not in (404, 405):
+                raise
+            paused, self.no_updates = False, f"its endpoints for weights are off; {DEV_MODE}"
+        self.pauses = not self.no_updates
+        if paused:  # by an engine that was killed
             self.resume()
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
