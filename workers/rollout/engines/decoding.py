@@ -178,10 +178,15 @@ class Batch:
         return requests, *sample(scores, [request.sampling_params for request in requests], generators), experts
 
     def _generator(self, row: Row, vocabulary: int) -> torch.Generator:
+        """The generator of a row, whose first tokens this process or another one may have drawn. The random numbers are
+        drawn on the model's device, and differ between devices."""
         if row.generator is None:
-            request = row.request  # it may have begun elsewhere
-            drawn = len(request.token_ids) if request.sampling_params.temperature else 0
-            row.generator = seeded_generator(request.seed, drawn, vocabulary, self._device)
+            request = row.request
+            # It takes no larger seeds; -1 is 2**64 - 1 to it too.
+            row.generator = torch.Generator(self._device).manual_seed(request.seed % 2**64)
+            noise = torch.empty(vocabulary, device=self._device)
+            for _ in range(len(request.token_ids) if request.sampling_params.temperature else 0):
+                noise.exponential_(generator=row.generator)  # not in one call: on a GPU that would be other numbers
         return row.generator
 
     @torch.inference_mode()
@@ -358,22 +363,6 @@ def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], width: int, room
         whole[begin : begin + len(rows), :, width - columns : width] = tensor[:, :, -columns:].index_select(0, rows)
         begin += len(rows)
     return whole
-
-
-def seeded_generator(seed: int, drawn: int, vocabulary: int, device: torch.device) -> torch.Generator:
-    """Return the generator of a row of which some tokens have been drawn, by this process or by another one.
-
-    Args:
-        seed: of the row.
-        drawn: number of tokens that were drawn.
-        vocabulary: number of logits per token.
-        device: of the logits. The random numbers are drawn there, and differ between devices.
-    """
-    generator = torch.Generator(device).manual_seed(seed % 2**64)  # it takes no larger ones; -1 is 2**64 - 1 to it too
-    noise = torch.empty(vocabulary, device=device)
-    for _ in range(drawn):  # not in one call: on a GPU that would be other numbers
-        noise.exponential_(generator=generator)
-    return generator
 
 
 def sample(
