@@ -197,10 +197,6 @@ class _Session:
     placing: asyncio.Future[None] | None = None
     use: Use = field(default_factory=Use)
 
-    @property
-    def tree(self) -> Trajectory:
-        return Trajectory(list(map(read_node, self.journal)))
-
 
 def _endpoints(workers: Any) -> list[tuple[str, str]]:
     """Endpoints of gateways, checked."""
@@ -341,7 +337,7 @@ class GatewayRouter:
         if session.worker is not None and not self._front.loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
         with self._lock:
-            return session.tree
+            return Trajectory(list(map(read_node, session.journal)))
 
     @property
     def sessions(self) -> int:
