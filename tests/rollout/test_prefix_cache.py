@@ -41,7 +41,7 @@ def kept(engine):
     """How many prefixes the engine has, after the step that has ended the last request."""
     engine.pause()
     engine.resume()
-    return len(engine._prefixes)
+    return len(engine._prefixes._kept)
 
 
 def conversations(engine, seed=0, count=1, turns=TURNS):
@@ -144,7 +144,7 @@ def test_weights_and_sleep_drop_them():
         assert kept(engine) == 1
         if change == "sleep":
             engine.sleep()
-            assert len(engine._prefixes) == 0 and engine._prefixes.nbytes == 0
+            assert len(engine._prefixes._kept) == 0 and engine._prefixes.nbytes == 0
             engine.wake_up()
         model = plain_model(LONG, 5 if change == "update" else 6)
         engine.begin_update()
@@ -201,7 +201,7 @@ def test_finds_what_was_kept(seed):
         assert len(tokens) < BLOCK or len(tokens) > most or any(one[: len(tokens)] == tokens for one in kept)
         begun.append(tokens)
     cache.clear()
-    assert (len(cache), cache.nbytes, cache._blocks) == (0, 0, {})
+    assert (len(cache._kept), cache.nbytes, cache._blocks) == (0, 0, {})
 
 
 def shared(one, other):

@@ -59,9 +59,6 @@ class PrefixCache:
         """Hash of the tokens up to the end of a block -> of those that begin with them, the most recently used one. So
         one that is dropped takes no block from another."""
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def find(self, token_ids: Sequence[int]) -> tuple[Prefix | None, int]:
         """Return the entry that has the most first tokens in common with a prompt, and how many: less than all, because
         the last token has to be computed. ``(None, 0)`` if there is none."""
