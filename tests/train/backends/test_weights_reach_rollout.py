@@ -61,6 +61,8 @@ OF_EXPERTS = {
     "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     "etp2": {"tensor_model_parallel_size": 2},
 }
+TIES = list(CONFIGS)
+TRANSPORTS = ["store", "group", "disk"]
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [0, 31]]
 HOW = SamplingParams(8, temperature=0.7, stop_token_ids=(6, 17))
 
@@ -169,12 +171,12 @@ def change_weights(train, step):
 
 
 def combinations():
-    """Every layout with every transport in `make test-all`. FSDP's with each transport and one kind of output layer
-    always, and Megatron's with one; further ones have tied layers."""
-    other = pytest.mark.full("weights over each transport with the other kind of output layer")
-    pairs = itertools.product(enumerate(LAYOUTS), enumerate(["store", "group", "disk"]))
-    for ((row, layout), (column, transport)), (kind, tie) in itertools.product(pairs, enumerate(CONFIGS)):
-        always = (row + column) % 2 == kind and (layout == "fsdp" or (tie == "untied" and transport != "disk"))
+    """Every layout with every transport, with one kind of output layer: HUNDRED has them with the other. FSDP's and two
+    of Megatron's always, the others in `make test-all`; further ones have tied layers."""
+    other = pytest.mark.full("weights of Megatron over each transport")
+    for (row, layout), (column, transport) in itertools.product(enumerate(LAYOUTS), enumerate(TRANSPORTS)):
+        tie = TIES[(row + column) % 2]
+        always = layout == "fsdp" or (tie == "untied" and transport != "disk")
         yield pytest.param(layout, tie, transport, marks=() if always else other)
     for layout in LAYOUTS:
         again = pytest.mark.full("memory of a device from a second layout of Megatron")
@@ -222,7 +224,12 @@ def test_four_ranks_send_to_two(trainer, rollout, transport):
     assert difference(train, manager.generate(PROMPTS)) < 1e-4
 
 
-HUNDRED = list(itertools.product([("fsdp", 4), ("tp2", 2), ("pp2", 2)], CONFIGS, ["store", "group", "disk", "delta"]))
+HUNDRED = [
+    (layout, TIES[(row + column + 1) % 2], how)
+    for (row, layout), (column, how) in itertools.product(
+        enumerate([("fsdp", 4), ("tp2", 2), ("pp2", 2)]), enumerate([*TRANSPORTS, "delta"])
+    )
+]
 
 
 @pytest.mark.timeout(400)
