@@ -125,21 +125,19 @@ def run_with_kills(folder, steps, *given, timeout=240):
     return scalars(folder), said.read_text()
 
 
-def run_resumed(folder, rollouts, save_interval, kill_at, *given, ranks=(2, 1)):
-    """Run to the end on two ranks, run until killed, and resume from the last checkpoint on each number of ranks.
+def run_resumed(folder, kill_at, *given, ranks=(2, 1)):
+    """Run on two ranks until killed, and resume from the last checkpoint on each number of ranks.
 
     Returns:
-        Rewards by step: of the whole run, of the killed run, and of the resumed runs by number of ranks.
+        Rewards by step: of the killed run, and of the resumed runs by number of ranks.
     """
-    common = (f"num_rollout={rollouts}", f"save_interval={save_interval}", *given)
-    folders = {name: Path(folder) / str(name) for name in ("whole", "killed", *ranks)}
+    folders = {name: Path(folder) / str(name) for name in ("killed", *ranks)}
     for made in folders.values():
         made.mkdir()
-    whole = run(folders["whole"], *common, f"save={folders['whole']}/checkpoints")
     kept = folders["killed"] / "checkpoints"
-    before = run_until_killed(folders["killed"], kill_at, *common, f"save={kept}")
-    after = {count: run(folders[count], *common, f"load={kept}", f"actor_num_gpus_per_node={count}") for count in ranks}
-    return whole, before, after
+    before = run_until_killed(folders["killed"], kill_at, *given, f"save={kept}")
+    after = {count: run(folders[count], *given, f"load={kept}", f"actor_num_gpus_per_node={count}") for count in ranks}
+    return before, after
 
 
 def main():

@@ -3,7 +3,7 @@
 Python needs a second of CPU to start a Ray worker, three with torch and eight with Megatron, and the suite starts about
 a thousand. `forked_workers` puts a small program in the place of the Python interpreter in Ray's command for a worker.
 It asks a server for a fork, which runs Ray's own worker script with the arguments and the environment of the command.
-Nothing else differs. Workers on several hosts, of the demo, of notebooks and of other Pythons are started as Ray does.
+Nothing else differs. Workers on several hosts, of notebooks and of other Pythons are started as Ray does.
 
 The servers of pytest-xdist's processes are themselves forks of one server, which has imported what does not import Ray.
 """

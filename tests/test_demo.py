@@ -1,8 +1,10 @@
-"""The demo, as a user runs it: it learns on both backends, colocated and separate, with both engines, and resumes after
-being killed."""
+"""The demo, with the options of a user: it learns on both backends, colocated and separate, with both engines, and
+resumes after being killed. `test_demo_page.py` runs it with a Ray of its own."""
 
+import functools
 import json
 
+import demo_runs
 import numpy as np
 import pytest
 from demo_runs import ROOT, WAYS, run, run_resumed, run_with_kills, scalars
@@ -13,6 +15,29 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.full("the demo on both backends, colocated and separate, with a critic, and killed and resumed"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def ray_of_the_tests(request, other_drivers, monkeypatch):
+    """Runs are on the tests' Ray, whose workers start quickly. Those with vLLM start their own Ray, as a user's do."""
+    if "vllm" not in request.node.name:
+        plain = demo_runs.environment()
+        monkeypatch.setattr(demo_runs, "environment", lambda: plain | other_drivers)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """``whole(how)``: the rewards of a run of `LONGER` in which nothing is killed."""
+
+    @functools.cache
+    def of(how):
+        folder = tmp_path_factory.mktemp("whole")
+        return run(folder, *LONGER, how, f"save={folder}/checkpoints")
+
+    return of
+
+
+LONGER = ("num_rollout=16", "save_interval=4", "lr_decay_style=cosine")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -90,27 +115,25 @@ def test_ppo_learns_with_a_critic(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["async_rollout=false", "async_rollout=true"])
-def test_resumed_run_matches_an_uninterrupted_one(tmp_path, how):
+def test_resumed_run_matches_an_uninterrupted_one(tmp_path, whole, how):
     """On the same number of ranks, and on another."""
-    whole, before, after = run_resumed(tmp_path, 14, 4, 9, "lr_decay_style=cosine", how)
-    assert before == pytest.approx({step: whole[step] for step in before}, abs=1e-3)
+    expected = whole(how)
+    before, after = run_resumed(tmp_path, 9, *LONGER, how)
+    assert before == pytest.approx({step: expected[step] for step in before}, abs=1e-3)
     for rewards in after.values():
         begin = min(rewards)
         assert begin in (8, 12)  # after the last checkpoint before it was killed
         # The prompts and seeds are the same, but another number of ranks changes rounding, which may change a token.
-        assert rewards == pytest.approx({step: whole[step] for step in range(begin, 14)}, abs=0.02)
+        assert rewards == pytest.approx({step: expected[step] for step in range(begin, 16)}, abs=0.02)
 
 
 @pytest.mark.parametrize("how", ["async_rollout=false", "async_rollout=true"])
-def test_run_whose_trainers_are_killed_matches_one_without_kills(tmp_path, how):
+def test_run_whose_trainers_are_killed_matches_one_without_kills(tmp_path, whole, how):
     """Both original trainers are killed, one after the other. The standby takes the first one's rank."""
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    given = ("num_rollout=40", "lr_decay_style=cosine", how)
-    whole = run(tmp_path / "whole", *given)
-    rewards, said = run_with_kills(tmp_path / "killed", (4, 20), *given)
+    expected = whole(how)
+    rewards, said = run_with_kills(tmp_path, (3, 10), *LONGER, how)
     assert said.count("A trainer was replaced; training goes on with rollout") == 2
-    assert rewards == pytest.approx(whole, abs=1e-3)
+    assert rewards == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.timeout(500)
