@@ -70,7 +70,6 @@ def test_mistakes_are_found(run, mistake):
         check(run)
 
 
-@pytest.mark.alone
 @pytest.mark.full("chaos: processes killed at random moments, many groups created and closed")
 @pytest.mark.timeout(2500)
 def test_killed_runs_train_each_prompt_once():
