@@ -20,7 +20,8 @@ machine, too.
 
 It starts its own Ray, and needs root and network namespaces for the hosts. The workers of the training run are forked
 from a process that has imported everything (tests/fork_workers.py), so that a standby is ready for the next round
-within a second; those of the group and of the hosts are started as Ray does.
+within a second; those of the group and of the hosts are started as Ray does. With `--fork`, those of the group are
+forked, too; "back" is then shorter than for a user.
 """
 
 import argparse
@@ -52,7 +53,7 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_O
 
 import ray  # noqa: E402
 from footprint import Footprint  # noqa: E402
-from fork_workers import forked_workers  # noqa: E402
+from fork_workers import ORIGIN, PRELOADED, RANKS_ONLY, forked_workers  # noqa: E402
 from group_kinds import Group  # noqa: E402
 from host_kinds import Hosts  # noqa: E402
 from host_network import missing  # noqa: E402
@@ -109,15 +110,20 @@ def say(line):
 
 
 OUT = sys.stdout
+SERVER = Path(os.environ.pop(ORIGIN)) if ORIGIN in os.environ else None
+"""The server of the tests, to fork the training run's from. What is forked from it does not show MARK, so that of the
+group is a program."""
 
 
 # --- what is killed -----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def local_ray(*, forked):
-    """A Ray of one node. What was made in it must be gone at the end."""
-    with forked_workers() if forked else nullcontext() as start_server:
+def local_ray(modules):
+    """A Ray of one node, with workers that are forked from a process that has imported these modules, if there are any.
+    What was made in it must be gone at the end."""
+    server = SERVER if modules is PRELOADED else None
+    with forked_workers(modules, server) if modules else nullcontext() as start_server:
         ray.init(
             "local",
             num_cpus=16,
@@ -126,7 +132,7 @@ def local_ray(*, forked):
             log_to_driver=False,
             object_store_memory=512 << 20,
         )
-        if forked:
+        if modules:
             start_server()
         try:
             before, room = Footprint.now(shared_memory=False), free_store()
@@ -164,11 +170,12 @@ def hangs(*_):
     raise Hang("it has not ended in time: something hangs")
 
 
-def play(cls, kinds, rng, seen, folder):
+def play(cls, kinds, rng, seen, folder, fork):
     """Run rounds of the kinds of a class, in this order. Returns whether all was right."""
     doing = "the start"
     try:
-        with nullcontext() if cls is Hosts else local_ray(forked=cls in (Training, Sync)):
+        modules = PRELOADED if cls in (Training, Sync) else RANKS_ONLY if fork else ()
+        with nullcontext() if cls is Hosts else local_ray(modules):
             signal.alarm(START)
             made = cls(rng, folder)
             try:
@@ -244,6 +251,7 @@ def read_options():
     options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     options.add_argument("--rounds", type=int, default=50)
     options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    options.add_argument("--fork", action="store_true", help="start ranks of the group quickly, as forks")
     options.add_argument("--kinds", default=",".join(kinds), help=f"comma-separated, of: {', '.join(kinds)}")
     given = options.parse_args()
     unknown = set(given.kinds.split(",")) - set(kinds)
@@ -275,7 +283,7 @@ def main():
             path = Path(folder) / cls.__name__
             path.mkdir()
             if kinds and right:
-                right = play(cls, kinds, rng, seen, path)
+                right = play(cls, kinds, rng, seen, path, given.fork)
         os.dup2(error, 2)
         if not right:
             say(f"The log ends with:\n{(Path(folder) / 'log').read_text()[-20_000:]}")

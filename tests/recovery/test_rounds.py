@@ -81,7 +81,7 @@ def test_rounds_are_divided_among_the_kinds():
 @pytest.mark.full("chaos: processes killed at random moments, many groups created and closed")
 @pytest.mark.timeout(2200)
 def test_280_rounds():
-    command = [sys.executable, str(Path(__file__).parent), "--rounds", "280", "--seed", "1"]
+    command = [sys.executable, str(Path(__file__).parent), "--rounds", "280", "--seed", "1", "--fork"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2100)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-3000:]
