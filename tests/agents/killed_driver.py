@@ -8,7 +8,7 @@ FOLDER/config.json says how. The run leaves there:
 - ``checkpoint``: the newest one: the state of the stream, and how many batches were trained. It is also written while
   the driver waits for a batch.
 - ``trained.jsonl``: a line for each batch that was trained; those that a checkpoint does not have were lost.
-- ``starts.jsonl``: a line for each start, with what its checkpoint has: group -> for each of its sessions, how many
+- ``starts.jsonl``: a line for each start, with its pid and what its checkpoint has: group -> for each session, how many
   steps its environment had made, or None if it was complete.
 - ``steps``: a line ``START GROUP STEP`` for each step of an environment.
 """
@@ -101,9 +101,9 @@ def run(folder, group, config):
             state = pickle.loads((folder / "checkpoint").read_bytes())
             first, version = state["batches"], state["version"]
             stream.load_state_dict(state["stream"])
-            append(folder / "starts.jsonl", {"batches": first, "steps": saved_steps(state["stream"])})
+            append(folder / "starts.jsonl", {"pid": os.getpid(), "steps": saved_steps(state["stream"])})
         else:
-            append(folder / "starts.jsonl", {"batches": 0, "steps": {}})
+            append(folder / "starts.jsonl", {"pid": os.getpid(), "steps": {}})
         for batch in range(first, config["batches"]):
             if batch == first or updates:
                 version = batch if updates else 0

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import select
 import signal
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import killed_driver
 import pytest
 from devices import ON_DEVICE
+from fork_workers import fork_script, origin
 from rollout_helpers import BigramEngine, Toy
 from session_helpers import Agents, Diary, NoDiary, Slow, check_rows, check_said, numbers, said_reward
 from waits import wait_until
@@ -187,13 +189,14 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
     environment = {**os.environ, **others}
     draw, in_flight, script = random.Random(kills), [], Path(killed_driver.__file__)
     for kill in range(kills):
-        with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment) as driver:
-            wait_until(lambda kill=kill: len(lines(tmp_path / "starts.jsonl")) > kill or driver.poll() is not None, 120)
+        with driver(request.config, script, tmp_path, environment) as ended:
+            wait_until(lambda kill=kill: len(lines(tmp_path / "starts.jsonl")) > kill or ended(), 120)
             begun = time.time()
             time.sleep(draw.uniform(0.0, 1.0))
-            wait_until(lambda begun=begun: sessions_in(tmp_path, begun) >= 2 or driver.poll() is not None, 60)
-            assert driver.poll() is None, "the run has ended by itself"
-            os.kill(driver.pid, signal.SIGKILL)
+            wait_until(lambda begun=begun: sessions_in(tmp_path, begun) >= 2 or ended(), 60)
+            assert not ended(), f"the run has ended by itself; see {tmp_path}/said"
+            os.kill(lines(tmp_path / "starts.jsonl")[-1]["pid"], signal.SIGKILL)
+            wait_until(ended)
         in_flight.append(sessions_in(tmp_path, begun))
     if ray:
         subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, check=True, timeout=600)
@@ -332,6 +335,20 @@ def test_group_of_which_a_session_ends_three_workers_is_an_error():
             is_last = losses == 2
             with pytest.raises(RolloutError, match="to 3 workers that died") if is_last else contextlib.nullcontext():
                 router._give_back_lost(worker.running.pop(attempt))
+
+
+@contextlib.contextmanager
+def driver(config, script, folder, environment):
+    """Start a driver, in `make test` as a fork of a process that has imported torch. Yields a function that returns
+    whether it has ended."""
+    if server := origin(config):
+        wait_until(server.exists, 100, "the server to fork from")
+        command = str(script), str(folder)
+        with fork_script(server, *command, environment=environment, output=folder / "said") as process:
+            yield lambda: select.select([process], [], [], 0)[0]
+    else:
+        with subprocess.Popen([sys.executable, str(script), str(folder)], env=environment) as process:
+            yield lambda: process.poll() is not None
 
 
 def lines(file):
