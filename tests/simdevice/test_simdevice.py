@@ -24,35 +24,53 @@ pytestmark = [
 TWO_RANKS = "tests/simdevice/on_device/test_two_ranks.py"
 ELSEWHERE = (HERE / "files.txt").read_text().split()[1:]
 """Those of ``make test-device`` that are not in `on_device`."""
-OF_GROUPS = [file for file in ELSEWHERE if file.startswith("tests/train/backends/")]
+RARE = {
+    "both_backends": [
+        "three_grpo_steps_match_a_plain_loop",
+        "output_layer_in_float32_under_bfloat16",
+        "critic_learns_the_expected_values",
+        "checkpoint_resumes_with_another_layout",
+        "offload_frees_all_memory_and_onload_restores_it",
+    ],
+    "replace_ranks": [
+        *(
+            f"training_continues_bit_for_bit[{way}]"
+            for way in ("fsdp2-lora", "hsdp4", "dp2-distributed-bf16", "ep2-distributed", "tp2-ep2-dp4", "dp2-fp16")
+        ),
+        "without_complete_snapshots_all_ranks_begin_at_the_checkpoint",
+        "weights_of_older_versions_are_restored_too",
+    ],
+    "resize": [
+        f"training_goes_on_with_fewer_ranks_and_with_all_again[{way}]"
+        for way in ("fsdp4", "hsdp4", "tp2-dp2", "ep2-dp4", "pp2-dp2")
+    ],
+}
+"""Tests in `tests/train/backends` that hold other tensors on a device, or move them otherwise, in ways that only
+``--full`` has: HSDP, Megatron's critic, experts, and Megatron on four ranks."""
 LONGEST = 200
 """Seconds of one test: the process then prints its stacks, and ends."""
-RARE = [f"tests/train/backends/test_{name}.py" for name in ("both_backends", "replace_ranks", "resize")]
-"""Run with ``--full``, for HSDP and Megatron on four ranks."""
 
 
 @pytest.mark.timeout(600)
 def test_on_the_simulated_device():
-    run_there("tests/simdevice/on_device", f"--ignore={TWO_RANKS}", *(["--full"] if depth.full else []))
+    run_there("tests/simdevice/on_device", "--full" if depth.full else f"--ignore={TWO_RANKS}")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1250)
 @pytest.mark.parametrize(
-    "files",
+    "tests",
     [
-        [TWO_RANKS],
-        [file for file in OF_GROUPS if file not in RARE],
-        *(["--full", file] for file in RARE),
-        [file for file in ELSEWHERE if file not in OF_GROUPS],
+        ELSEWHERE,
+        ["--full", *(f"tests/train/backends/test_{file}.py::test_{name}" for file in RARE for name in RARE[file])],
     ],
-    ids=["two ranks", "train groups", "both backends", "replace", "resize", "others"],
+    ids=["others", "rare"],
 )
 @pytest.mark.full("train groups, device memory, engines and batches on the simulated device")
-def test_other_tests_on_the_simulated_device(files):
-    run_there(*files)
+def test_other_tests_on_the_simulated_device(tests):
+    run_there(*tests)
 
 
-def run_there(*files):
+def run_there(*tests):
     build()
     environment = os.environ | {
         "SIMDEVICE": "1",
@@ -60,7 +78,7 @@ def run_there(*files):
     }
     # A thread that waits for the interpreter's lock and one of the device's is interrupted by no signal.
     stacks = ("-o", f"faulthandler_timeout={LONGEST}")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *stacks, *files]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *stacks, *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
