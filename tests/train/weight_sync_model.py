@@ -29,7 +29,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -91,7 +91,7 @@ class Model:
         self.run = Participants(groups, double_buffer, verify, updates)
         self.groups, self.updates, self.crash_from = groups, updates, crash_from
         self._nodes, self._numbers = [()], {(): 0}
-        self._short = {}
+        self._steps_at, self._ran, self._kept = {}, {}, {}  # see `_step` and `_after`: comparing numbers is fast
         self.states = self.steps = 0
 
     # -- outcomes of steps. Each method returns pairs (outcome, state after it); none if the step has to wait.
@@ -234,7 +234,7 @@ class Model:
                 return [(f"receiver {number}: {what}", after) for what, after in self._receiver(state, number)]
         for rank, one in enumerate(state.senders):
             if one is not None:
-                step, _ = self.run.sender_step(rank, one[0], self._nodes[one[1]])
+                step = self._sender_step(rank, one)
                 found += [(f"train rank {rank}: {step[0]}", after) for after in self._sender(state, rank, step)]
         for number, one in enumerate(state.receivers):
             if one is not None:
@@ -242,14 +242,42 @@ class Model:
         found += self._driver(state, bool(found))
         return found
 
-    def _shortened(self, who, outcomes, step, run):
-        """Leave out that somebody has looked before in vain. ``run(outcomes)`` returns the step after them, which
-        depends on ``who`` alone."""
-        if (who, outcomes) not in self._short:
-            self._short[who, outcomes] = self._without_vain_looks(outcomes, step, run)
-        return self._short[who, outcomes]
+    def _run(self, who, outcomes):
+        """Return the step that somebody has come to after these outcomes, and what is kept of them.
 
-    def _without_vain_looks(self, outcomes, step, run):
+        Args:
+            who: ("sender", rank, when it was started) or ("receiver", number of its history, its call).
+            outcomes: those so far.
+        """
+        kind, *of = who
+        if kind == "sender":
+            return self.run.sender_step(*of, outcomes)
+        return self.run.receiver_step(*of, outcomes), outcomes
+
+    def _step(self, who, node):
+        """Return the step after the outcomes of that number."""
+        if (who, node) not in self._steps_at:
+            self._steps_at[who, node] = self._run(who, self._nodes[node])[0]
+        return self._steps_at[who, node]
+
+    def _sender_step(self, rank, sender):
+        born, node = sender
+        return self._step(("sender", rank, born), node)
+
+    def _after(self, state, who, node, step, outcome):
+        """Return the step after one more outcome, and the number of the outcomes then."""
+        key = who, node, outcome
+        if key not in self._ran:
+            self._ran[key] = self._run(who, (*self._nodes[node], (step, outcome)))
+        then, outcomes = self._ran[key]
+        whole = then[0] == "return" or self._reads(state, then)
+        if (key, whole) not in self._kept:
+            kept = outcomes if whole else self._without_vain_looks(who, outcomes, then)
+            self._kept[key, whole] = self._node_of(kept)
+        return then, self._kept[key, whole]
+
+    def _without_vain_looks(self, who, outcomes, step):
+        """Leave out that somebody has looked before in vain."""
         sleeps = [index for index, (one, _) in enumerate(outcomes) if one[0] == "sleep"]
         if sleeps:
             end = sleeps[-1] + 1
@@ -259,7 +287,7 @@ class Model:
             for first in range(begin, end):
                 shorter = (*outcomes[:first], *outcomes[end:])
                 try:
-                    found = run(shorter)
+                    found, _ = self._run(who, shorter)
                 except OtherStep:
                     continue
                 if found == step or found[0] == step[0] == "sleep":
@@ -275,17 +303,9 @@ class Model:
     def _sender(self, state, rank, step):
         for outcome, after in self.outcomes(state, rank, step):
             born, node = after.senders[rank]
-            then, outcomes = self.run.sender_step(rank, born, (*self._nodes[node], (step, outcome)))
-            reads = self._reads(after, then)
-            if not reads:
-                outcomes = self._shortened(
-                    ("sender", rank, born), outcomes, then, partial(self._step_after, rank, born)
-                )
-            after = after._replace(senders=changed(after.senders, rank, (born, self._node_of(outcomes))))
-            yield from self._sender(after, rank, then) if reads else [after]
-
-    def _step_after(self, rank, born, outcomes):
-        return self.run.sender_step(rank, born, outcomes)[0]
+            then, node = self._after(after, ("sender", rank, born), node, step, outcome)
+            after = after._replace(senders=changed(after.senders, rank, (born, node)))
+            yield from self._sender(after, rank, then) if self._reads(after, then) else [after]
 
     def _reads(self, state, step):
         """Whether a step is not one of its own."""
@@ -294,24 +314,20 @@ class Model:
     def _receiver(self, state, number):
         history, call, node = state.receivers[number]
         if call is not None:
-            step = self.run.receiver_step(history, state.calls[call][1], self._nodes[node])
+            step = self._step(("receiver", history, state.calls[call][1]), node)
             yield from ((step[0], after) for after in self._resumed(state, number, step))
         elif state.queues[number]:
             call, *left = state.queues[number]
             after = state._replace(queues=changed(state.queues, number, tuple(left)))
             after = after._replace(receivers=changed(after.receivers, number, (history, call, 0)))
-            step = self.run.receiver_step(history, state.calls[call][1], ())
+            step = self._step(("receiver", history, state.calls[call][1]), 0)
             yield from ((method_of(state, call), one) for one in self._arrived(after, number, step))
 
     def _resumed(self, state, number, step):
         for outcome, after in self.outcomes(state, SENDERS + number, step):
             history, call, node = after.receivers[number]
-            payload, outcomes = after.calls[call][1], (*self._nodes[node], (step, outcome))
-            then = self.run.receiver_step(history, payload, outcomes)
-            if then[0] != "return" and not self._reads(after, then):
-                step_after = partial(self.run.receiver_step, history, payload)
-                outcomes = self._shortened(("receiver", history, payload), outcomes, then, step_after)
-            after = after._replace(receivers=changed(after.receivers, number, (history, call, self._node_of(outcomes))))
+            then, node = self._after(after, ("receiver", history, after.calls[call][1]), node, step, outcome)
+            after = after._replace(receivers=changed(after.receivers, number, (history, call, node)))
             yield from self._arrived(after, number, then)
 
     def _arrived(self, state, number, step):
@@ -369,7 +385,7 @@ class Model:
         if state.phase == self.updates:
             return []
         at_end = [
-            self.run.sender_step(rank, one[0], self._nodes[one[1]])[0] == ("next", state.phase + 1)
+            self._sender_step(rank, one) == ("next", state.phase + 1)
             for rank, one in enumerate(state.senders)
             if one is not None
         ]
@@ -421,7 +437,7 @@ class Model:
             and not any(state.queues)
             and all(one[1] is None for one in state.receivers if one is not None)
             and all(
-                one is not None and self.run.sender_step(rank, one[0], self._nodes[one[1]])[0] == ("next", 0)
+                one is not None and self._sender_step(rank, one) == ("next", 0)
                 for rank, one in enumerate(state.senders)
             )
         )
@@ -456,8 +472,9 @@ class Model:
                 found += [(f"{name_of(who)} dies", self.crash(state, who)) for who in range(SENDERS + RECEIVERS)]
             self.steps += len(found)
             for label, after in found:
-                if after not in trace:
-                    trace[after] = state, label
+                known = len(trace)
+                trace.setdefault(after, (state, label))  # computes the hash of a state once
+                if len(trace) > known:
                     waiting.append(after)
         self.states = len(trace)
 
@@ -472,10 +489,10 @@ class Model:
         found = []
         for rank, one in enumerate(state.senders):
             if one is not None:
-                found.append(f"train rank {rank} at {self.run.sender_step(rank, one[0], self._nodes[one[1]])[0]}")
+                found.append(f"train rank {rank} at {self._sender_step(rank, one)}")
         for number, one in enumerate(state.receivers):
             if one is not None and one[1] is not None:
-                step = self.run.receiver_step(one[0], state.calls[one[1]][1], self._nodes[one[2]])
+                step = self._step(("receiver", one[0], state.calls[one[1]][1]), one[2])
                 found.append(f"receiver {number} at {step}")
         return "; ".join(found)
 
