@@ -13,13 +13,12 @@ from shard_helpers import assembled
 from tensordict import TensorDict
 from test_both_backends import (
     DP2,
-    DP4,
     FSDP1,
     FSDP2,
-    FSDP4,
     HSDP,
     NAMES,
     PP2,
+    SP2_DP2,
     TP2,
     TP2_DP2,
     TP2_PP2,
@@ -73,13 +72,13 @@ class Layout:
 PADDED = (Layout(64), Layout(ALL, balanced=True))
 PACKED = (Layout(40, balanced=True), Layout(64, trees=False), Layout(ALL), Layout(25, balanced=True))
 
-SEQUENCE_PARALLEL = [Way("fsdp", ranks, {"sequence_parallel_size": size}) for ranks, size in ((2, 2), (4, 2), (4, 4))]
-
+SP4 = Way("fsdp", 4, {"sequence_parallel_size": 4})
 GROUPS = [
-    *((way, False, PADDED) for way in (FSDP2, FSDP4, HSDP, *SEQUENCE_PARALLEL, TP2, PP2, DP2, DP4, TP2_DP2, TP2_PP2)),
-    *((way, True, PACKED) for way in (FSDP1, FSDP2, FSDP4, HSDP, *SEQUENCE_PARALLEL)),
+    *((way, False, PADDED) for way in (FSDP2, HSDP, SP2_DP2, TP2, PP2, DP2, TP2_DP2, TP2_PP2)),
+    *((way, True, PACKED) for way in (FSDP1, FSDP2, HSDP, SP2_DP2, SP4)),
 ]
-"""Of which each has started processes once: the parallel sizes, whether rows are packed, and the layouts."""
+"""The parallel sizes, whether rows are packed, and the layouts. HSDP has four dp ranks."""
+
 
 CASES = {
     "ppo_clip": {"eps_clip_dual": 1.3, "rollout_correction": "token_tis", "entropy_coef": 0.01},
