@@ -2,6 +2,7 @@
 
 import textwrap
 import time
+from contextlib import contextmanager
 
 import pytest
 from host_cluster import SETUP, cluster
@@ -29,13 +30,19 @@ def doomed():
         yield made
 
 
+@contextmanager
+def joined(made):
+    """A group on all three hosts, in a process group."""
+    made.driver.do("group = on(3, OnHost); group.join(timeout=60)")
+    assert connected(made.driver) == 3
+    yield
+    made.driver.do("group.close(); group.resource_pool.close()")
+
+
 @pytest.fixture
 def group(healthy):
-    """A group on all three hosts, in a process group."""
-    healthy.driver.do("group = on(3, OnHost); group.join(timeout=60)")
-    assert connected(healthy.driver) == 3
-    yield
-    healthy.driver.do("group.close(); group.resource_pool.close()")
+    with joined(healthy):
+        yield
 
 
 def interrupt(network, name, after=1.0):
@@ -59,54 +66,61 @@ def show(fault, outcome):
 # --- what passes --------------------------------------------------------------------------------------------
 
 
-def test_outage_while_idle(healthy, group):
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.outcome("group.ping()")
-    show("cut for 5 s while idle", outcome)
-    assert outcome.value == [0, 1, 2], outcome.trace
+class TestOutages:
+    """After each the group is as before."""
 
+    @pytest.fixture(scope="class")
+    def group(self, healthy):
+        with joined(healthy):
+            yield
 
-def test_outage_during_a_call(healthy, group):
-    healthy.driver.tell("group.count(seconds=3.0)")
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.hear()
-    show("cut for 5 s in a call", outcome)
-    assert outcome.value == [1, 1, 1], outcome.trace
-    assert healthy.driver.do("group.count()") == [2, 2, 2]
-    assert connected(healthy.driver) == 3  # the connections have survived, and nothing was lost on them
+    def test_outage_while_idle(self, healthy, group):
+        interrupt(healthy.network, "h2")
+        outcome = healthy.driver.outcome("group.ping()")
+        show("cut for 5 s while idle", outcome)
+        assert outcome.value == [0, 1, 2], outcome.trace
 
+    def test_outage_during_a_call(self, healthy, group):
+        (before,) = set(healthy.driver.do("group.count()"))
+        healthy.driver.tell("group.count(seconds=3.0)")
+        interrupt(healthy.network, "h2")
+        outcome = healthy.driver.hear()
+        show("cut for 5 s in a call", outcome)
+        assert outcome.value == [before + 1] * 3, outcome.trace
+        assert healthy.driver.do("group.count()") == [before + 2] * 3
+        assert connected(healthy.driver) == 3  # the connections have survived, and nothing was lost on them
 
-def test_outage_while_threads_call(healthy, group):
-    """Many calls are in flight, and begin, while the link is cut. Each runs once, in the order of its thread."""
-    healthy.driver.tell(
-        """
-        from concurrent.futures import ThreadPoolExecutor
-        end = time.time() + 9
-        def run(_):
-            found = []
-            while time.time() < end:
-                found.append(group.count(seconds=0.01))
-            return found
-        with ThreadPoolExecutor(4) as threads:
-            each = list(threads.map(run, range(4)))
-        counts = sorted(tuple(found) for of in each for found in of)
-        [len(counts), counts == [(k, k, k) for k in range(1, len(counts) + 1)], all(of == sorted(of) for of in each)]
-        """
-    )
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.hear()
-    show("cut for 5 s while 4 threads call", outcome)
-    assert outcome.error is None, outcome.trace
-    count, once, in_order = outcome.value
-    assert count > 20 and once and in_order and connected(healthy.driver) == 3
+    def test_outage_while_threads_call(self, healthy, group):
+        """Many calls are in flight, and begin, while the link is cut. Each runs once, in the order of its thread."""
+        healthy.driver.tell(
+            """
+            from concurrent.futures import ThreadPoolExecutor
+            first, end = group.count()[0] + 1, time.time() + 9
+            def run(_):
+                found = []
+                while time.time() < end:
+                    found.append(group.count(seconds=0.01))
+                return found
+            with ThreadPoolExecutor(4) as threads:
+                each = list(threads.map(run, range(4)))
+            counts = sorted(tuple(found) for of in each for found in of)
+            once = counts == [(k, k, k) for k in range(first, first + len(counts))]
+            [len(counts), once, all(of == sorted(of) for of in each)]
+            """
+        )
+        interrupt(healthy.network, "h2")
+        outcome = healthy.driver.hear()
+        show("cut for 5 s while 4 threads call", outcome)
+        assert outcome.error is None, outcome.trace
+        count, once, in_order = outcome.value
+        assert count > 20 and once and in_order and connected(healthy.driver) == 3
 
-
-def test_outage_during_a_collective(healthy, group):
-    healthy.driver.tell("group.reduce_for(4.0)")
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.hear()
-    show("cut for 5 s in a collective", outcome)
-    assert outcome.value == [True] * 3, outcome.trace
+    def test_outage_during_a_collective(self, healthy, group):
+        healthy.driver.tell("group.reduce_for(4.0)")
+        interrupt(healthy.network, "h2")
+        outcome = healthy.driver.hear()
+        show("cut for 5 s in a collective", outcome)
+        assert outcome.value == [True] * 3, outcome.trace
 
 
 def test_reset_connections_during_a_collective(healthy, group):
@@ -323,25 +337,31 @@ def test_process_group_of_hosts_whose_names_stand_for_the_loopback():
 # --- data ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["store", "group", "disk"])
-def test_weight_sync_with_an_outage(healthy, transport):
-    """Weights from three hosts to three, of which one is cut off for a while: bit for bit those of the version."""
+def test_weight_sync_with_an_outage(healthy):
+    """Weights from three hosts to three, of which one is cut off for a while: bit for bit those of the version. By one
+    transport after the other."""
     healthy.driver.do(
-        textwrap.dedent(f"""
-        import sync_workers
-        train, rollout = on(3, sync_workers.Stage), on(3, sync_workers.Rollout)
-        folder = {{"folder": f"/tmp/weights-{{os.getpid()}}"}} if {transport!r} == "disk" else {{}}
-        train.connect(rollout, {transport!r}, bucket_bytes=600, **folder)
-        train.update(1)
-        """),
-        120,
+        "import sync_workers; train, rollout = on(3, sync_workers.Stage), on(3, sync_workers.Rollout)", 120
     )
-    healthy.driver.tell("[train.update(version) for version in range(2, 42)]; rollout.current_weight_version()")
-    interrupt(healthy.network, "h3", after=0.3)
-    outcome = healthy.driver.hear(120)
-    show(f"weight sync by {transport}, cut for 5 s", outcome)
-    assert outcome.value == [41] * 3, outcome.trace
-    healthy.driver.do("wanted = sync_workers.model(seed=41)")
-    same = "[all(torch.equal(rank[name], wanted[name]) for name in wanted) for rank in rollout.weights()]"
-    assert healthy.driver.do(same) == [True] * 3
+    first = 1
+    for transport in ("store", "group", "disk"):
+        last = first + 40
+        healthy.driver.do(
+            textwrap.dedent(f"""
+            folder = {{"folder": f"/tmp/weights-{{os.getpid()}}"}} if {transport!r} == "disk" else {{}}
+            train.connect(rollout, {transport!r}, bucket_bytes=600, **folder)
+            train.update({first})
+            """),
+            120,
+        )
+        updates = f"[train.update(version) for version in range({first + 1}, {last + 1})]"
+        healthy.driver.tell(f"{updates}; rollout.current_weight_version()")
+        interrupt(healthy.network, "h3", after=0.3)
+        outcome = healthy.driver.hear(120)
+        show(f"weight sync by {transport}, cut for 5 s", outcome)
+        assert outcome.value == [last] * 3, outcome.trace
+        healthy.driver.do(f"wanted = sync_workers.model(seed={last})")
+        same = "[all(torch.equal(rank[name], wanted[name]) for name in wanted) for rank in rollout.weights()]"
+        assert healthy.driver.do(same) == [True] * 3, transport
+        first = last + 1
     healthy.driver.do("train.close(); rollout.close(); train.resource_pool.close(); rollout.resource_pool.close()")
