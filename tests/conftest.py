@@ -128,7 +128,8 @@ def unit_of(nodeid):
 
 
 def budget_of_unit(unit):
-    files = [budget for file, budget in budgets.BUDGETS.items() if unit_of(file) == unit]
+    known = budgets.BUDGETS | (budgets.IN_FULL if depth.full else {})
+    files = [seconds for file, seconds in known.items() if unit_of(file) == unit]
     return sum(files) or budgets.DEFAULT
 
 
