@@ -78,7 +78,7 @@ class Run:
             "async_save": rng.random() < 0.5,
         }
         (folder / "pids").mkdir(parents=True)
-        config = {"address": address, "seconds_per_token": 0.02, "args": self.args}
+        config = {"address": address, "seconds_per_token": 0.01, "args": self.args}
         (folder / "config.json").write_text(json.dumps(config))
 
     def play(self, moments):
