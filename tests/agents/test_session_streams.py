@@ -118,10 +118,9 @@ def test_updates_of_a_stream(mode):
 def test_sessions_survive_the_death_of_their_worker(ray_cluster, monkeypatch, environment, rounds, batch, samples):
     """kill -9 of one of two workers, again and again, while all its sessions are in the middle: with a state they go on
     at another worker, without one they begin again. Tokens are those of a run in which nothing dies."""
-    turns = 12 if rounds > 1 else 8
 
     def source(rollout_id):
-        return [[rollout_id % 30 + 1, 3 + index] for index in range(batch)], {"turns": [turns] * batch}
+        return [[rollout_id % 30 + 1, 3 + index] for index in range(batch)], {"turns": [8] * batch}
 
     def manager_of(group):
         return RolloutManager(group, HOW, said_reward, samples_per_prompt=samples, seed=3, engine_extras=["turns"])
