@@ -162,33 +162,39 @@ def test_killed_host(doomed):
     assert outcome.seconds < 1 + 5
 
 
-def lose_power(made, method, seconds, checks=""):
-    """Cut off the host of rank 1 in a call, which must tell the death within some seconds. Returns the host's name."""
-    made.driver.do("group = on(2, OnHost); group.join(timeout=60)")
-    _, there = made.driver.do("hosts_of(group)")
-    made.driver.tell(f"group.{method}")
-    time.sleep(1)
-    made.network.cut(there)
-    outcome = made.driver.hear()
-    show(f"power loss in {method.partition('(')[0]}{checks}", outcome)
-    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
-    assert "its host is gone" in outcome.text and outcome.seconds < 1 + seconds, outcome.seconds
-    return there
-
-
 def test_power_loss(doomed):
     """No connection is closed. A new worker then runs on another host."""
-    there = lose_power(doomed, "sleep(60)", doomed.window + 2)
+    doomed.driver.do("group = on(2, OnHost); group.join(timeout=60)")
+    _, there = doomed.driver.do("hosts_of(group)")
+    doomed.driver.tell("group.sleep(60)")
+    time.sleep(1)
+    doomed.network.cut(there)
+    outcome = doomed.driver.hear()
+    show("power loss in a call", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+    assert "its host is gone" in outcome.text and outcome.seconds < 1 + doomed.window + 2, outcome.seconds
     assert doomed.driver.do("group.restart(); group.ping()", 120) == [0, 1]
     assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
 
 
-@pytest.mark.parametrize("method", ["count(seconds=60.0)", "all_reduce(1, absent=1)"])
-def test_power_loss_with_the_default_health_checks_of_ray(method):
-    """Ray itself would take 65 s."""
+def test_power_loss_with_the_default_health_checks_of_ray():
+    """Ray itself would take 65 s. Two groups lose a rank, one in a call and one in a collective."""
     with cluster(2, period=3000, timeout=10_000, threshold=5) as made:
-        made.driver.do("from host_workers import OnHost")
-        lose_power(made, method, 15, ", Ray's defaults")
+        do = made.driver.do
+        do("from host_workers import OnHost; groups = [on(2, OnHost), on(2, OnHost)]", 120)
+        do("for group in groups: group.join(timeout=60)", 120)
+        (_, there), other = do("[hosts_of(group) for group in groups]")
+        assert other[1] == there
+        do("calls = [groups[0].count.remote(seconds=60.0), groups[1].all_reduce.remote(1, absent=1)]")
+        time.sleep(1)
+        made.network.cut(there)
+        begun = time.monotonic()
+        for number, name in enumerate(("a call", "a collective")):
+            outcome = made.driver.outcome(f"calls[{number}].result()")
+            seconds = time.monotonic() - begun
+            show(f"power loss in {name}, Ray's defaults", outcome)
+            assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+            assert "its host is gone" in outcome.text and seconds < 15, seconds
 
 
 @pytest.mark.parametrize("standby", [1, 0])
