@@ -12,10 +12,9 @@ import logging
 import math
 import os
 import re
-import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -106,10 +105,11 @@ class StartError(WorkerError):
     group was shut down. Or this process has as many threads as it may have, and one more was needed."""
 
 
-def start_thread(thread: threading.Thread, what: str) -> None:
-    """Start a thread; a `StartError` that says ``what`` it does if the process has as many threads as it may have."""
+def start_thread(start: Callable[[], None], what: str) -> None:
+    """Call what starts a thread; a `StartError` that says ``what`` the thread does if the process has as many as it
+    may have."""
     try:
-        thread.start()
+        start()
     except RuntimeError as error:
         raise StartError(f"the thread that {what} could not be started: {error}") from error
 

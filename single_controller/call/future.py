@@ -317,7 +317,8 @@ def in_own_thread(function: Callable[[], R]) -> Future[R]:
         except BaseException as error:
             done.set_exception(error.with_traceback(None))
 
-    start_thread(threading.Thread(target=run, name="future-wait", daemon=True), "waits in the place of an event loop")
+    thread = threading.Thread(target=run, name="future-wait", daemon=True)
+    start_thread(thread.start, "waits in the place of an event loop")
     return done
 
 

@@ -324,7 +324,7 @@ class Monitor:
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
-                start_thread(thread, "looks for dead workers")
+                start_thread(thread.start, "looks for dead workers")
                 self._thread = thread
 
     def watch(self, state: GroupState) -> None:
@@ -397,7 +397,7 @@ class Watcher(Closing):
         self._reported: set[tuple[int, int]] = set()  # (number of restarts before, rank)
         self._deaths_seen = len(state.deaths)
         self._thread = threading.Thread(target=self._run, name="worker-watcher", daemon=True)
-        start_thread(self._thread, "looks for dead workers")
+        start_thread(self._thread.start, "looks for dead workers")
 
     @property
     def watching(self) -> bool:

@@ -90,7 +90,7 @@ class LocalRank:
         self._finalize.atexit = False
         if self._jobs is not None:
             thread = threading.Thread(target=_serve, args=(self._jobs,), name=f"local-rank-{rank}", daemon=True)
-            start_thread(thread, f"runs the calls of rank {rank}")
+            start_thread(thread.start, f"runs the calls of rank {rank}")
 
     def start(self, constructors: Callable[[], Mapping[str | None, Constructor]]) -> cf.Future[RankResult]:
         """Create the workers. See `Executor.start`."""

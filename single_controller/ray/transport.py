@@ -27,7 +27,7 @@ from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
 from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode_call
-from single_controller.call.errors import ControlStoreError, StartError, ranks_text
+from single_controller.call.errors import ControlStoreError, StartError, ranks_text, start_thread
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
     PartlySentError,
@@ -133,6 +133,7 @@ class RayTransport(Transport):
     ) -> None:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
+        start_thread(hub.start, "reads connections")  # here, because `Link` knows no `StartError`
         self._members = members_of(self.ranks)
         self.links = {_key(rank): links.get(_key(rank)) or _HeldLink(rank) for rank in self.ranks}  # by the actor's id
         for key in links.keys() - self.links.keys():
@@ -373,7 +374,7 @@ class RayTransport(Transport):
                 self.ask("abort", ranks, MAX_STACK_SECONDS)
 
         thread = threading.Thread(target=repeat, name="abort-collectives", daemon=True)
-        thread.start()
+        start_thread(thread.start, "aborts collectives")
         try:
             yield
         finally:

@@ -75,7 +75,7 @@ class Hub:
 
     def add(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
         """Call a function with the events of a socket."""
-        self._start()
+        self.start()
         self._selector.register(sock, events, ready)
 
     def change(self, sock: socket.socket, events: int) -> None:
@@ -90,7 +90,7 @@ class Hub:
 
     def later(self, seconds: float, run: Callable[[], None]) -> None:
         """Run a short function in this thread."""
-        self._start()
+        self.start()
         self.soon(run, seconds)
 
     def soon(self, run: Callable[[], None], seconds: float = 0.0) -> None:
@@ -99,7 +99,8 @@ class Hub:
         with contextlib.suppress(OSError):  # it is full, so the thread wakes anyway
             self._wake.send(b"\0")
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the thread, unless it runs. `add` and `later` do so too."""
         if self._thread is None:
             with self._starting:
                 if self._thread is None:

@@ -19,12 +19,14 @@ from single_controller import (
     GroupBrokenError,
     RayClassWithInitArgs,
     RayWorkerGroup,
+    StartError,
     WorkerDiedError,
     WorkerError,
 )
 from single_controller.call.state import GroupState, Monitor
 from single_controller.ray import transport
 from single_controller.ray.transport import RayTransport
+from single_controller.wire.connection import hub
 from single_controller.wire.link import Link
 
 
@@ -119,6 +121,22 @@ def test_many_ranks_of_lost_hosts_are_told_at_once(fragile, monkeypatch):
         with within(5):
             assert sorted(many.deaths()) == list(range(8)) and sorted(other.deaths()) == list(range(4))
     assert all("its host is gone" in reason for reason in many.deaths().values())
+
+
+def test_threads_that_cannot_be_started_are_typed_errors(fragile, monkeypatch):
+    ranks = fragile._transport.ranks
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(StartError, match=r"aborts collectives could not be started: can't start new thread"):
+            fragile._transport.leaving([]).__enter__()
+        patch.setattr(hub, "_thread", None)
+        with pytest.raises(StartError, match="reads connections could not be started"):
+            RayTransport(ranks)
+    assert fragile.ping() == [0, 1, 2, 3]
 
 
 def test_watcher_reports_a_death_while_no_call_runs(make_group):
