@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ class Link:
         self._closed: tuple[str, bool] | None = None  # why, and whether because the rank's process has ended
         self._sent = 0
         self._welcomed = False  # whether the rank knows the session
-        self._unanswered: dict[int, tuple[int, bytes, weakref.ref[Reply]]] = {}
+        # Number -> kind, payload and reply. Looking for the first key of a plain dict walks over all that were deleted.
+        self._unanswered: OrderedDict[int, tuple[int, bytes, weakref.ref[Reply]]] = OrderedDict()
         # Payloads of ``WANT``, ``CANCEL`` and ``INPUTS`` frames. Repeated with each new connection, because a lost one
         # would hold up a rank.
         self._notes: dict[tuple[int, int], bytes] = {}
@@ -224,7 +226,7 @@ class Link:
         return next(iter(self._unanswered), self._sent + 1) - 1
 
     def _give_up(self, reason: str, dead: bool = False) -> None:
-        unanswered, self._unanswered = self._unanswered, {}
+        unanswered, self._unanswered = self._unanswered, OrderedDict()
         asked, self._asked = self._asked, {}
         for _, _, weak in unanswered.values():
             reply = weak()
@@ -414,8 +416,8 @@ class Session:
         self.changed = threading.Condition()
         self.connection: Connection | None = None  # the driver's present connection, or None
         self.received = -1  # number of the last call that has arrived; -1 before the driver's first connection
-        # Number -> kind and payload of the replies that the driver has not acknowledged
-        self.replies: dict[int, tuple[int, bytes]] = {}
+        # Number -> kind and payload of the replies that the driver has not acknowledged. Ordered as `Link._unanswered`
+        self.replies: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self.kept: dict[int, Any] = {}  # number -> what the rank keeps of a call for `RankActor._sc_result`
         self.wanted: set[int] = set()  # numbers of calls whose small replies are to be kept too
         # Numbers of `replies` of which nothing is kept any more. A task may overtake the frame that asks for it.

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+import timeit
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -340,6 +341,26 @@ class TestLostConnections:
             session.acknowledge(1)
         session.give_parts(1, ())
         assert session.parts.walks == 1 and list(session.parts) == [2]
+
+    def test_looking_for_the_oldest_does_not_walk_over_those_that_have_ended(self, monkeypatch):
+        """In a plain dict it does, and many outstanding calls take quadratic time."""
+
+        def seconds(look):
+            return min(timeit.repeat(look, number=50, repeat=5))
+
+        monkeypatch.setattr(Link, "_dial", lambda self: None)
+        to_nobody, session, many = Link(link.WireAddress("127.0.0.1", 1, b"k" * 32, 1)), link.Session(), 30_000
+        reply = Replied(to_nobody)
+        for number in range(1, many + 1):
+            to_nobody.send(Kind.CALL, b"", reply)
+            session.reply(Kind.REPLY, number, b"")
+        calls, replies = seconds(lambda: to_nobody._acknowledged), seconds(lambda: session.acknowledge(0))
+        for number in range(1, many):
+            to_nobody._take(Kind.REPLY, number, 0, b"")
+        session.acknowledge(many - 1)
+        assert to_nobody._acknowledged == many - 1 and list(session.replies) == [many]
+        assert seconds(lambda: to_nobody._acknowledged) < 20 * calls
+        assert seconds(lambda: session.acknowledge(0)) < 20 * replies
 
     def test_rank_that_has_forgotten_the_driver(self, rank, to_rank):
         assert answered([call(to_rank, b"before")])
