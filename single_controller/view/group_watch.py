@@ -26,6 +26,10 @@ from single_controller.wire.link import Answer, Link, ask, wait_open
 LOOK_SECONDS = 0.4
 """How long the ranks may take to answer in one look. Each command has this limit."""
 
+OPEN_SECONDS = 1.0
+"""How long new connections may take before their ranks count as silent: longer than an answer, because there are many
+at once, and because the stacks of silent ranks are read from outside."""
+
 DUMP_AGAIN_SECONDS = 3.0
 """The stack of a rank that does not answer is read from outside at most this often, because that stops the process."""
 
@@ -149,7 +153,7 @@ class GroupWatch(Closing):
         """Look at the groups now.
 
         Args:
-            seconds: how long ranks may take to answer.
+            seconds: how long ranks may take to answer each command, over connections that are open.
 
         Raises:
             LookupError: there is no such group.
@@ -157,7 +161,7 @@ class GroupWatch(Closing):
         records = read()
         groups = inspect_groups.chosen(records, self._name)
         living = [inspect_groups.living_ranks(record, records) for record in groups]
-        self._connect({address for addresses in living for address in addresses.values()}, seconds)
+        self._connect({address for addresses in living for address in addresses.values()})
         running = self._ask(living, "status", seconds)
         statuses = [
             replace(inspect_groups.status_from(record, records, answers), name=name)
@@ -182,12 +186,12 @@ class GroupWatch(Closing):
             link.close()
         self._links = {}
 
-    def _connect(self, addresses: set[WireAddress], seconds: float) -> None:
+    def _connect(self, addresses: set[WireAddress]) -> None:
         for address in self._links.keys() - addresses:
             self._links.pop(address).close()
             self._dumps.pop(address, None)
         new = [self._links.setdefault(address, Link(address)) for address in addresses - self._links.keys()]
-        wait_open(new, seconds)
+        wait_open(new, OPEN_SECONDS)
 
     def _ask(self, groups: list[dict[int, WireAddress]], command: str, seconds: float) -> list[dict[int, Answer]]:
         """The answers of each group's ranks, which are all asked at once."""

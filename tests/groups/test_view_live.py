@@ -16,9 +16,11 @@ from synthetic_run import write_run
 from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from single_controller.view.group_watch import GroupWatch
+from single_controller.view.group_watch import LOOK_SECONDS, GroupWatch
 from single_controller.view.live import Live
 from single_controller.view.rank_waits import Wait
+from single_controller.wire.connection import hub
+from single_controller.wire.link import Link
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,6 +64,13 @@ class TestStuckGroup:
         found = json.loads(out)
         assert (code, found["ok"], found["problems"]) == (0, True, []), err
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
+
+    def test_ranks_that_are_being_connected_are_not_silent(self, stuck, monkeypatch):
+        dial = Link._dial
+        monkeypatch.setattr(Link, "_dial", lambda link: hub.later(LOOK_SECONDS + 0.1, lambda: dial(link)))
+        with GroupWatch("stuck_") as watch:
+            (look,) = watch.look()
+        assert look.problems() == [] and look.stacks == {}
 
     def test_another_cluster_is_not_taken_for_that_of_this_process(self, stuck):
         with Live() as live:
