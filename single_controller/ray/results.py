@@ -7,7 +7,7 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -186,15 +186,16 @@ class RayResults:
         return list(self._refs)
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
-        found: dict[int, RankResult] = {}
         if self._outcome is not None:
             try:
                 failed = self._outcome.result(timeout)
             except TimeoutError:
-                raise self._late(found, timeout) from None
+                told = [k for k, entry in enumerate(self._entries) if isinstance(entry, RankReply) and entry.result]
+                raise self._late(told, timeout) from None
             if failed is not None:
                 raise copy.copy(failed()) from failed().__cause__
             return [entry.result for entry in self._entries[: self._count] if entry.result is not None]  # type: ignore
+        found: dict[int, RankResult] = {}
         end = None if timeout is None else time.monotonic() + timeout
         pause, cancelled = 0.01, math.inf
         while True:
@@ -216,7 +217,7 @@ class RayResults:
                 raise self._late(found, timeout)
             pause = min(2 * pause, MAX_WAIT_SECONDS)
 
-    def _late(self, found: Mapping[int, RankResult], timeout: float | None) -> CallTimeoutError:
+    def _late(self, found: Container[int], timeout: float | None) -> CallTimeoutError:
         late = sorted(rank for k, rank in enumerate(self._ranks) if k not in found)
         return CallTimeoutError.of_wait(self.label, timeout, late)
 

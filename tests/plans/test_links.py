@@ -9,14 +9,14 @@ import threading
 import time
 import timeit
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waits import wait_until, within
 
-from single_controller.call.errors import WorkerDiedError
+from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.call.joining import RankResult
 from single_controller.ray.rank.call_thread import CallThread
 from single_controller.ray.results import RankReply, RayResults
@@ -584,6 +584,16 @@ def test_result_of_a_dead_rank_is_an_error_elsewhere():
     results = RayResults("work", [0], [(RankResult(0, died="it was killed"), None)], 1, ["here"])
     with pytest.raises(WorkerDiedError, match=r"rank 0 died during work\(\) \(here\): it was killed"):
         results.wait()
+
+
+def test_wait_that_ends_names_the_ranks_that_have_not_answered():
+    told = Told()
+    replies = [RankReply(None, rank, "here", None, weakref.ref(told)) for rank in range(3)]
+    replies[1].result = RankResult(1)
+    results = RayResults("work", [0, 1, 2], replies, 3, ["here"] * 3, Future())
+    with pytest.raises(CallTimeoutError, match="still running: ranks 0, 2") as caught:
+        results.wait(0.01)
+    assert caught.value.ranks == (0, 2)
 
 
 def test_function_that_raises_in_the_hub_keeps_no_other_from_running():
