@@ -264,14 +264,18 @@ def _actors(
     # KeyboardInterrupt can arrive after Ray has registered the actor.
     creating: str | None = None
     try:
-        make = _actor_maker(plan, again=again)
-        for slot, creating in zip(slots, names, strict=True):
+        make = _actor_maker(plan)
+        end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
+        for slot, name in zip(slots, names, strict=True):
+            if plan.detached:  # the other names have a random part
+                _wait_until_free(plan, name, end)
+            creating = name
             try:
-                actors.append(make(slot, creating))
+                actors.append(make(slot, name))
             except ValueError:
-                creating = None  # another actor has the name; do not end it
+                creating = None  # another driver was faster; do not end its actor
                 raise
-        creating = None
+            creating = None
         yield actors
     except BaseException:
         if plan.detached and creating is not None:  # other actors end with their handles
@@ -287,6 +291,21 @@ def _actors(
         if session() is not None:
             remove_pools_of(actors)
         raise
+
+
+def _wait_until_free(plan: StartPlan, name: str, end: float) -> None:
+    """Wait until no actor has a name; a `ValueError` if one still has it at ``end``, by the monotonic clock."""
+    while True:
+        try:
+            ray.get_actor(name, plan.namespace)
+        except ValueError:
+            return
+        if time.monotonic() > end:
+            raise ValueError(
+                f"{plan.name}: a worker called {name!r} is already running. Attach to its group with "
+                f"RayWorkerGroup.attach({name.rpartition('_')[0]!r}), or choose another name_prefix"
+            )
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -318,7 +337,7 @@ def check_python(plan: StartPlan, slots: Sequence[Slot]) -> None:
         python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
 
 
-def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], ActorHandle]:
+def _actor_maker(plan: StartPlan) -> Callable[[Slot, str], ActorHandle]:
     """Return a function that creates an actor in a slot. Its constructor does nothing: the rank is not known yet."""
     process = plan.process
     share = plan.pool.options.share(plan.use_gpu)
@@ -344,23 +363,11 @@ def _actor_maker(plan: StartPlan, *, again: bool) -> Callable[[Slot, str], Actor
     if runtime_env:
         options["runtime_env"] = runtime_env
     ray_class = actor_class(process.name, process.methods)
-    end = time.monotonic() + (NAME_FREE_SECONDS if again else 0.0)
 
     def make(slot: Slot, name: str) -> ActorHandle:
         where = slot.scheduling_strategy()
-        while True:
-            try:
-                actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
-                return actor
-            except ValueError as error:
-                if "already taken" not in str(error):
-                    raise
-                if time.monotonic() > end:
-                    raise ValueError(
-                        f"{plan.name}: a worker called {name!r} is already running. Attach to its group with "
-                        f"RayWorkerGroup.attach({name.rpartition('_')[0]!r}), or choose another name_prefix"
-                    ) from error
-            time.sleep(0.02)
+        actor: ActorHandle = ray_class.options(name=name, scheduling_strategy=where, **options).remote()
+        return actor
 
     return make
 

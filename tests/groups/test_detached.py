@@ -193,11 +193,22 @@ def test_ranks_stay_in_the_namespace_of_the_group(start_driver):
         assert attach("apart_").add(0) == [5, 6]
 
 
-def test_detached_group_keeps_its_names_on_restart(ray_cluster):
+def test_detached_group_keeps_its_names_on_restart(ray_cluster, monkeypatch):
     with RayResourcePool([2], use_gpu=False, detached=True) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="stays_", detached=True)
         with group:
             with pytest.raises(ValueError, match=r"'stays_Counter_0' is already running.*attach\('stays_Counter'\)"):
+                RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="stays_", detached=True)
+            find, interrupts = ray.get_actor, [KeyboardInterrupt]
+
+            def interrupted(name, namespace=None):
+                found = find(name, namespace)
+                if interrupts:  # as by Ctrl-C, while the name is looked up
+                    raise interrupts.pop()
+                return found
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(ray, "get_actor", interrupted)
                 RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="stays_", detached=True)
             group.add(1)
             names = group.worker_names
@@ -214,9 +225,9 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
     def left():
         return group_records.find_takeover("left_", None, None, None)
 
-    def interrupted(plan, *, again):
+    def interrupted(plan):
         def make(slot, name):
-            makers(plan, again=again)(slot, name)
+            makers(plan)(slot, name)
             raise KeyboardInterrupt  # before there is a handle
 
         return make
