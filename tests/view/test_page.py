@@ -1,5 +1,6 @@
 """The page of finished runs, in a headless Chromium: what a user looks for is there, and hostile text does nothing."""
 
+import json
 import os
 
 import numpy as np
@@ -131,6 +132,22 @@ def test_finished_run(browser, url):
     browser.js("location.hash = '#events?kind=death'")
     browser.wait("document.querySelector('td') && document.querySelector('main').innerText.includes('rank 3 died')")
     assert browser.js("document.querySelectorAll('tbody tr').length") == 1
+
+
+def test_one_rank_waits_for_another_and_several_wait(browser, url):
+    rank = {"host": "a", "pid": 1, "alive": True, "running": [], "doing": "idle", "waits": "", "waits_for": []}
+    ranks = [rank | {"rank": 2, "awaited_by": [0]}, rank | {"rank": 3, "awaited_by": [0, 1]}]
+    group = {"name": "group actor", "state": "open", "note": "driver: a", "generation": 0, "ranks": ranks}
+    browser.open(url)
+    browser.wait("document.querySelectorAll('.card').length == 2")
+    browser.js(
+        "window.server = window.fetch; window.fetch = async (url, ...more) => String(url).includes('api/live')"
+        f" ? new Response({json.dumps(json.dumps({'problems': [], 'groups': [group]}))}) : window.server(url, ...more);"
+        " location.hash = '#ranks'"
+    )
+    browser.wait("document.querySelectorAll('tr[data-rank]').length == 2")
+    page = browser.text()
+    assert "rank 0 waits for it" in page and "ranks 0, 1 wait for it" in page
 
 
 def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):

@@ -99,7 +99,7 @@ function draw(seen, opened, redraw) {
       } },
         el("td", { class: "number" }, rank.rank), el("td", {}, `${rank.host}, ${rank.pid}`),
         el("td", { class: !rank.alive || rank.running === null ? "bad" : rank.running.length ? "" : "quiet" }, rank.doing),
-        el("td", {}, waiting || (rank.awaited_by.length ? el("span", { class: "warn" }, `${names(rank.awaited_by)} wait for it`) : "")),
+        el("td", {}, waiting || (rank.awaited_by.length ? el("span", { class: "warn" }, `${names(rank.awaited_by)} ${rank.awaited_by.length > 1 ? "wait" : "waits"} for it`) : "")),
         el("td", {}, rank.where || ""),
         el("td", { class: "quiet" }, rank.death ? `${clock(rank.death.at)}: ${rank.death.reason}` : ""));
       line.onkeydown = (event) => { if (event.key === "Enter") line.onclick(); };
