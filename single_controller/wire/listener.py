@@ -6,7 +6,6 @@ arrived, and gets the replies that it has not acknowledged. Commands are not sen
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -70,8 +69,7 @@ class Listener:
 
     def session(self, key: bytes) -> Session:
         """The session of a driver, whose task may arrive before its connection."""
-        found = self._sessions.get(key)
-        return self._sessions.setdefault(key, Session()) if found is None else found
+        return self._sessions.setdefault(key, Session())
 
     def _accept(self, _: int) -> None:
         try:
@@ -178,8 +176,7 @@ class Listener:
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
             if session.connection is None and now - session.left > SESSION_SECONDS:
-                with contextlib.suppress(KeyError):
-                    del self._sessions[key]
+                del self._sessions[key]
 
 
 def listen(host: str) -> tuple[socket.socket, WireAddress]:
