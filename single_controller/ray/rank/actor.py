@@ -25,7 +25,6 @@ from ray.exceptions import RayError
 
 from dispatch.batch import register_batch_type, user_batch_types
 from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, CallMessage, Encoded, encode, keep_encoded
-from single_controller.call.errors import Failure
 from single_controller.call.joining import RankResult
 from single_controller.call.transport import RankProcess, RunningCall
 from single_controller.call.worker.executor import Executor
@@ -190,7 +189,8 @@ class RankActor:
                 message, leave = pickle.loads(payload)
                 made = session.take_parts(number)
                 if made is None:
-                    result = self._lacks(call, "", "rank 0 has not told the rendezvous", alike=True)
+                    lost = ConnectionError("rank 0 has not told the rendezvous")
+                    result = self._executor.failed(lost, call.method, call.role, alike=True)
                 else:
                     result = self._join(message, made[0], made[1], leave)
             else:
@@ -198,7 +198,8 @@ class RankActor:
                 call = CallMessage(*about)
                 beside = session.take_parts(number) if SEPARATE in arguments else ()
                 if beside is None:  # the other ranks may have theirs, and wait for this one in a collective
-                    result = self._lacks(call, "ConnectionError", "its arguments have been lost on the way")
+                    lost = ConnectionError("its arguments have been lost on the way")
+                    result = self._executor.failed(lost, call.method, call.role)
                 else:
                     whole, shard = _with_parts(arguments, beside) if beside else arguments
                     inputs = functools.partial(_take_inputs, session, number, lambda: self._executor.refusing)
@@ -224,11 +225,6 @@ class RankActor:
             logger.exception("call %d has failed outside of its method", number)
             reply = pickle.dumps(tuple(self._executor.failed(error, "", None)), protocol=5)
         session.reply(Kind.REPLY, number, reply)
-
-    def _lacks(self, call: CallMessage, error: str, text: str, *, alike: bool = False) -> RankResult:
-        rank = -1 if self._executor.info is None else self._executor.info.rank
-        where = f"{self._hostname}, {self._address}"
-        return RankResult(rank, failure=Failure(rank, where, call.method, error, text, alike=alike, role=call.role))
 
     def _sc_take(self, session: bytes, number: int, *parts: Any) -> None:
         """Take what comes beside a call: large arguments, and those with references."""
