@@ -138,7 +138,7 @@ class Connection:
         on_frame: gets kind, number, acknowledged number and payload of each frame, in the hub's thread.
         on_lost: gets the reason, once, in the hub's thread.
         max_bytes: the most bytes that a frame of the other side may have.
-        tls: the context for TLS, and whether this is the server's side.
+        server: whether this side has accepted the connection.
 
     Attributes:
         on_frame, on_lost, max_bytes: see above; may be replaced.
@@ -151,7 +151,7 @@ class Connection:
         on_frame: Callable[[int, int, int, bytes], None],
         on_lost: Callable[[str], None],
         max_bytes: int = MAX_FRAME_BYTES,
-        tls: tuple[ssl.SSLContext, bool] | None = None,
+        server: bool = False,
     ) -> None:
         self.on_frame, self.on_lost, self.max_bytes = on_frame, on_lost, max_bytes
         self.timed_out = self.reset = False  # how it was lost, if it was: by silence, or by the other side
@@ -162,13 +162,10 @@ class Connection:
         self._writing = False
         sock.setblocking(False)
         _keep_alive(sock)
-        self._handshaking = tls is not None
-        if tls is not None:
-            context, server = tls
-            sock = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
-        self._sock = sock
+        self._sock = encrypted(sock, server=server)
+        self._handshaking = isinstance(self._sock, ssl.SSLSocket)
         _open.add(self)
-        hub.add(sock, _BOTH if self._handshaking else selectors.EVENT_READ, self._ready)
+        hub.add(self._sock, _BOTH if self._handshaking else selectors.EVENT_READ, self._ready)
 
     def send(self, kind: int, number: int, payload: bytes = b"", acknowledged: int = 0) -> None:
         """Send a frame, or leave it to the hub's thread to do so."""
@@ -292,16 +289,17 @@ def _keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(*option)
 
 
-def tls_context(*, server: bool) -> tuple[ssl.SSLContext, bool] | None:
-    """The context of a connection, with Ray's certificates; None unless Ray uses TLS. Each side checks the other's."""
+def encrypted(sock: socket.socket, *, server: bool) -> socket.socket:
+    """The socket to use in place of a connected one: encrypted with Ray's certificates, before its handshake, in which
+    each side checks the other's; or the same one, unless Ray uses TLS."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
-        return None
+        return sock
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # Ray's certificates need not name the addresses of the hosts
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
     context.load_verify_locations(os.environ["RAY_TLS_CA_CERT"])
-    return context, server
+    return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
 
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub, tls_context
+from single_controller.wire.connection import MAX_FRAME_BYTES, SILENCE_SECONDS, Connection, hub
 from single_controller.wire.handshake import (
     MAX_HANDSHAKE_BYTES,
     HandshakeError,
@@ -322,9 +322,7 @@ class Link:
             else:
                 raise HandshakeError("it does not follow the protocol")
 
-        connection = Connection(
-            sock, greet, lambda reason: self._lost(connection, reason), MAX_HANDSHAKE_BYTES, tls_context(server=False)
-        )
+        connection = Connection(sock, greet, lambda reason: self._lost(connection, reason), MAX_HANDSHAKE_BYTES)
         return connection
 
     def _open(self, connection: Connection, received: int) -> None:

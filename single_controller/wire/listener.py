@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
-from single_controller.wire.connection import MAX_FRAME_BYTES, Connection, hub, tls_context
+from single_controller.wire.connection import MAX_FRAME_BYTES, Connection, hub
 from single_controller.wire.handshake import (
     KEY_BYTES,
     MAX_HANDSHAKE_BYTES,
@@ -94,7 +94,7 @@ class Listener:
                 forget()
                 connection.close()
 
-        connection = Connection(sock, greeted, forget, MAX_HANDSHAKE_BYTES, tls_context(server=True))
+        connection = Connection(sock, greeted, forget, MAX_HANDSHAKE_BYTES, server=True)
         self._strangers[connection] = None
         if len(self._strangers) > MAX_STRANGERS:
             oldest = next(iter(self._strangers))

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from typing import Self
 
-from single_controller.wire.connection import tls_context
+from single_controller.wire.connection import encrypted
 from single_controller.wire.handshake import (
     HELLO_BYTES,
     NONCE_BYTES,
@@ -54,11 +55,10 @@ class Stream:
         self._sock = sock
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tls = tls_context(server=server)
-            # The handshake below, not in wrap_socket(), so that it too is limited: a peer that connects and sends
-            # nothing would otherwise hold this thread, and the file descriptor, for ever.
-            if tls is not None:
-                self._sock = tls[0].wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+            self._sock = encrypted(sock, server=server)
+            # Limited too: a peer that connects and sends nothing would otherwise hold this thread, and the file
+            # descriptor, for ever.
+            if isinstance(self._sock, ssl.SSLSocket):
                 self._limit()
                 self._sock.do_handshake()
         except BaseException:  # nobody else has the socket yet
