@@ -20,6 +20,7 @@ from ray.util.metrics import Counter, Gauge
 
 from dispatch.checks import check_seconds
 from single_controller.call.call import LATE_LOG_SECONDS
+from single_controller.call.errors import start_thread
 from single_controller.call.group import WorkerGroup
 from single_controller.call.state import Closing
 from single_controller.call.stats import MethodStats, Stats
@@ -76,6 +77,7 @@ class GroupMetrics(Closing):
     Raises:
         TypeError: one of them is no group of workers.
         ValueError: the interval is not a positive number.
+        StartError: the process has as many threads as it may have.
     """
 
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
@@ -97,6 +99,7 @@ class GroupMetrics(Closing):
 
         Raises:
             TypeError: it is no group of workers.
+            StartError: the process has as many threads as it may have.
         """
         if not isinstance(group, WorkerGroup):
             raise TypeError(
@@ -110,8 +113,9 @@ class GroupMetrics(Closing):
     def _start(self) -> None:
         if self._thread is None and not self._ended.is_set():
             args = weakref.ref(self), self._ended, self._interval
-            self._thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
+            start_thread(thread.start, "reports the metrics of groups")
+            self._thread = thread  # only now: `close` joins it
 
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""

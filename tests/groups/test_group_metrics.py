@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from single_controller import (
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayWorkerGroup,
+    StartError,
     WorkerDiedError,
     colocate,
 )
@@ -174,6 +176,18 @@ def test_looks_in_two_threads_count_each_call_once(told, monkeypatch):
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda _: metrics.look(), range(2)))
         assert told["calls"] == {(group.name, "add"): 1}
+
+
+def test_thread_that_cannot_be_started_is_started_later(told, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Counter)) as group, GroupMetrics(interval=60) as metrics:
+        with monkeypatch.context() as patch, pytest.raises(StartError, match="reports the metrics of groups"):
+            patch.setattr(threading.Thread, "start", fail)
+            metrics.add(group)
+        metrics.add(group)
+        assert metrics._thread.is_alive()
 
 
 def test_role_stands_for_its_group(told):
