@@ -21,8 +21,8 @@ import ssl
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
+from typing import cast
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ class Hub:
 
     def _leave_to_parent(self) -> None:
         # Without shutdown: the connections are the parent's. A fork that kept one would hide the parent's death.
-        for connection in list(_open):
-            connection.forget()
-        for file in (self._wake, self._woken, self._selector):
-            file.close()
+        for key in list(self._selector.get_map().values()):
+            cast(socket.socket, key.fileobj).close()
+        self._wake.close()
+        self._selector.close()
         self._reset()
 
     def add(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
@@ -164,7 +164,6 @@ class Connection:
         _keep_alive(sock)
         self._sock = encrypted(sock, server=server)
         self._handshaking = isinstance(self._sock, ssl.SSLSocket)
-        _open.add(self)
         hub.add(self._sock, _BOTH if self._handshaking else selectors.EVENT_READ, self._ready)
 
     def send(self, kind: int, number: int, payload: bytes = b"", acknowledged: int = 0) -> None:
@@ -188,11 +187,6 @@ class Connection:
             except BaseException:  # KeyboardInterrupt: nobody knows how much was sent
                 self._shut()
                 raise
-
-    def forget(self) -> None:
-        """In a fork: close the file, and leave the connection to the parent."""
-        self._lost = True
-        self._sock.close()
 
     def _shut(self) -> None:
         with contextlib.suppress(OSError):
@@ -302,5 +296,4 @@ def encrypted(sock: socket.socket, *, server: bool) -> socket.socket:
     return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
 
 
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
 hub = Hub()

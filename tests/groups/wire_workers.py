@@ -90,8 +90,9 @@ class Wired(Fragile):
         """Have the driver's connection to this rank reset, again and again."""
         for _ in range(times):
             time.sleep(pause)
-            for one in list(connection._open):
-                one._shut()
+            for one in gc.get_objects():
+                if isinstance(one, connection.Connection):
+                    one._shut()
         return "done"
 
     @register(Dispatch.ONE_TO_ALL)

@@ -1,6 +1,7 @@
 """The wire in one process: who is let in, and what lost connections cost."""
 
 import contextlib
+import os
 import random
 import shutil
 import socket
@@ -247,8 +248,11 @@ class TestLostConnections:
         def cut():
             random.seed(3)
             while not over.wait(random.random() * 0.03):
-                for one in list(connection._open):
-                    one._shut()
+                ends = [to_rank._connection, to_rank._dialling, *rank.listener._strangers]
+                ends += [session.connection for session in list(rank.listener._sessions.values())]
+                for one in ends:
+                    if isinstance(one, connection.Connection):
+                        one._shut()
 
         cutting = threading.Thread(target=cut)
         cutting.start()
@@ -262,6 +266,22 @@ class TestLostConnections:
         assert answered(replies)
         assert [reply.payload for reply in replies] == [b"%d" % number for number in range(1500)]
         assert [payload for _, payload in rank.ran] == [b"%d" % number for number in range(1500)]
+
+    def test_fork_has_none_that_is_being_opened(self):
+        with contextlib.ExitStack() as stack:
+            host, port = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)).getsockname()
+            for _ in range(4):  # further connections get no answer
+                client = stack.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex((host, port))
+            opening = Link(link.WireAddress(host, port, b"k" * 32, 1))
+            sock = opening._dialling
+            assert isinstance(sock, socket.socket)
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if sock.fileno() == -1 else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            opening.close()
 
     def test_calls_that_are_sent_while_there_is_none(self, rank, to_rank):
         to_rank._connection._shut()
