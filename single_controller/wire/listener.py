@@ -13,7 +13,6 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 
 from single_controller.wire.connection import MAX_FRAME_BYTES, Connection, hub
@@ -36,9 +35,6 @@ HANDSHAKE_SECONDS = 5.0
 
 MAX_STRANGERS = 512
 """Connections that may be open before they have shown it. With more, the oldest is closed."""
-
-_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""The sockets on which this process listens."""
 
 
 class Listener:
@@ -63,22 +59,14 @@ class Listener:
         self._sessions: dict[bytes, Session] = {}
         self._strangers: dict[Connection, None] = {}
         self._listener, address = listen(host)
-        self._listener.setblocking(False)
         self.address = address._replace(frames=frames)  # where it listens
-        hub.add(self._listener, selectors.EVENT_READ, self._accept)
+        accept_from(self._listener, self._accept)
 
     def session(self, key: bytes) -> Session:
         """The session of a driver, whose task may arrive before its connection."""
         return self._sessions.setdefault(key, Session())
 
-    def _accept(self, _: int) -> None:
-        try:
-            sock = self._listener.accept()[0]
-        except OSError:  # the process has too many open files, for example: look again later
-            logger.debug("cannot accept a connection", exc_info=True)
-            hub.remove(self._listener)
-            hub.later(1.0, lambda: hub.add(self._listener, selectors.EVENT_READ, self._accept))
-            return
+    def _accept(self, sock: socket.socket) -> None:
         nonce = new_nonce()
 
         def greeted(kind: int, number: int, acknowledged: int, frame: bytes) -> None:
@@ -186,14 +174,22 @@ def listen(host: str) -> tuple[socket.socket, WireAddress]:
         sock = socket.create_server((host, 0), family=family, backlog=4096)
     except OSError:  # the address is not one of this process's network namespace
         sock = socket.create_server(("", 0), backlog=4096)
-    _listening.add(sock)
     return sock, WireAddress(host, sock.getsockname()[1], secrets.token_bytes(KEY_BYTES), os.getpid())
 
 
-def _leave_to_parent() -> None:
-    # In a fork that kept one, the system would accept connections, and hide the parent's death.
-    for sock in list(_listening):
-        sock.close()
+def accept_from(listening: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+    """Have the hub call a function with each connection to a socket that listens, until `Hub.remove`."""
 
+    def accept(_: int) -> None:
+        try:
+            sock = listening.accept()[0]
+        except OSError:  # the process has too many open files, for example: look again later
+            logger.debug("cannot accept a connection", exc_info=True)
+            # Not removed meanwhile, so that a fork closes it. A socket that listens is never ready for writing.
+            hub.change(listening, selectors.EVENT_WRITE)
+            hub.later(1.0, lambda: hub.change(listening, selectors.EVENT_READ))
+            return
+        accepted(sock)
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+    listening.setblocking(False)
+    hub.add(listening, selectors.EVENT_READ, accept)

@@ -2,14 +2,13 @@
 
 They begin with the handshake of all connections, and use Ray's certificates if Ray does.
 
-Threads: a `StreamListener` has one that accepts connections, which ends with `StreamListener.close`, and one per
-connection, which ends with it. All are daemons. `connect` and its stream work in the caller's thread. There are no
-locks: a stream belongs to one thread.
+Threads: the hub's thread accepts the connections of a `StreamListener`, which has a daemon thread for each of them. It
+ends with the connection. `connect` and its stream work in the caller's thread. There are no locks: a stream belongs to
+one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import ssl
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from single_controller.wire.connection import encrypted
+from single_controller.wire.connection import encrypted, hub
 from single_controller.wire.handshake import (
     HELLO_BYTES,
     NONCE_BYTES,
@@ -30,7 +29,7 @@ from single_controller.wire.handshake import (
     welcome,
     welcomed,
 )
-from single_controller.wire.listener import listen
+from single_controller.wire.listener import accept_from, listen
 
 logger = logging.getLogger(__name__)
 
@@ -112,29 +111,20 @@ class StreamListener:
     """
 
     def __init__(self, host: str, serve: Callable[[Stream], None], name: str) -> None:
-        self._serve, self._name, self._closed = serve, name, False
+        self._serve, self._name = serve, name
         self._listener, self.address = listen(host)  # the address is what `connect` needs
-        threading.Thread(target=self._accept, name=f"{name}-server", daemon=True).start()
+        accept_from(self._listener, self._accept)
 
     def close(self) -> None:
         """Stop listening. Open streams continue."""
-        self._closed = True  # first: the thread that shutdown() wakes reads it
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread in accept()
+        hub.remove(self._listener)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            # One thread per stream: a sender whose host is slow must not hold up the others, whose weights or snapshots
-            # arrive at the same time. Senders are the ranks of one group, so there are few.
-            try:
-                sock = self._listener.accept()[0]
-                name = f"{self._name}-receive"
-                threading.Thread(target=self._receive, args=(sock,), name=name, daemon=True).start()
-            except (OSError, RuntimeError):  # closed; or the process has too many open files, or threads
-                if not self._closed:
-                    logger.debug("cannot accept a connection", exc_info=True)
-                    time.sleep(1)
+    def _accept(self, sock: socket.socket) -> None:
+        # One thread per stream: a sender whose host is slow must not hold up the others, whose weights or snapshots
+        # arrive at the same time. Senders are the ranks of one group, so there are few.
+        name = f"{self._name}-receive"
+        threading.Thread(target=self._receive, args=(sock,), name=name, daemon=True).start()
 
     def _receive(self, sock: socket.socket) -> None:
         try:

@@ -267,7 +267,7 @@ class TestLostConnections:
         assert [reply.payload for reply in replies] == [b"%d" % number for number in range(1500)]
         assert [payload for _, payload in rank.ran] == [b"%d" % number for number in range(1500)]
 
-    def test_fork_has_none_that_is_being_opened(self):
+    def test_fork_has_no_socket_that_is_being_connected_or_listens(self):
         with contextlib.ExitStack() as stack:
             host, port = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)).getsockname()
             for _ in range(4):  # further connections get no answer
@@ -275,13 +275,15 @@ class TestLostConnections:
                 client.setblocking(False)
                 client.connect_ex((host, port))
             opening = Link(link.WireAddress(host, port, b"k" * 32, 1))
+            listening = StreamListener(host, print, "test")
             sock = opening._dialling
             assert isinstance(sock, socket.socket)
             child = os.fork()
             if child == 0:
-                os._exit(0 if sock.fileno() == -1 else 1)
+                os._exit(0 if sock.fileno() == listening._listener.fileno() == -1 else 1)
             assert os.waitpid(child, 0)[1] == 0
             opening.close()
+            listening.close()
 
     def test_calls_that_are_sent_while_there_is_none(self, rank, to_rank):
         to_rank._connection._shut()

@@ -7,7 +7,7 @@ begins an update of the receiving worker, and the last one finishes it: until th
 is cut off is begun again with another sender.
 
 Threads: each copy has one on the sending side, "weights-send", which ends when the copy is complete, refused or
-stopped. On the receiving side the `StreamListener` has threads, which `PeerWeights.stop` ends. Both take the worker's
+stopped. On the receiving side the `StreamListener` has one for each bucket, which ends with it. Both take the worker's
 ``weights_lock`` for a bucket at a time, and never while they wait for the network.
 """
 
