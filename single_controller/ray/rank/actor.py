@@ -249,9 +249,6 @@ class RankActor:
         with keep_encoded():
             return ray.get(refs[0])
 
-    def _sc_direct(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._calls.run(lambda: self._executor.call_directly(role, method, args, kwargs))
-
 
 def _with_parts(arguments: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
     """The arguments of a message, with those that came beside it."""
@@ -325,7 +322,7 @@ def direct_name(role: str | None, method: str) -> str:
 
 def _direct(role: str | None, method: str) -> Callable[..., Any]:
     def call(self: RankActor, *args: Any, **kwargs: Any) -> Any:
-        return self._sc_direct(role, method, args, kwargs)
+        return self._calls.run(lambda: self._executor.call_directly(role, method, args, kwargs))
 
     call.__name__ = call.__qualname__ = direct_name(role, method)
     return call
