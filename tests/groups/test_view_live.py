@@ -16,7 +16,8 @@ from synthetic_run import write_run
 from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from single_controller.view.group_watch import LOOK_SECONDS, GroupWatch
+from single_controller.view import group_watch
+from single_controller.view.group_watch import GroupWatch
 from single_controller.view.live import Live
 from single_controller.view.rank_waits import Wait
 from single_controller.wire.connection import hub
@@ -66,10 +67,12 @@ class TestStuckGroup:
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
 
     def test_ranks_that_are_being_connected_are_not_silent(self, stuck, monkeypatch):
+        """As long as they may take, not only as long as they may take to answer: here one second."""
         dial = Link._dial
-        monkeypatch.setattr(Link, "_dial", lambda link: hub.later(LOOK_SECONDS + 0.1, lambda: dial(link)))
+        monkeypatch.setattr(group_watch, "OPEN_SECONDS", 30.0)
+        monkeypatch.setattr(Link, "_dial", lambda link: hub.later(1.1, lambda: dial(link)))
         with GroupWatch("stuck_") as watch:
-            (look,) = watch.look()
+            (look,) = watch.look(1.0)
         assert look.problems() == [] and look.stacks == {}
 
     def test_another_cluster_is_not_taken_for_that_of_this_process(self, stuck):
