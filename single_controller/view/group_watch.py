@@ -145,7 +145,8 @@ class GroupWatch(Closing):
         self._name = name
         self._links: dict[WireAddress, Link] = {}
         self._dumps: dict[WireAddress, tuple[float, str]] = {}  # stacks of ranks that do not answer, and since when
-        self._tasks: dict[Any, list[WireAddress]] = {}  # that read such stacks on other hosts
+        # Tasks that read such stacks on other hosts: when they began, and of which ranks
+        self._tasks: dict[Any, tuple[float, list[WireAddress]]] = {}
         self._node: str = ray.get_runtime_context().get_node_id()
         self._here = socket.gethostname()
 
@@ -203,12 +204,12 @@ class GroupWatch(Closing):
         """The frames of ranks that do not answer: read here if they run on this host, otherwise by tasks on theirs,
         whose results a later look shows."""
         now = time.monotonic()
-        for task, of_task in list(self._tasks.items()):
-            if ray.wait([task], timeout=0)[0]:
+        for task, (begun, of_task) in list(self._tasks.items()):
+            if ray.wait([task], timeout=0)[0] or now - begun > inspect_groups.DUMP_SECONDS:
                 del self._tasks[task]
                 for number, text in inspect_groups.dumped(task, range(len(of_task))).items():
                     self._dumps[of_task[number]] = now, text
-        asked = {address for of_task in self._tasks.values() for address in of_task}
+        asked = {address for _, of_task in self._tasks.values() for address in of_task}
         due = [
             rank
             for rank in ranks
@@ -219,7 +220,7 @@ class GroupWatch(Closing):
         here = [rank for rank, place in places.items() if (place.node_id, place.hostname) == (self._node, self._here)]
         elsewhere = {rank: addresses[rank] for rank in due if rank not in here}
         for task, on_node in inspect_groups.dump_tasks(record, elsewhere, native=False).items():
-            self._tasks[task] = [addresses[rank] for rank in on_node]
+            self._tasks[task] = now, [addresses[rank] for rank in on_node]
         # The longest unread first: not all may be read in one look.
         for rank in sorted(here, key=lambda rank: self._dumps.get(addresses[rank], (0.0, ""))[0]):
             if time.monotonic() - now < DUMP_SECONDS:  # the rest in the next look
