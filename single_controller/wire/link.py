@@ -293,9 +293,9 @@ class Link:
         # remove() and the connection's add(), the hub would keep the number of a closed file, and refuse the next
         # socket that gets it.
         with self.lock:
+            hub.remove(sock)  # also if Ctrl-C has interrupted `close`: it would be ready again and again
             if self._dialling is not sock:
                 return
-            hub.remove(sock)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 self._dial_failed(sock, code)

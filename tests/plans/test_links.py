@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import selectors
 import shutil
 import socket
 import subprocess
@@ -241,6 +242,15 @@ class TestLostConnections:
         assert added.wait(5)
         closing[0].join(5)
         assert [key for key in connection.hub._selector.get_map().values() if key.fileobj.fileno() < 0] == []
+
+    def test_socket_of_a_link_whose_closing_was_interrupted_does_not_keep_the_hub_busy(self, rank, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "_dial", lambda self: None)
+            one = Link(rank.listener.address)
+        one.close()  # Ctrl-C has come before it removed this socket, which it was dialling with
+        with socket.create_connection(rank.listener.address[:2]) as sock:
+            connection.hub.add(sock, selectors.EVENT_WRITE, lambda _: one._connected(sock))
+            wait_until(lambda: sock not in connection.hub._selector.get_map(), 5)
 
     def test_every_call_runs_once_in_order_and_no_reply_is_lost(self, rank, to_rank):
         rank.delay, replies, over = 0.001, [], threading.Event()
