@@ -109,6 +109,10 @@ class Hub:
                     self._thread = thread
 
     def _run(self) -> None:
+        with self._starting:  # Ctrl-C may have interrupted `start`, which knows nothing of this thread then
+            if self._thread not in (None, threading.current_thread()):
+                return
+            self._thread = threading.current_thread()
         while True:
             try:
                 while not self._new.empty():

@@ -637,3 +637,24 @@ def test_function_that_raises_in_the_hub_keeps_no_other_from_running():
 
     connection.hub.later(0.0, queue_both)
     assert ran.wait(5)
+
+
+def test_interrupted_start_of_the_hub_does_not_leave_two_threads(monkeypatch):
+    """They would read the same connections, and mix up the frames."""
+    start, started, ran = threading.Thread.start, [], threading.Event()
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name == "wire":
+            started.append(thread)
+            if len(started) == 1:
+                raise KeyboardInterrupt
+
+    hub = connection.Hub()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hub.start()
+        hub.later(0.0, ran.set)
+    assert ran.wait(5)
+    wait_until(lambda: sum(thread.is_alive() for thread in started) == 1, 5)
