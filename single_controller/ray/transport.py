@@ -374,12 +374,13 @@ class RayTransport(Transport):
                 self.ask("abort", ranks, MAX_STACK_SECONDS)
 
         thread = threading.Thread(target=repeat, name="abort-collectives", daemon=True)
-        start_thread(thread.start, "aborts collectives")
         try:
+            start_thread(thread.start, "aborts collectives")  # in here: Ctrl-C may come when the thread runs already
             yield
         finally:
             ended.set()
-            thread.join()
+            if thread.is_alive():  # otherwise it could not be started, or is about to see that it has ended
+                thread.join()
 
     @property
     def death_seconds(self) -> float:  # type: ignore[override]

@@ -139,6 +139,22 @@ def test_threads_that_cannot_be_started_are_typed_errors(fragile, monkeypatch):
     assert fragile.ping() == [0, 1, 2, 3]
 
 
+def test_interrupted_start_does_not_leave_a_thread_that_aborts_collectives(fragile, monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name == "abort-collectives":
+            started.append(thread)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        fragile._transport.leaving([]).__enter__()
+    started[0].join(5)
+    assert not started[0].is_alive()
+
+
 def test_watcher_reports_a_death_while_no_call_runs(make_group):
     group = make_group(Fragile)
     told = []
