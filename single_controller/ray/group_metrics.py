@@ -2,8 +2,8 @@
 
 Thread: each `GroupMetrics` has a daemon thread named "group-metrics". It ends when the object is closed or garbage
 collected.
-Lock: ``_counting`` protects the groups and what Ray was told of them, because `look` may be called in any thread. It is
-held for one counter at a time.
+Lock: ``_counting`` protects the groups, what Ray was told of them, and the start of the thread, because any thread may
+call `add`, `log` and `look`. It is held for one counter at a time.
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ class GroupMetrics(Closing):
         self._start()
 
     def _start(self) -> None:
-        if self._thread is None and not self._ended.is_set():
-            args = weakref.ref(self), self._ended, self._interval
-            thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
-            start_thread(thread.start, "reports the metrics of groups")
-            self._thread = thread  # only now: `close` joins it
+        with self._counting:
+            if self._thread is None and not self._ended.is_set():
+                args = weakref.ref(self), self._ended, self._interval
+                thread = threading.Thread(target=_run, args=args, name="group-metrics", daemon=True)
+                start_thread(thread.start, "reports the metrics of groups")
+                self._thread = thread  # only now: `close` joins it
 
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""

@@ -1,5 +1,6 @@
 """GroupMetrics: what groups do, as Ray's metrics, and Grafana's dashboard of them."""
 
+import contextlib
 import json
 import os
 import re
@@ -188,6 +189,23 @@ def test_thread_that_cannot_be_started_is_started_later(told, monkeypatch):
             metrics.add(group)
         metrics.add(group)
         assert metrics._thread.is_alive()
+
+
+def test_groups_that_two_threads_add_are_looked_at_by_one(told, monkeypatch):
+    start, started, both = threading.Thread.start, [], threading.Barrier(2)
+
+    def start_slowly(thread):
+        if thread.name == "group-metrics":
+            started.append(thread)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Counter)) as group, GroupMetrics(interval=60) as metrics:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(metrics.add, [group] * 2))
+        assert len(started) == 1
 
 
 def test_role_stands_for_its_group(told):
