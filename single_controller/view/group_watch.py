@@ -205,8 +205,10 @@ class GroupWatch(Closing):
         whose results a later look shows."""
         now = time.monotonic()
         for task, (begun, of_task) in list(self._tasks.items()):
-            if ray.wait([task], timeout=0)[0] or now - begun > inspect_groups.DUMP_SECONDS:
+            if ended := bool(ray.wait([task], timeout=0)[0]):
                 del self._tasks[task]
+            # A late task is kept, and no other is started: it reads one rank after the other, each for up to 20 s.
+            if ended or now - begun > inspect_groups.DUMP_SECONDS:
                 for number, text in inspect_groups.dumped(task, range(len(of_task))).items():
                     self._dumps[of_task[number]] = now, text
         asked = {address for _, of_task in self._tasks.values() for address in of_task}
