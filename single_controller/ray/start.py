@@ -274,6 +274,8 @@ def _actors(
                 actors.append(make(slot, name))
             except ValueError:
                 creating = None  # another driver was faster; do not end its actor
+                if plan.detached:
+                    _wait_until_free(plan, name, 0.0)  # says so
                 raise
             creating = None
         yield actors

@@ -210,6 +210,16 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster, monkeypatch):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(ray, "get_actor", interrupted)
                 RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="stays_", detached=True)
+            lookups = [ValueError]  # another driver takes the name after it was found to be free
+
+            def first_free(name, namespace=None):
+                if lookups:
+                    raise lookups.pop()
+                return find(name, namespace)
+
+            with monkeypatch.context() as patch, pytest.raises(ValueError, match="is already running"):
+                patch.setattr(ray, "get_actor", first_free)
+                RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="stays_", detached=True)
             group.add(1)
             names = group.worker_names
             group.restart()
