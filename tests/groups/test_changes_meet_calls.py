@@ -256,7 +256,7 @@ def test_start_whose_arguments_are_lost_is_an_error(pool, monkeypatch):
 
     give = RayTransport._give
     monkeypatch.setattr(RayTransport, "_give", lose)
-    told = "raised ConnectionError on rank 1 .*has not told the rendezvous"
+    told = "raised ConnectionError on rank 1 .*: the constructors' arguments, or rank 0's address, have been lost"
     with within(90), pytest.raises(StartError, match=told) as error:
         RayWorkerGroup(pool, RayClassWithInitArgs(Lone))
     assert error.value.rank == 1

@@ -189,7 +189,9 @@ class RankActor:
                 message, leave = pickle.loads(payload)
                 made = session.take_parts(number)
                 if made is None:
-                    lost = ConnectionError("rank 0 has not told the rendezvous")
+                    lost = ConnectionError(
+                        "the constructors' arguments, or rank 0's address, have been lost on the way"
+                    )
                     result = self._executor.failed(lost, call.method, call.role, alike=True)
                 else:
                     result = self._join(message, made[0], made[1], leave)
