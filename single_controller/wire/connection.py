@@ -41,6 +41,10 @@ _READ_BYTES = 1 << 16
 _WANT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
+_REMOVED = (KeyError, ValueError, RuntimeError)
+"""What a selector raises for a socket that it does not have. The last: it looks for a closed one among all that it has,
+which other threads change meanwhile."""
+
 
 class Hub:
     """Reads connections, and runs timers. `hub` is the process's instance.
@@ -80,12 +84,12 @@ class Hub:
 
     def change(self, sock: socket.socket, events: int) -> None:
         """Wait for other events of a socket."""
-        with contextlib.suppress(KeyError, ValueError):  # it was removed
+        with contextlib.suppress(*_REMOVED):
             self._selector.modify(sock, events, self._selector.get_key(sock).data)
 
     def remove(self, sock: socket.socket) -> None:
         """Forget a socket, before it is closed."""
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(*_REMOVED):
             self._selector.unregister(sock)
 
     def later(self, seconds: float, run: Callable[[], None]) -> None:

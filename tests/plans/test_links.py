@@ -658,3 +658,16 @@ def test_interrupted_start_of_the_hub_does_not_leave_two_threads(monkeypatch):
         hub.later(0.0, ran.set)
     assert ran.wait(5)
     wait_until(lambda: sum(thread.is_alive() for thread in started) == 1, 5)
+
+
+def test_socket_that_was_closed_is_no_error_while_other_threads_add_theirs():
+    class Changing(dict):
+        def values(self):
+            raise RuntimeError("dictionary changed size during iteration")
+
+    hub = connection.Hub()
+    hub._selector._fd_to_key = Changing(hub._selector._fd_to_key)
+    with socket.socket() as sock:
+        pass
+    hub.change(sock, selectors.EVENT_READ)
+    hub.remove(sock)
