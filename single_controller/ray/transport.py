@@ -218,8 +218,8 @@ class RayTransport(Transport):
                 rank = ranks[links.index(closed[0])]
                 raise StartError(
                     f"the driver cannot connect to rank {rank} at port {address.port} of {address.host} within "
-                    f"{OPEN_SECONDS:g} s, although its process is alive. Open the ports of the workers' hosts to the "
-                    "driver's host"
+                    f"{OPEN_SECONDS:g} s, although its process is alive: {closed[0].last_error}. If a firewall is "
+                    "between them, open the ports of the workers' hosts to the driver's host"
                 )
 
     def send_join(self, chosen: Sequence[int], made: Encoded, rendezvous: Any, call: Receiver, *, leave: bool) -> Sent:

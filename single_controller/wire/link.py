@@ -120,6 +120,7 @@ class Link:
         self._asked: dict[int, Future[Answer]] = {}
         self._heard = time.monotonic()
         self._failures = 0  # dials since the last connection
+        self.last_error = "no answer"  # why the last attempt to connect has failed
         self._refused_since: float | None = None
         self._unacknowledged = [0, 0]  # replies and bytes since the last frame that was sent
         self._dial()
@@ -377,6 +378,7 @@ class Link:
     def _redial(self, reason: str, *, tried: bool) -> None:
         logger.debug("no connection to port %d of %s: %s", self.address.port, self.address.host, reason)
         self._failures += tried
+        self.last_error = reason
         hub.later(min(0.02 * 2 ** min(self._failures, 10), MAX_PAUSE_SECONDS), _if_alive(self._dial))
 
     def _abort(self, dialling: Connection | socket.socket) -> None:

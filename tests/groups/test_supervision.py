@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import ray
@@ -153,6 +154,17 @@ def test_interrupted_start_does_not_leave_a_thread_that_aborts_collectives(fragi
         fragile._transport.leaving([]).__enter__()
     started[0].join(5)
     assert not started[0].is_alive()
+
+
+def test_rank_that_cannot_be_connected_is_an_error_that_says_why(fragile, monkeypatch):
+    monkeypatch.setattr(transport, "OPEN_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rank = fragile._transport.ranks[0]
+    wire = rank.location.wire._replace(host="127.0.0.1", port=port)
+    unreachable = RayTransport([replace(rank, location=rank.location._replace(wire=wire))])
+    with pytest.raises(StartError, match=r"rank 0 at port \d+ of 127\.0\.0\.1 .* alive: Connection refused\. If"):
+        unreachable.check_reachable([0])
 
 
 def test_watcher_reports_a_death_while_no_call_runs(make_group):
