@@ -1,6 +1,7 @@
 """The wire in one process: who is let in, and what lost connections cost."""
 
 import contextlib
+import errno
 import os
 import random
 import selectors
@@ -294,6 +295,23 @@ class TestLostConnections:
             assert os.waitpid(child, 0)[1] == 0
             opening.close()
             listening.close()
+
+    def test_rank_that_could_not_accept_a_connection_does_so_later(self, rank, monkeypatch):
+        """It has too many open files. A fork meanwhile still has to find the socket, to close it."""
+        accept, failed = socket.socket.accept, []
+
+        def fail_once(sock):
+            if sock is rank.listener._listener and not failed:
+                failed.append(sock)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return accept(sock)
+
+        monkeypatch.setattr(socket.socket, "accept", fail_once)
+        one = Link(rank.listener.address)
+        wait_until(lambda: failed, 5)
+        assert failed[0] in connection.hub._selector.get_map()
+        assert one.opened.wait(5)
+        one.close()
 
     def test_calls_that_are_sent_while_there_is_none(self, rank, to_rank):
         to_rank._connection._shut()
