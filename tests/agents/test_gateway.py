@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import depth
@@ -556,8 +557,8 @@ def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
         assert [node.sampled for node in gateway.close(token).nodes] == [False, False, True]
 
 
-def test_a_call_that_is_refused_because_others_run_does_not_end_the_session():
-    """They may fail, and leave their turns to later calls."""
+def test_a_call_for_which_others_may_leave_no_turn_waits_for_their_end():
+    """If they fail, it gets their turn."""
     fails, engine = threading.Event(), ScriptEngine()
 
     def script(prompt, seed):
@@ -567,18 +568,14 @@ def test_a_call_that_is_refused_because_others_run_does_not_end_the_session():
         return "fine"
 
     engine.script = script
-    with serving(engine) as gateway:
+    with serving(engine) as gateway, ThreadPoolExecutor() as threads:
         _, token = gateway.open(limits=SessionLimits(turns=1))
-        found = []
-        thread = threading.Thread(target=lambda: found.append(chat(gateway, token, [user("boom")])))
-        thread.start()
+        fails_later = threads.submit(chat, gateway, token, [user("boom")])
         wait_until(lambda: engine.seen)
-        refused = chat(gateway, token, [user("x")])
-        assert refused.status_code == 429 and "1 turns that are left" in refused.json()["error"]["message"]
+        waits = threads.submit(chat, gateway, token, [user("x")])
+        wait_until(lambda: gateway._sessions[token].use.calls == 2)
         fails.set()
-        thread.join(20)
-        assert found[0].status_code == 500
-        assert chat(gateway, token, [user("x")]).status_code == 200
+        assert (fails_later.result().status_code, waits.result().status_code) == (500, 200)
         assert chat(gateway, token, [user("x")]).status_code == 400
         assert gateway.close_session(token).end_reason == "turns"
 

@@ -14,6 +14,7 @@ import functools
 import hmac
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -115,10 +116,10 @@ class GatewaySession:
             raise GatewayError("token", "the session was closed")
 
     @property
-    def turns_left(self) -> int | None:
-        """How many more calls may be answered; None for any number."""
+    def turns_left(self) -> float:
+        """How many more calls may be answered."""
         if self.limits.turns is None:
-            return None
+            return math.inf
         return self.limits.turns - sum(node.sampled for node in self.tree.nodes)
 
     @property
@@ -227,7 +228,7 @@ class Gateway:
             limits: by default none. ``turns`` and ``tokens`` apply: a turn is a call that was answered, and tokens are
                 those of the tree without the prompt of the first call. Once one is used up, calls get an error, and
                 `GatewaySession.end_reason` is its name. Calls that run at once may each take all tokens that are left;
-                a call for which they may leave no turn gets an error of the kind "limit", and can be sent again.
+                a call for which they may leave no turn waits for their end.
             expires: whether `GatewayLimits.idle_seconds` and ``sessions`` hold. They are for sessions that others open,
                 and those of a rollout are its own.
 
@@ -357,19 +358,18 @@ class Gateway:
             return await self._turn(session, dialect, self._read(call.body, dialect, session))
 
     async def _turn(self, session: GatewaySession, dialect: Dialect, ask: Ask) -> Reply:
-        tree = session.tree
+        tree, others = session.tree, session.use.calls - 1
+        if others >= self.limits.calls:
+            raise GatewayError("limit", f"the session has {others} calls, which is the limit")
+        # Those that run may fail, and leave their turns to this call.
+        while session.end_reason is None and 0 < session.turns_left <= len(session.running):
+            await asyncio.sleep(RETRY_SECONDS)
         with self._lock:
             session.check_open()
-            others = session.use.calls - 1
-            if others >= self.limits.calls:
-                raise GatewayError("limit", f"the session has {others} calls, which is the limit")
-            turns_left = session.turns_left
-            if turns_left is not None and turns_left <= 0:
+            if session.turns_left <= 0:
                 _end(session, "turns")
             if session.end_reason is not None:
                 _end(session, session.end_reason)
-            if turns_left is not None and turns_left <= others:  # they may fail, and leave their turns to this one
-                raise GatewayError("limit", f"the session has {others} calls, for the {turns_left} turns that are left")
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
             before = len(tree.nodes)
