@@ -18,7 +18,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -390,53 +389,53 @@ class GatewayRouter:
         # have line breaks, and further requests behind them.
         if call.dialect is None and call.path != MODELS:
             raise no_path(call)
-        session = self._sessions.get(call.token)
-        with session.use if session is not None else nullcontext():
-            return await self._forwarded(call)
+        while (session := self._sessions.get(call.token)) is not None:
+            with session.use:  # each time: a state may have put another one there, which must not expire meanwhile
+                reply = await self._forwarded(call, session)
+            if reply is not None:
+                return reply
+        raise GatewayError("token", "the session was closed")
 
-    async def _forwarded(self, call: Call) -> Reply:
+    async def _forwarded(self, call: Call, session: _Session) -> Reply | None:
+        """Send a call to the session's worker, or get it one. None: the call has to be sent again."""
         headers = {"authorization": f"Bearer {call.token}", "content-type": "application/json"}
-        while True:
-            session = self._sessions.get(call.token)
-            if session is None:
-                raise GatewayError("token", "the session was closed")
-            if len(session.lost) >= MAX_LOSSES:
-                raise GatewayError(
-                    "failed",
-                    f"{len(session.lost)} workers in a row have died while they answered the session's calls; one of "
-                    "these may be the reason, so no further worker gets them",
-                )
-            worker = session.worker
-            if worker is None or not worker.up:
-                if session.placing is None or session.placing.done():
-                    session.placing = asyncio.ensure_future(self._place(call.token, session))
-                await asyncio.shield(session.placing)
-                continue  # by now the worker may be gone again
-            moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
-            try:
-                status, given, body = await self._send(worker, call.method, call.path, headers, call.body)
-            except WorkerGoneError as error:
-                if session.moves == moves:
-                    session.worker = None
-                if worker in self._workers:  # not one that was replaced
-                    session.lost.add(worker)
-                self._lost(worker, str(error))
-                continue
-            # Between sending and here the loop ran other calls, which may have moved the session.
-            if session.moves != moves or session.worker is None:
-                continue  # the session went on elsewhere, without this
-            if status == 410:  # the worker has forgotten the session
-                worker.sessions.discard(call.token)
+        if len(session.lost) >= MAX_LOSSES:
+            raise GatewayError(
+                "failed",
+                f"{len(session.lost)} workers in a row have died while they answered the session's calls; one of "
+                "these may be the reason, so no further worker gets them",
+            )
+        worker = session.worker
+        if worker is None or not worker.up:
+            if session.placing is None or session.placing.done():
+                session.placing = asyncio.ensure_future(self._place(call.token, session))
+            await asyncio.shield(session.placing)
+            return None  # by now the worker may be gone again
+        moves, headers[JOURNAL_HEADER] = session.moves, str(len(session.journal))
+        try:
+            status, given, body = await self._send(worker, call.method, call.path, headers, call.body)
+        except WorkerGoneError as error:
+            if session.moves == moves:
                 session.worker = None
-                continue
-            session.lost.clear()
-            count = int(given.get(NODES_HEADER, 0))
-            # Before the client gets the reply: what it has seen must survive the worker.
-            with self._lock:
-                lines = body[:count].splitlines()
-                # Other calls of this session may have brought some of these nodes already.
-                session.journal += lines[len(session.journal) - int(headers[JOURNAL_HEADER]) :]
-            return Reply(status, body[count:], given.get("content-type", "application/json"))
+            if worker in self._workers:  # not one that was replaced
+                session.lost.add(worker)
+            self._lost(worker, str(error))
+            return None
+        # Between sending and here the loop ran other calls, which may have moved the session.
+        if session.moves != moves or session.worker is None:
+            return None  # the session went on elsewhere, without this
+        if status == 410:  # the worker has forgotten the session
+            worker.sessions.discard(call.token)
+            session.worker = None
+            return None
+        session.lost.clear()
+        count = int(given.get(NODES_HEADER, 0))
+        # Before the client gets the reply: what it has seen must survive the worker.
+        with self._lock:
+            lines = body[:count].splitlines()
+            # Other calls of this session may have brought some of these nodes already.
+            session.journal += lines[len(session.journal) - int(headers[JOURNAL_HEADER]) :]
+        return Reply(status, body[count:], given.get("content-type", "application/json"))
 
     async def _send(self, worker: _Worker, *request: Any) -> tuple[int, dict[str, str], bytes]:
         sending = asyncio.ensure_future(worker.send(*request))
