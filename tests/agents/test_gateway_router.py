@@ -232,6 +232,27 @@ def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there
         assert not gateway.engine.seen and router._workers[0].sessions == set()
 
 
+def test_a_reply_that_comes_after_its_session_was_closed_is_an_error():
+    """What a client has seen is in the session's tree."""
+    made, closed = threading.Event(), threading.Event()
+
+    class SlowToReply(Gateway):
+        async def _play_for_router(self, call):
+            reply = await super()._play_for_router(call)
+            if call.dialect is not None:
+                made.set()
+                await asyncio.to_thread(closed.wait, 10)
+            return reply
+
+    with gateways(SlowToReply) as (_, router), ThreadPoolExecutor() as pool:
+        _, token = router.open()
+        call = pool.submit(chat, router, token, [user("a")])
+        assert made.wait(10)
+        assert router.close(token).nodes == []
+        closed.set()
+        assert call.result().status_code == 401
+
+
 def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
     opened = []
 

@@ -335,8 +335,7 @@ class GatewayRouter:
             raise KeyError("GatewayRouter.close(): no session has this token; was it closed, or did it expire?")
         if session.worker is not None and not self._front.loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
-        with self._lock:
-            return Trajectory(list(map(read_node, session.journal)))
+        return Trajectory(list(map(read_node, session.journal)))  # to which no call adds any more
 
     @property
     def sessions(self) -> int:
@@ -430,8 +429,10 @@ class GatewayRouter:
             return None
         session.lost.clear()
         count = int(given.get(NODES_HEADER, 0))
-        # Before the client gets the reply: what it has seen must survive the worker.
+        # Before the client gets the reply: what it has seen must survive the worker, and be in what `close` returns.
         with self._lock:
+            if self._sessions.get(call.token) is not session:
+                return None
             lines = body[:count].splitlines()
             # Other calls of this session may have brought some of these nodes already.
             session.journal += lines[len(session.journal) - int(headers[JOURNAL_HEADER]) :]
