@@ -1,7 +1,9 @@
 """A training run's configuration: complete, validated, and documented on one page."""
 
 import argparse
+import dataclasses
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -17,7 +19,10 @@ PAGE = Path(__file__).resolve().parents[2] / "workers" / "train" / "ARGUMENTS.md
 
 
 def test_documentation_page_lists_every_key():
-    assert PAGE.read_text().endswith(table() + "\n"), "python -m workers.train.args prints the table"
+    page = PAGE.read_text()
+    assert page.endswith(table() + "\n"), "python -m workers.train.args prints the tables"
+    listed = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert listed == [item.name for item in dataclasses.fields(TrainArgs)]
 
 
 def test_defaults_and_given_values():

@@ -1,7 +1,7 @@
 """TrainArgs: every key of a training run's configuration, with its type, default and meaning; and `read_args`, which
 turns what users have (an OmegaConf config, a mapping, a Namespace) into a complete and checked configuration.
 
-The table of all keys is in ARGUMENTS.md beside this file; ``python -m workers.train.args`` prints it.
+The tables of all keys are in ARGUMENTS.md beside this file; ``python -m workers.train.args`` prints them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import pickle
+import re
 import warnings
 from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,14 +46,14 @@ def _key(
 
 @dataclass
 class TrainArgs:
-    """The keys of a configuration. ARGUMENTS.md is generated from them."""
+    """The keys of a configuration. ARGUMENTS.md is generated from them, with the comments between them as headings."""
 
     if TYPE_CHECKING:  # of the DictConfig that `read_args` returns, for ``{**args, "lr": 1e-5}``
 
         def keys(self) -> KeysView[str]: ...
         def __getitem__(self, name: str, /) -> Any: ...
 
-    # model
+    # Model
     hf_checkpoint: str | None = _key(
         None, "folder or hub name of a Hugging Face model: its config, its tokenizer and the initial weights"
     )
@@ -81,7 +83,7 @@ class TrainArgs:
         "an error if they do not",
     )
 
-    # backend and parallelism
+    # Backend and parallelism
     train_backend: str = _key("fsdp", "training backend", choices=("fsdp", "megatron"))
     tensor_model_parallel_size: int = _key(1, "megatron: tensor parallel size", least=1)
     pipeline_model_parallel_size: int = _key(1, "megatron: pipeline parallel size", least=1)
@@ -112,7 +114,7 @@ class TrainArgs:
     )
     fsdp_cpu_offload: bool = _key(False, "fsdp: always keep parameters and optimizer state in host memory")
 
-    # mixtures of experts
+    # Mixtures of experts
     moe_aux_loss_coeff: float = _key(
         0.0, "coefficient of the load-balancing loss of each layer of a mixture of experts", least=0
     )
@@ -124,8 +126,16 @@ class TrainArgs:
         "balance the experts in each row, which does not depend on micro-batches or ranks, or in each micro-batch",
         choices=("seq_aux_loss", "aux_loss"),
     )
+    routing_replay: str | None = _key(
+        None,
+        "compute each token with recorded experts: those of the rollout (R3), or those of the trainer's own pass for "
+        "old log-probabilities (R2); see docs/routing-replay.md",
+        choices=("R2", "R3"),
+    )
+    use_routing_replay: bool = _key(False, "slime's name for routing_replay=R2")
+    use_rollout_routing_replay: bool = _key(False, "slime's name for routing_replay=R3")
 
-    # adapter
+    # LoRA
     lora_rank: int = _key(
         0, "fsdp: rank of the LoRA adapter that the actor trains, instead of all its weights; 0 for none", least=0
     )
@@ -136,17 +146,7 @@ class TrainArgs:
         "modules that get an adapter, such as q_proj; all-linear for all linear layers except the output layer",
     )
 
-    # mixture of experts
-    routing_replay: str | None = _key(
-        None,
-        "compute each token with recorded experts: those of the rollout (R3), or those of the trainer's own pass for "
-        "old log-probabilities (R2); see docs/routing-replay.md",
-        choices=("R2", "R3"),
-    )
-    use_routing_replay: bool = _key(False, "slime's name for routing_replay=R2")
-    use_rollout_routing_replay: bool = _key(False, "slime's name for routing_replay=R3")
-
-    # optimizer
+    # Optimizer
     lr: float = _key(1e-6, "learning rate", least=0)
     min_lr: float = _key(0.0, "learning rate at the end of the decay", least=0)
     lr_warmup_iters: int = _key(0, "optimizer steps of linear warm-up to lr", least=0)
@@ -159,8 +159,10 @@ class TrainArgs:
     adam_eps: float = _key(1e-8, "AdamW's epsilon", least=0)
     weight_decay: float = _key(0.0, "AdamW's decoupled weight decay; megatron excludes norms and biases", least=0)
     clip_grad: float = _key(1.0, "maximum norm of the whole gradient; 0 disables clipping", least=0)
+    critic_lr: float | None = _key(None, "lr, for the critic role; by default lr", least=0)
+    critic_lr_warmup_iters: int = _key(0, "lr_warmup_iters, for the critic role", least=0)
 
-    # algorithm
+    # Advantages
     advantage_estimator: str = _key(
         "grpo",
         "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (PPO with a critic), opo, remax, "
@@ -197,6 +199,8 @@ class TrainArgs:
         0, "last tokens before rollout_max_response_len in which the overlong penalty grows; 0 for no penalty", least=0
     )
     overlong_penalty_factor: float = _key(1.0, "reward that a completion of the maximum length loses", least=0)
+
+    # Losses
     policy_loss_type: str = _key(
         "ppo_clip",
         "ppo_clip, gspo, cispo, sapo, gpg, geo_mean (GMPO), dro, dppo_tv, dppo_kl, clip_cov or kl_cov; sft (supervised "
@@ -241,6 +245,17 @@ class TrainArgs:
         None, "dpo: beta; larger values keep the policy closer to the reference; by default 0.1", above=0
     )
     value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
+    loss_aggregation: str | None = _key(
+        None,
+        "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
+        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence; dpo: constant",
+        choices=("token", "sequence", "constant"),
+    )
+    loss_constant_length: int | None = _key(
+        None, "loss_aggregation=constant: number of tokens; by default rollout_max_response_len", least=1
+    )
+
+    # KL divergence and entropy
     kl_loss_coef: float = _key(0.0, "weight of the KL divergence from the reference in the loss", least=0)
     kl_loss_type: str = _key(
         "k3",
@@ -270,25 +285,8 @@ class TrainArgs:
     )
     entropy_coef: float = _key(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = _key(False, "report the metric entropy also if entropy_coef is 0")
-    loss_aggregation: str | None = _key(
-        None,
-        "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
-        "sums over loss_constant_length (Dr. GRPO). By default token; gspo, sapo, geo_mean: sequence; dpo: constant",
-        choices=("token", "sequence", "constant"),
-    )
-    loss_constant_length: int | None = _key(
-        None, "loss_aggregation=constant: number of tokens; by default rollout_max_response_len", least=1
-    )
-    num_steps_per_rollout: int = _key(
-        1, "optimizer steps per rollout; each gets a part of the rows, and all rows of a session", least=1
-    )
-    ppo_epochs: int = _key(1, "passes over each rollout", least=1)
-    shuffle_minibatches: bool = _key(
-        False, "in each epoch, assign each rank's rows to its optimizer steps in another random order, from seed"
-    )
-    num_critic_only_steps: int = _key(
-        0, "critic warm-up: the first rollouts of a run, in which only the critic takes optimizer steps", least=0
-    )
+
+    # Corrections
     use_rollout_logprobs: bool = _key(
         False,
         "bypass mode: take old log-probabilities from the rollout instead of computing them; saves a forward pass",
@@ -323,14 +321,23 @@ class TrainArgs:
         "log(p_rollout / p) is above this, in nats; by default none",
         least=0,
     )
-    temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
     keep_old_actor: bool = _key(
         False,
         "keep the weights of the last two updates, and compute the old log-probabilities of each token with those that "
         "generated it; if those were lost in a resume, a recovery or a failed update, take the rollout's",
     )
 
-    # batches
+    # Optimizer steps and micro-batches
+    num_steps_per_rollout: int = _key(
+        1, "optimizer steps per rollout; each gets a part of the rows, and all rows of a session", least=1
+    )
+    ppo_epochs: int = _key(1, "passes over each rollout", least=1)
+    shuffle_minibatches: bool = _key(
+        False, "in each epoch, assign each rank's rows to its optimizer steps in another random order, from seed"
+    )
+    num_critic_only_steps: int = _key(
+        0, "critic warm-up: the first rollouts of a run, in which only the critic takes optimizer steps", least=0
+    )
     max_tokens_per_micro_batch: int = _key(
         8192,
         "maximum number of tokens per micro-batch: those that are computed, padding included where rows are padded. "
@@ -358,7 +365,7 @@ class TrainArgs:
         "with gae it must not change, move or drop rows, because values were computed from them",
     )
 
-    # checkpoints
+    # Checkpoints and recovery
     load: str | None = _key(None, "folder of checkpoints to continue from: the latest, if there is one")
     ckpt_step: int | None = _key(
         None, "rollout id of the checkpoint in load to continue from; by default the latest", least=0
@@ -389,10 +396,8 @@ class TrainArgs:
     critic_load: str | None = _key(None, "load, for the critic role; by default the folder `critic` in load")
     critic_save: str | None = _key(None, "save, for the critic role; by default the folder `critic` in save")
     critic_save_hf: str | None = _key(None, "save_hf, for the critic role; by default the folder `critic` in save_hf")
-    critic_lr: float | None = _key(None, "lr, for the critic role; by default lr", least=0)
-    critic_lr_warmup_iters: int = _key(0, "lr_warmup_iters, for the critic role", least=0)
 
-    # weights to the rollout
+    # Weight updates
     update_weights_interval: int = _key(1, "rollouts between weight updates, for the driver's script", least=1)
     update_weights_transport: str = _key(
         "store",
@@ -425,11 +430,16 @@ class TrainArgs:
         "rollout workers keep the previous weights, and generate with them, until an update is complete; by default if "
         "they have the host memory",
     )
-    enable_weights_backuper: bool = _key(
-        True, "keep named copies of the weights in host memory; with_ref and keep_old_actor need it"
-    )
 
-    # memory
+    # Workers, placement and memory
+    actor_num_nodes: int = _key(1, "number of nodes of the actor; `place` only uses the number of ranks", least=1)
+    actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without GPUs)", least=1)
+    critic_num_nodes: int | None = _key(
+        None, "number of nodes of the critic; by default the actor's. Both need the same number of ranks", least=1
+    )
+    critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
+    rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
+    colocate: bool = _key(False, "train and rollout workers take turns on the same devices")
     offload_train: bool = _key(
         False,
         "for the driver's script: offload() the train workers between steps and onload() them; on megatron with GPUs "
@@ -438,18 +448,31 @@ class TrainArgs:
     train_memory_margin_bytes: int = _key(
         1 << 30, "warn if less device memory than this is free after onload()", least=0
     )
-    colocate: bool = _key(False, "train and rollout workers take turns on the same devices")
-
-    # placement
-    actor_num_nodes: int = _key(1, "number of nodes of the actor; `place` only uses the number of ranks", least=1)
-    actor_num_gpus_per_node: int = _key(2, "ranks of the actor per node (CPU slots without GPUs)", least=1)
-    critic_num_nodes: int | None = _key(
-        None, "number of nodes of the critic; by default the actor's. Both need the same number of ranks", least=1
+    enable_weights_backuper: bool = _key(
+        True, "keep named copies of the weights in host memory; with_ref and keep_old_actor need it"
     )
-    critic_num_gpus_per_node: int | None = _key(None, "ranks of the critic per node; by default the actor's", least=1)
-    rollout_num_workers: int = _key(1, "number of rollout workers", least=1)
+    distributed_timeout_minutes: float = _key(10.0, "timeout of the train ranks' collectives", above=0)
+    train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
+    debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
 
-    # data
+    # Rollout and sampling
+    num_rollout: int = _key(1, "number of rollouts; the learning rate decays over them", least=1)
+    rollout_batch_size: int = _key(8, "prompts per rollout, for the driver's script", least=1)
+    n_samples_per_prompt: int = _key(8, "completions per prompt, for the driver's script", least=1)
+    rollout_max_response_len: int = _key(16, "maximum length of a completion, in tokens", least=1)
+    temperature: float = _key(1.0, "sampling temperature, in training and in rollouts", above=0)
+    rollout_top_p: float = _key(1.0, "sample from the most likely tokens with this total probability", above=0, most=1)
+    rollout_top_k: int = _key(0, "sample from this many of the most likely tokens; 0 for all", least=0)
+    rollout_min_p: float = _key(
+        0.0, "sample from the tokens with at least this share of the most likely one's probability", least=0, most=1
+    )
+    rollout_stop_token_ids: list[int] | None = _key(
+        None,
+        "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
+    )
+    rollout_seed: int | None = _key(None, "seed of sampling, for the driver's script; by default seed")
+
+    # Data
     rollout_data: list[str] | None = _key(
         None,
         "files with prompts (JSON Lines or Parquet), patterns of them, or hf:NAME for a dataset; see docs/data.md, and "
@@ -482,20 +505,7 @@ class TrainArgs:
         choices=("error", "skip"),
     )
 
-    # rollout
-    num_rollout: int = _key(1, "number of rollouts; the learning rate decays over them", least=1)
-    rollout_batch_size: int = _key(8, "prompts per rollout, for the driver's script", least=1)
-    n_samples_per_prompt: int = _key(8, "completions per prompt, for the driver's script", least=1)
-    rollout_max_response_len: int = _key(16, "maximum length of a completion, in tokens", least=1)
-    rollout_top_p: float = _key(1.0, "sample from the most likely tokens with this total probability", above=0, most=1)
-    rollout_top_k: int = _key(0, "sample from this many of the most likely tokens; 0 for all", least=0)
-    rollout_min_p: float = _key(
-        0.0, "sample from the tokens with at least this share of the most likely one's probability", least=0, most=1
-    )
-    rollout_stop_token_ids: list[int] | None = _key(
-        None,
-        "tokens that end a completion; by default the end-of-text tokens of hf_checkpoint, if it is set",
-    )
+    # Rewards
     reward_function: str | None = _key(
         None,
         "exact_match, number_match, math_match or code_tests (see docs/data.md), or the dotted path of a function of "
@@ -519,9 +529,8 @@ class TrainArgs:
     on_reward_timeout: float | None = _key(
         None, "reward of a completion whose call takes longer than reward_timeout; by default that is an error"
     )
-    rollout_seed: int | None = _key(None, "seed of sampling, for the driver's script; by default seed")
 
-    # evaluation
+    # Evaluation
     eval_interval: int | None = _key(
         None, "rollouts between evaluations, for the driver's script; by default there are none", least=1
     )
@@ -538,9 +547,7 @@ class TrainArgs:
     )
     eval_pass_threshold: float = _key(1.0, "reward from which on a completion counts as a success in pass@k")
 
-    debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
-
-    # asynchronous rollout
+    # Asynchronous rollout and dynamic sampling
     async_rollout: bool = _key(False, "generate while training, for the driver's script; see docs/async-rl.md")
     max_staleness: int = _key(
         0, "async: maximum age, in weight updates, of the weights that generated a token", least=0
@@ -567,9 +574,7 @@ class TrainArgs:
         None, "replace at most this many prompts per batch and train on the others; by default four batches", least=0
     )
 
-    # run
-    distributed_timeout_minutes: float = _key(10.0, "timeout of the train ranks' collectives", above=0)
-    train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
+    # Tracking and profiling
     profile_step_start: int | None = _key(None, "first rollout id to record with torch's profiler", least=0)
     profile_step_end: int | None = _key(None, "rollout id after the last one to record", least=0)
     profile_dir: str | None = _key(None, "folder for the profiler's Chrome traces, one per role and rank")
@@ -586,6 +591,8 @@ class TrainArgs:
         64, "rows of each step that the run's folder has; 0 for none, null for all, which a replay needs", least=0
     )
     record_steps: int = _key(200, "how many of the latest steps keep their rows", least=1)
+
+    # Your own keys
     user: dict[str, Any] = _key({}, "your own keys")
 
 
@@ -717,18 +724,21 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def table() -> str:
-    """Return all keys as a Markdown table: type, default and meaning."""
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    """Return all keys as Markdown tables under the headings of `TrainArgs`: type, default and meaning."""
+    lines: list[str] = []
     hints = get_type_hints(TrainArgs)
-    for item in dataclasses.fields(TrainArgs):
-        default = getattr(TrainArgs(), item.name)
+    known = {item.name: item for item in dataclasses.fields(TrainArgs)}
+    for heading, name in re.findall(r"^    (?:# (.+)|(\w+): )", inspect.getsource(TrainArgs), re.MULTILINE):
+        if heading:
+            lines += ["", f"## {heading}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+            continue
+        item = known[name]
+        default = getattr(TrainArgs(), name)
         choices = item.metadata["choices"]
-        kind = ", ".join(f'"{choice}"' for choice in choices) if choices else type_name(hints[item.name])
+        kind = ", ".join(f'"{choice}"' for choice in choices) if choices else type_name(hints[name])
         shown = repr(default).replace("'", '"')
-        lines.append(
-            f"| `{item.name}` | {kind} | `{shown}` | {item.metadata['meaning']} |".replace(" | None", " or None")
-        )
-    return "\n".join(lines)
+        lines.append(f"| `{name}` | {kind} | `{shown}` | {item.metadata['meaning']} |".replace(" | None", " or None"))
+    return "\n".join(lines[1:])
 
 
 def type_name(hint: Any) -> str:
