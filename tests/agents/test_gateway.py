@@ -754,6 +754,18 @@ def test_verification_names_session_position_and_texts():
         assert sum(node.sampled for node in tree.nodes) == 1  # what came of it is not in the tree
 
 
+def test_replies_on_an_open_connection_do_not_wait_for_acknowledgements():
+    """A reply is sent in two parts. The system would hold the second for 40 ms, until the first is acknowledged."""
+    seconds = []
+    with serving(ScriptEngine(lambda *_: "fine")) as gateway:
+        for _ in range(20):
+            _, token = gateway.open()
+            begun = time.perf_counter()
+            assert chat(gateway, token, [user("a")]).status_code == 200
+            seconds.append(time.perf_counter() - begun)
+    assert min(seconds[10:]) < 0.03
+
+
 def test_many_at_once():
     """60 sessions on asyncio's client: each has its own conversation, and no other's."""
 

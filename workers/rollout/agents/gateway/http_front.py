@@ -220,6 +220,8 @@ class HTTPFront:
         both = self.host == "::" and socket.has_dualstack_ipv6()  # or nobody could reach an address of IPv4
         listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # uvicorn sends the body of a reply after its head, and asyncio sets this only for sockets made otherwise.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host, port = listening.getsockname()[:2]
         if host in ("0.0.0.0", "::"):  # all addresses of this machine, of which clients need one
             host = _own_address()
