@@ -1,12 +1,9 @@
-"""Workers for the tests of replacing ranks."""
+"""Workers for the tests of replacing ranks. Drivers that import them need not import torch, which takes seconds."""
 
 import os
 import signal
 import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from single_controller import Dispatch, Worker, register
 from workers.distributed import initialize_distributed
@@ -26,10 +23,14 @@ class Member(Worker):
 
     @classmethod
     def prepare_standby(cls):
+        import torch.distributed  # noqa: F401 - not when it takes the place of a rank
+
         while os.path.exists(os.environ.get("HOLD_STANDBY", "")):
             time.sleep(0.02)
 
     def _form(self):
+        import torch.distributed as dist
+
         initialize_distributed(self, "gloo")
         self.group = dist.new_group(list(range(self.world_size)))
 
@@ -54,6 +55,9 @@ class Member(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def total(self, kill=None, absent=(), asleep=()):
         """The sum of rank + 1 over all ranks, three times over; kill a rank, leave some out, or let some sleep."""
+        import torch
+        import torch.distributed as dist
+
         if self.rank in asleep:
             time.sleep(60)
         if self.rank == kill:
@@ -67,6 +71,9 @@ class Member(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def loop(self, seconds):
         """All-reduce again and again."""
+        import torch
+        import torch.distributed as dist
+
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             dist.all_reduce(torch.ones(1000), group=self.group)
