@@ -19,6 +19,7 @@ from urllib.parse import quote
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, user
 from gateway_helpers import CLIENT, chat, httpx, routing, serving
+from gateway_worker import engine as reversing
 from waits import wait_until
 
 from workers.rollout.agents.gateway import gateway_router
@@ -45,14 +46,13 @@ def worker_processes(*engines):
 FAST = (1000, 0.0)
 
 
-@contextmanager
-def worker(*engine):
-    with worker_processes(engine or FAST) as (one,):
-        yield one
+def fast():
+    """The engine of such a process, for a gateway in this one."""
+    return reversing(*FAST)
 
 
 def test_sessions_go_where_there_are_fewest_and_stay_there():
-    with worker_processes(FAST, FAST) as ((_, one), (_, two)), routing(one, two) as router:
+    with serving(fast()) as one, serving(fast()) as two, routing(one.endpoint, two.endpoint) as router:
         tokens = [router.open(seed=number)[1] for number in range(6)]
         for token in tokens:
             messages = [user("abc")]
@@ -138,7 +138,7 @@ def test_killing_a_worker_with_200_open_sessions_loses_nothing():
 
 
 def test_a_router_that_was_killed_continues_from_its_state():
-    with worker_processes(FAST, FAST) as ((process, one), (_, two)):
+    with worker_processes(FAST) as ((process, one),), serving(fast()) as two:
         with routing(one) as router:
             _, token = router.open("row", seed=5)
             messages = [user("abc")]
@@ -149,7 +149,7 @@ def test_a_router_that_was_killed_continues_from_its_state():
         state["sessions"] = {
             name: (head, [line.encode() for line in kept]) for name, (head, kept) in state["sessions"].items()
         }
-        with routing(two, port=port) as router:
+        with routing(two.endpoint, port=port) as router:
             router.load_state_dict(state)
             reply = chat(router, token, messages)
             assert reply.json()["choices"][0]["message"]["content"].endswith(":zyx")
@@ -272,12 +272,12 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
 
 def test_a_worker_that_comes_back_forgets_the_sessions_that_have_moved(monkeypatch):
     monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
-    with gateways() as (gateway, router), worker() as (_, other):
+    with gateways() as (gateway, router), serving(fast()) as other:
         tokens = [router.open()[1] for _ in range(3)]
         messages = [user("a")]
         for token in tokens:
             assert chat(router, token, messages).status_code == 200
-        router.set_workers([gateway.endpoint, other])
+        router.set_workers([gateway.endpoint, other.endpoint])
         router._front.loop.call_soon_threadsafe(router._lost, router._workers[0], "a cut")
         wait_until(lambda: gateway.sessions == 0 and router._workers[0].up, 10)
         for token in tokens:
@@ -408,25 +408,26 @@ def test_a_head_request_costs_no_worker():
 
 def test_a_call_waits_while_no_worker_is_there():
     """Also if a state is loaded meanwhile, which has its session."""
-    with routing() as router, worker() as (_, one), ThreadPoolExecutor() as pool:
+    with serving(fast()) as one, routing() as router, ThreadPoolExecutor() as pool:
         _, token = router.open()
         call = pool.submit(chat, router, token, [user("abc")])
         time.sleep(0.5)
         assert not call.done()
         router.load_state_dict(router.state_dict())
-        router.set_workers([one])
+        router.set_workers([one.endpoint])
         assert call.result().status_code == 200
 
 
-def has_forgotten(endpoint, token):
-    """Whether a worker's gateway no longer knows a session."""
-    (address, key), body = endpoint, {"messages": [user("x")]}
+def has_forgotten(gateway, token):
+    """Whether a gateway no longer knows a session."""
+    (address, key), body = gateway.endpoint, {"messages": [user("x")]}
     headers = {"x-api-key": token, "x-gateway-key": key}
     return CLIENT.post(f"{address}/v1/chat/completions", json=body, headers=headers).status_code == 410
 
 
 def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
-    with worker(2, 0.07) as (_, one), routing(one, limits=gateway_router.GatewayLimits(idle_seconds=1.0)) as router:
+    limits = gateway_router.GatewayLimits(idle_seconds=1.0)
+    with serving(reversing(2, 0.07)) as one, routing(one.endpoint, limits=limits) as router:
         _, left = router.open("left")
         assert chat(router, left, [user("ab")]).status_code == 200
         _, used = router.open("used")
@@ -443,14 +444,15 @@ def test_sessions_that_nobody_closes_expire_at_the_router_and_at_its_worker():
 
 def test_a_worker_that_was_replaced_gives_its_sessions_away():
     with (
-        worker_processes((1, 0.05), FAST) as ((_, one), (_, two)),
-        routing(one) as router,
+        serving(reversing(1, 0.05)) as one,
+        serving(fast()) as two,
+        routing(one.endpoint) as router,
         ThreadPoolExecutor() as pool,
     ):
         _, token = router.open()
         call = pool.submit(chat, router, token, [user("abcdefghijklmnopqrstuvwxyz" * 3)])
         time.sleep(0.5)
-        router.set_workers([two])
+        router.set_workers([two.endpoint])
         assert call.result().status_code == 200
         assert has_forgotten(one, token)
         assert len(router.close(token).nodes) == 2 and router.moved == 1
