@@ -24,6 +24,7 @@ from single_controller import (
     WorkerError,
     colocate,
 )
+from single_controller.ray import replicas
 from single_controller.wire.link import Link, Session
 
 
@@ -87,14 +88,15 @@ def test_abandoned_large_results_do_not_outlive_a_change_of_ranks(pool, change):
         assert [len(value) for value in group.large(dies=-1, seconds=0.0)] == [1_000_000] * group.world_size
 
 
-def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool):
+def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool, monkeypatch):
+    monkeypatch.setattr(replicas, "MAX_STACK_SECONDS", 0.5)  # of one look
     with RayWorkerGroup(pool, RayClassWithInitArgs(Lone), collectives=False) as group:
         pids = [rank.process.pid for rank in group.status().ranks]
         stop(pids[1])  # as busy as a host can be
         try:
             with pytest.raises(CallTimeoutError, match="rank 1 did not say"), within(20):
                 group.shrink(ranks=[3], timeout=1.0)
-            again = threading.Timer(1.5, os.kill, (pids[1], signal.SIGCONT))
+            again = threading.Timer(0.7, os.kill, (pids[1], signal.SIGCONT))
             again.start()
             assert group.shrink(ranks=[3], timeout=60.0) == (3,)
         finally:
@@ -103,6 +105,7 @@ def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool):
 
 
 def test_ranks_that_were_not_asked_in_time_are_not_dead(pool, monkeypatch):
+    monkeypatch.setattr(replicas, "MAX_STACK_SECONDS", 0.5)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Lone), collectives=False) as group:
         ask, asked = Link.ask, []
 
