@@ -148,7 +148,8 @@ def test_standby_that_cannot_be_prepared_is_ended_and_started_again(wide):
         assert [one is not first for one in group._transport.standbys] == [True]
 
 
-def test_ranks_wait_together_for_a_standby(members, folder):
+def test_ranks_wait_together_for_a_standby(members, folder, monkeypatch):
+    monkeypatch.setattr(start, "STANDBY_SECONDS", 3.0)
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
     (folder / "hold").touch()
     try:
