@@ -378,6 +378,7 @@ class TestTimeouts:
         assert "later calls that are running: 20" in told[0]
 
     @overlapping
+    @pytest.mark.ray_when_full
     def test_timeout_in_a_process_that_can_start_no_thread(self, make_group, monkeypatch):
         group = make_group(Fragile)
         future = group.sleep_on.options(timeout=0.5).remote([1], 60)
@@ -395,6 +396,7 @@ class TestTimeouts:
         assert caught.value.stacks == {} and not caught.value.call_goes_on
 
     @overlapping
+    @pytest.mark.ray_when_full
     def test_look_that_fails_breaks_nothing(self, make_group, monkeypatch, caplog):
         """The process has too many open files for a while: calls are looked at again."""
         group = make_group(Fragile)

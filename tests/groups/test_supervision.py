@@ -34,7 +34,7 @@ from single_controller.wire.link import Link
 def test_alive_by_rank(make_group):
     group = make_group(Fragile)
     assert group.alive() == [True] * 4
-    busy = group.sleep.remote(1.0)
+    busy = group.sleep.remote(0.6)
     with within(0.5):  # alive() does not ask the busy workers
         assert group.alive() == [True] * 4
     busy.result()
