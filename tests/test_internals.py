@@ -20,10 +20,12 @@ def listed(section):
 
 
 def calls(node, *functions):
+    """Whether a node calls one of the functions of any module but asyncio."""
     if not isinstance(node, ast.Call):
         return False
-    module, _, function = ast.unparse(node.func).rpartition(".")
-    return function in functions and module != "asyncio"
+    called = node.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
+    return name in functions and getattr(getattr(called, "value", None), "id", None) != "asyncio"
 
 
 def threads(tree):
