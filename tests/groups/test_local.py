@@ -607,9 +607,9 @@ def test_local_future_cannot_be_sent_to_ray(counters, make):
     assert counters.echo(future.result()) == [[0, 1]] * 4
 
 
-def test_layout_is_read_while_other_threads_calls_end(make):
+def test_layout_is_read_while_other_threads_calls_end():
     """Each result that arrives tells a rank's version of the layout, under the lock of the group's state."""
-    group = make(Counter)
+    group = LocalWorkerGroup(4, ClassWithInitArgs(Counter))
     state, layout = group._state, group.layout
     state.layout_versions[None].update(dict.fromkeys(range(4, 4000), 0))
 
@@ -628,6 +628,7 @@ def test_layout_is_read_while_other_threads_calls_end(make):
     finally:
         thread.join()
         sys.setswitchinterval(interval)
+        group.close()
 
 
 def test_local_future_cannot_be_pickled(make):
@@ -735,7 +736,7 @@ def test_partial_restart_with_collectives_is_rejected(make):
 
 def test_timeout_without_threads_is_checked_afterwards_per_rank():
     with LocalWorkerGroup(4, ClassWithInitArgs(Probe)) as group:
-        assert group.sleep.options(timeout=0.6)(0.2) == [0, 1, 2, 3]
+        assert group.sleep.options(timeout=0.3)(0.1) == [0, 1, 2, 3]
         with pytest.raises(CallTimeoutError, match=r"sleep\(\) exceeded its timeout of 0\.3 s; rank 2 had") as caught:
             group.sleep.options(timeout=0.3)(0.4, ranks=[2])
         assert caught.value.ranks == (2,) and not caught.value.call_goes_on
