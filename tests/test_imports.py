@@ -101,12 +101,7 @@ MAY_IMPORT = {
     "single_controller.local": {"dispatch", "single_controller.call"},
     "single_controller.wire": set(),
     "single_controller.ray": {"dispatch", "single_controller.call", "single_controller.verl", "single_controller.wire"},
-    "single_controller.view": {
-        "dispatch",
-        "single_controller.call",
-        "single_controller.ray",
-        "single_controller.wire",
-    },
+    "single_controller.view": {"dispatch", "single_controller.call", "single_controller.ray", "single_controller.wire"},
     "workers": {
         "dispatch",
         "single_controller",

@@ -95,8 +95,7 @@ def odd(a: bytes):
 
 
 @pytest.mark.parametrize(
-    ("function", "what"),
-    [(no_doc, "docstring"), (no_type, "annotation"), (many, "name each"), (odd, "no JSON schema")],
+    ("function", "what"), [(no_doc, "docstring"), (no_type, "annotation"), (many, "name each"), (odd, "no JSON schema")]
 )
 def test_functions_that_are_no_tools(function, what):
     with pytest.raises(TypeError, match=what):

@@ -260,10 +260,7 @@ gateway.stop(); thread.join(10); print(gateway.engine.load().running)
 """
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", program, str(here), str(here.parent.parent)],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", program, str(here), str(here.parent.parent)], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["500", "0"], done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

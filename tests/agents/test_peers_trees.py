@@ -129,10 +129,7 @@ SAME = {
         ["S u > [a1] [.] t1 > [a2] [.]", "S u > a1 ! t1 > a2 . t2 > [a3] [.]"],
     ),
     "slime 2.11, miles a reply that was not sampled here": (
-        [
-            *replies(1, 2),
-            ("S u a1 t1 a2 foreign t2", "S u > a1 . t1 > a2 . > foreign . t2 >", "a3 ."),
-        ],
+        [*replies(1, 2), ("S u a1 t1 a2 foreign t2", "S u > a1 . t1 > a2 . > foreign . t2 >", "a3 .")],
         ["S u > [a1] [.] t1 > [a2] [.] > foreign . t2 > [a3] [.]"],
     ),
     "slime 3.2, 3.3 a reply that the client has rewritten": (
@@ -153,10 +150,7 @@ SAME = {
         ["S u > [call] [.] x > [ax2] [.]", "S u ! > call . x > ax2 . xx > [ax3] [.]", "S u > call . y > [ay2] [.]"],
     ),
     "slime 3.7 three branches behind two turns": (
-        [
-            *replies(1, 2),
-            *((f"S u a1 t1 a2 {of}", f"S u > a1 . t1 > a2 . {of} >", f"end-{of} .") for of in "pqr"),
-        ],
+        [*replies(1, 2), *((f"S u a1 t1 a2 {of}", f"S u > a1 . t1 > a2 . {of} >", f"end-{of} .") for of in "pqr")],
         [
             "S u > [a1] [.] t1 > [a2] [.] p > [end-p] [.]",
             "S u > a1 . t1 > a2 . q > [end-q] [.]",
@@ -172,11 +166,7 @@ SAME = {
         ],
     ),
     "miles three turns, no trailing token": (
-        [
-            ("u", "p q", "a"),
-            ("u a t", "p q a t", "b"),
-            ("u a t b t2", "p q a t b t2", "c"),
-        ],
+        [("u", "p q", "a"), ("u a t", "p q a t", "b"), ("u a t b t2", "p q a t b t2", "c")],
         ["p q [a] t [b] t2 [c]"],
     ),
 }

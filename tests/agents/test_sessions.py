@@ -309,10 +309,7 @@ def test_what_is_wrong_with_the_program_is_raised(make):
         async def step(self, action):
             return Step([{"role": "user", "content": "hi"}])
 
-    for environment, what in (
-        (Plain, "must be an `async def`"),
-        (Messages, "pass a renderer"),
-    ):
+    for environment, what in ((Plain, "must be an `async def`"), (Messages, "pass a renderer")):
         with pytest.raises(RolloutError, match=what):
             play(make(environment))
     with pytest.raises(TypeError, match="environment='x'"):
@@ -649,12 +646,7 @@ class Busy(Environment):
 
 @pytest.mark.parametrize(
     ("busy", "limits", "reason"),
-    [
-        (1, {}, "done"),
-        (0.25, {}, "silence"),
-        (0, {}, "silence"),
-        (1, {"seconds": 0.3}, "seconds"),
-    ],
+    [(1, {}, "done"), (0.25, {}, "silence"), (0, {}, "silence"), (1, {"seconds": 0.3}, "seconds")],
 )
 def test_an_environment_that_is_busy_is_not_silent(make, busy, limits, reason):
     engine = make(lambda: Busy(busy), limits=SessionLimits(silence=0.1, **limits))

@@ -350,10 +350,7 @@ class TestSlices:
         assert slot_bundles(part) == [whole[rank] for rank in ranks]
 
     def test_local_ranks_follow_the_remaining_entries(self, six, whole):
-        for part, ranks in (
-            (six[2:5], [2, 3, 4]),
-            (merge_resource_pool(six[5], six[::-1][3:5])[:2], [5, 2]),
-        ):
+        for part, ranks in ((six[2:5], [2, 3, 4]), (merge_resource_pool(six[5], six[::-1][3:5])[:2], [5, 2])):
             with RayWorkerGroup(part, placed()) as group:
                 assert bundles(group) == [whole[rank] for rank in ranks]
                 assert [said["rank"] for said in group.said()] == list(range(len(ranks)))

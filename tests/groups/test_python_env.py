@@ -210,19 +210,10 @@ CANNOT = {
     "not-executable": (lambda folder: make_file(folder / "python"), "exit code 126.*Permission denied"),
     "not-a-python": (lambda folder: script(folder / "python", "echo I am a shell"), "exit code 0: I am a shell"),
     "silent": (lambda folder: script(folder / "python", "exit 3"), "exit code 3: no output"),
-    "other-python": (
-        other_python,
-        rf"it is Python 3\.99, and the driver runs Python {DRIVERS}\. Create",
-    ),
-    "other-ray": (
-        other_ray,
-        rf"it has Ray 1\.2\.3, and the driver has Ray {ray.__version__}\. Run there: .*pip",
-    ),
+    "other-python": (other_python, rf"it is Python 3\.99, and the driver runs Python {DRIVERS}\. Create"),
+    "other-ray": (other_ray, rf"it has Ray 1\.2\.3, and the driver has Ray {ray.__version__}\. Run there: .*pip"),
     "without-ray": (without_ray, rf"it has no Ray, and the driver has Ray {ray.__version__}"),
-    "other-library": (
-        other_library,
-        rf"single-controller 9\.9\.9, and the driver has single-controller {OURS}\. Un",
-    ),
+    "other-library": (other_library, rf"single-controller 9\.9\.9, and the driver has single-controller {OURS}\. Un"),
     "broken-dependency": (broken_dependency, "raised ImportError: msgpack is broken here"),
 }
 

@@ -524,10 +524,7 @@ class TestDictsWithStateOfTheirOwn:
 def test_empty_part_has_no_say_in_the_dtype():
     """A rank without rows returns what `torch.tensor([])` is: float32, in which large integers are others."""
     large = 2**40 + 1
-    for first, empty in (
-        (torch.tensor([large]), torch.tensor([])),
-        (np.array([large]), np.array([], np.float32)),
-    ):
+    for first, empty in ((torch.tensor([large]), torch.tensor([])), (np.array([large]), np.array([], np.float32))):
         for parts in ([first, empty], [empty, first]):
             joined = join(parts)
             assert joined.dtype == first.dtype and joined.tolist() == [large]

@@ -40,11 +40,7 @@ def test_each_shard_reaches_its_mesh_slice_and_one_rank_of_it_collects(names, wo
         ranks = ranks_in(shape)
         data_axes = [axis for axis in names if axis.startswith("dp")]  # the first is the slowest, wherever it is
         mesh = mesh_of(ranks, order, data_axes)
-        plan = plan_of(
-            Dispatch.mesh("m"),
-            Layout({}, {"m": mesh}),
-            list(range(len(mesh.routing.collecting))),
-        )
+        plan = plan_of(Dispatch.mesh("m"), Layout({}, {"m": mesh}), list(range(len(mesh.routing.collecting))))
         sizes = dict(zip(order, shape, strict=True))
         collecting = []
         for shard, place in enumerate(product(*(range(sizes[axis]) for axis in data_axes))):

@@ -52,10 +52,7 @@ def fetch(tensors, consumers):
         yield value, set(results.fetched)
 
 
-@given(
-    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any),
-    consumers=st.integers(1, 8),
-)
+@given(lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any), consumers=st.integers(1, 8))
 @examples(50, 200)
 def test_each_consumer_fetches_the_results_that_overlap_its_rows(lengths, consumers):
     rows = np.arange(sum(lengths))

@@ -113,8 +113,7 @@ class TestDeclaration:
         assert registration == Registration(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, False, False)
 
     @pytest.mark.parametrize(
-        "options",
-        [{"uneven": "drop"}, {"uneven": None}, {"inputs": "alias"}, {"uneven": ["pad"]}],
+        "options", [{"uneven": "drop"}, {"uneven": None}, {"inputs": "alias"}, {"uneven": ["pad"]}]
     )
     def test_unknown_choice_error_lists_the_known_choices(self, options):
         (name,) = options

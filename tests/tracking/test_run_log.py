@@ -20,15 +20,7 @@ from run_batches import batch_of, check_clean, check_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waits import wait_until
 
-from single_controller import (
-    ClassWithInitArgs,
-    Dispatch,
-    LocalWorkerGroup,
-    Worker,
-    WorkerDiedError,
-    colocate,
-    register,
-)
+from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerDiedError, colocate, register
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats
 from single_controller.view.run_files import (
     EVENTS,

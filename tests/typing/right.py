@@ -14,15 +14,7 @@ from single_controller import (
     WorkerGroup,
 )
 from single_controller.call.worker.worker_class import colocate
-from workers import (
-    HFEngine,
-    RayTrainGroup,
-    RolloutManager,
-    RolloutWorker,
-    SamplingParams,
-    TrainArgs,
-    read_args,
-)
+from workers import HFEngine, RayTrainGroup, RolloutManager, RolloutWorker, SamplingParams, TrainArgs, read_args
 
 
 def calls(group: WorkerGroup, batch: Batch) -> None:
