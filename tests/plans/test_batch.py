@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import importlib
+import itertools
 import math
 import sys
 import threading
@@ -71,30 +72,29 @@ def test_range_is_a_batch():
 
 @pytest.mark.parametrize("kind", BATCH_KINDS)
 class TestEveryType:
-    @pytest.mark.parametrize(("rows", "shards"), SIZES)
-    @pytest.mark.parametrize("uneven", ["pad", "ragged"])
-    def test_split_trim_and_join_restore_the_batch(self, kind, rows, shards, uneven):
-        value = batches(rows)[kind]
-        if kind in NO_EMPTY_SHARD and uneven == "ragged" and 0 < rows < shards:
-            with pytest.raises(BatchError, match="no slicing, so no empty shard"):
-                shard(value, share_rows(rows, shards, uneven))
-            return
-        before = copy.deepcopy(value)
-        numbers, real = expected_rows(rows, shards, uneven)
-        assert length(value) == rows
-        made = shard(value, share_rows(rows, shards, uneven))
-        assert len(made) == shards
-        for one, rows_of_shard in zip(made, numbers, strict=True):
-            assert same(one, pick(value, rows_of_shard))
-        if uneven == "pad":
-            kept = [
-                trim(one, len(n), r)
-                for one, n, r in zip(made, numbers, real, strict=True)
-                if r or (n and kind not in NO_EMPTY_SHARD)
-            ]
-            made = kept or made
-        assert same(join(made), value)
-        assert same(value, before), "the caller's object was changed"
+    def test_split_trim_and_join_restore_the_batch(self, kind):
+        for (rows, shards), uneven in itertools.product(SIZES, ("pad", "ragged")):
+            value = batches(rows)[kind]
+            if kind in NO_EMPTY_SHARD and uneven == "ragged" and 0 < rows < shards:
+                with pytest.raises(BatchError, match="no slicing, so no empty shard"):
+                    shard(value, share_rows(rows, shards, uneven))
+                continue
+            before, case = copy.deepcopy(value), (rows, shards, uneven)
+            numbers, real = expected_rows(rows, shards, uneven)
+            assert length(value) == rows
+            made = shard(value, share_rows(rows, shards, uneven))
+            assert len(made) == shards, case
+            for one, rows_of_shard in zip(made, numbers, strict=True):
+                assert same(one, pick(value, rows_of_shard)), case
+            if uneven == "pad":
+                kept = [
+                    trim(one, len(n), r)
+                    for one, n, r in zip(made, numbers, real, strict=True)
+                    if r or (n and kind not in NO_EMPTY_SHARD)
+                ]
+                made = kept or made
+            assert same(join(made), value), case
+            assert same(value, before), f"{case}: the caller's object was changed"
 
     def test_cut_takes_a_range_of_rows(self, kind):
         value = batches(7)[kind]

@@ -7,7 +7,6 @@ from depth import examples, most_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_helpers import (
-    NO_EMPTY_SHARD,
     arguments,
     batches,
     coordinates,
@@ -21,7 +20,6 @@ from plan_helpers import (
 )
 
 from dispatch import Dispatch, Layout, Mesh
-from dispatch.batch import join, length, shard, share_rows, trim
 
 AXES = ("tp", "cp", "dp", "pp")
 UNEVEN = st.sampled_from(["pad", "ragged"])
@@ -148,26 +146,6 @@ def test_named_meshes_over_one_group(data, world_size, rows, uneven):
         check_rows(plan, rows, uneven, readers)
         assert all(collects[rank] for rank in plan.collecting)
         assert [dp_rank[rank] for rank in plan.collecting] == list(range(shards))
-
-
-@small
-@given(rows=st.integers(0, 40), shards=st.integers(1, 12), uneven=UNEVEN)
-def test_join_undoes_split_for_every_type(rows, shards, uneven):
-    numbers, real = expected_rows(rows, shards, uneven)
-    shares = share_rows(rows, shards, uneven)
-    for kind, value in batches(rows).items():
-        if kind in NO_EMPTY_SHARD and 0 < rows < shards:
-            continue
-        before = copy.deepcopy(value)
-        assert length(value) == rows
-        values = shard(value, shares)
-        kept = []
-        for rows_of_shard, own, count in zip(values, numbers, real, strict=True):
-            assert same(rows_of_shard, pick(value, own)), kind
-            if count or kind not in NO_EMPTY_SHARD or not own:
-                kept.append(trim(rows_of_shard, len(own), count) if count != len(own) else rows_of_shard)
-        assert same(join(kept), value), kind
-        assert same(value, before), kind
 
 
 parts = st.sampled_from(["tensor", "ndarray", "TensorDict", "list", "tuple", "namedtuple", "registered"])

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from plan_helpers import (
-    BATCH_KINDS,
     NO_EMPTY_SHARD,
     Chunked,
     arguments,
@@ -72,36 +71,33 @@ def test_each_rank_gets_its_rows_of_every_type(mode, uneven, rows):
 
 @pytest.mark.parametrize("mode", JOINED, ids=repr)
 @pytest.mark.parametrize("uneven", ["error", "pad", "ragged"])
-@pytest.mark.parametrize("kind", BATCH_KINDS)
-def test_driver_gets_its_rows_back(mode, uneven, kind):
+def test_driver_gets_its_rows_back(mode, uneven):
     rows = 24 if uneven == "error" else 14
-    value = batches(rows)[kind]
-    made = plan_of(mode, LAYOUT, *function_first(mode), uneven=uneven, key=value)
-    assert same(simulate(made, lambda rank, *function, key: key), value)
-    kept = []
-    for rank in made.collecting:
-        shard, value_of_rank = made.shards[made.shard_of[rank]], arguments(made, rank)[1]["key"]
-        if shard.real == shard.rows:
-            kept.append(value_of_rank)
-        elif shard.real or kind not in NO_EMPTY_SHARD:
-            kept.append(trim(value_of_rank, shard.rows, shard.real))
-    assert same(join(kept), value), "the library's own trim and join must agree"
+    for kind, value in batches(rows).items():
+        made = plan_of(mode, LAYOUT, *function_first(mode), uneven=uneven, key=value)
+        assert same(simulate(made, lambda rank, *function, key: key), value), kind
+        kept = []
+        for rank in made.collecting:
+            shard, value_of_rank = made.shards[made.shard_of[rank]], arguments(made, rank)[1]["key"]
+            if shard.real == shard.rows:
+                kept.append(value_of_rank)
+            elif shard.real or kind not in NO_EMPTY_SHARD:
+                kept.append(trim(value_of_rank, shard.rows, shard.real))
+        assert same(join(kept), value), f"{kind}: the library's own trim and join must agree"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
-@pytest.mark.parametrize("kind", BATCH_KINDS)
-@pytest.mark.parametrize("way", ["positional", "keyword"])
-def test_error_has_method_argument_and_remedy(mode, kind, way):
-    value = batches(7)[kind]
+def test_error_has_method_argument_and_remedy(mode):
     shards = max(SHARD_OF[mode]) + 1
-    args, kwargs = ((value,), {}) if way == "positional" else ((), {"key": value})
-    with pytest.raises(DispatchError) as caught:
-        plan_of(mode, LAYOUT, *function_first(mode, *args), **kwargs)
-    message = str(caught.value)
-    name = "key" if way == "keyword" else "y" if mode == Dispatch.DP_COMPUTE_PROTO_WITH_FUNC else "x"
-    for word in ("work()", repr(name), "7 rows", f"{shards} shards", "uneven='pad'", "'ragged'", "options("):
-        assert word in message
-    assert (caught.value.method, caught.value.argument) == ("work", name)
+    first = "y" if mode == Dispatch.DP_COMPUTE_PROTO_WITH_FUNC else "x"
+    for value in batches(7).values():
+        for name, args, kwargs in ((first, (value,), {}), ("key", (), {"key": value})):
+            with pytest.raises(DispatchError) as caught:
+                plan_of(mode, LAYOUT, *function_first(mode, *args), **kwargs)
+            message = str(caught.value)
+            for word in ("work()", repr(name), "7 rows", f"{shards} shards", "uneven='pad'", "'ragged'", "options("):
+                assert word in message
+            assert (caught.value.method, caught.value.argument) == ("work", name)
 
 
 def test_error_for_a_batch_that_asks_for_padding_itself():
