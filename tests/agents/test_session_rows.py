@@ -114,22 +114,22 @@ def test_a_linear_session_is_its_prompt_and_completion():
     assert made.token_rewards == [0.0, 0.0, 0.0, 0.0, 2.0]  # 1 + 0.5 * 2 = 2 from the first turn on, and 2
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_completion_has_the_rows_of_the_session(seed):
-    tree = random_tree(seed)
-    prompt = list(tree.nodes[0].token_ids)
-    made, expected = completion_of(tree, prompt, "stop"), rows(tree)
-    if made.rows is not None:
-        assert list(made.rows) == expected
-    elif not expected:
-        assert made.token_ids == []
-    else:
-        of = Row(prompt, made)
-        tokens, mask = [*of.prompt, *made.token_ids], [0] * len(prompt) + list(made.loss_mask)
-        whole = Row(expected[0].prompt, expected[0].completion)
-        assert len(expected) == 1 and tokens == [*whole.prompt, *whole.completion.token_ids]
-        assert mask == [0] * len(whole.prompt) + list(whole.completion.loss_mask)
-        assert len(masks_of(made.sampling_mask, len(made.token_ids))) == len(made.token_ids)
+def test_completion_has_the_rows_of_the_session():
+    for seed in range(200):
+        tree = random_tree(seed)
+        prompt = list(tree.nodes[0].token_ids)
+        made, expected = completion_of(tree, prompt, "stop"), rows(tree)
+        if made.rows is not None:
+            assert list(made.rows) == expected, seed
+        elif not expected:
+            assert made.token_ids == [], seed
+        else:
+            of = Row(prompt, made)
+            tokens, mask = [*of.prompt, *made.token_ids], [0] * len(prompt) + list(made.loss_mask)
+            whole = Row(expected[0].prompt, expected[0].completion)
+            assert len(expected) == 1 and tokens == [*whole.prompt, *whole.completion.token_ids], seed
+            assert mask == [0] * len(whole.prompt) + list(whole.completion.loss_mask), seed
+            assert len(masks_of(made.sampling_mask, len(made.token_ids))) == len(made.token_ids)
 
 
 def test_drop_retries():
