@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -201,32 +202,29 @@ def test_result_timeout_ends_only_the_wait(fragile):
     assert fragile.ping() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("rows", [30, 60])
-def test_chain_between_groups_of_different_sizes(counters, smaller, size, rows):
-    batch = torch.arange(rows).reshape(rows, 1)
-    there = counters.ragged.remote(batch)
-    here = smaller[size].double.remote(there)
-    back = counters.ragged(here)
-    assert torch.equal(back, batch * 2)
+def test_chain_between_groups_of_different_sizes(counters, smaller):
+    for rows, group in itertools.product((30, 60), smaller.values()):
+        batch = torch.arange(rows).reshape(rows, 1)
+        there = counters.ragged.remote(batch)
+        here = group.double.remote(there)
+        back = counters.ragged(here)
+        assert torch.equal(back, batch * 2), (rows, group.world_size)
 
 
-@pytest.mark.parametrize("uneven", ["pad", "ragged"])
-@pytest.mark.parametrize("rows", [0, 1, 7])
-def test_chain_with_rows_that_do_not_divide(counters, smaller, uneven, rows):
-    batch = torch.arange(rows)
-    first = counters.double.options(uneven=uneven).remote(batch)
-    second = smaller[3].double.options(uneven=uneven).remote(first)
-    assert torch.equal(second.result(), batch * 4)
-    assert torch.equal(counters.padded(second), batch * 4)
+def test_chain_with_rows_that_do_not_divide(counters, smaller):
+    for uneven, rows in itertools.product(("pad", "ragged"), (0, 1, 7)):
+        batch = torch.arange(rows)
+        first = counters.double.options(uneven=uneven).remote(batch)
+        second = smaller[3].double.options(uneven=uneven).remote(first)
+        assert torch.equal(second.result(), batch * 4), (uneven, rows)
+        assert torch.equal(counters.padded(second), batch * 4), (uneven, rows)
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 5), (5, 3), (2, 5)])
-@pytest.mark.parametrize("rows", [1, 4, 17])
-def test_chain_of_ragged_shards(smaller, first, second, rows):
-    batch = {"x": torch.arange(rows), "y": torch.ones(rows, 2)}
-    out = smaller[second].ragged(smaller[first].ragged.remote(batch))
-    assert torch.equal(out["x"], batch["x"]) and torch.equal(out["y"], batch["y"])
+def test_chain_of_ragged_shards(smaller):
+    for (first, second), rows in itertools.product(((3, 5), (5, 3), (2, 5)), (1, 4, 17)):
+        batch = {"x": torch.arange(rows), "y": torch.ones(rows, 2)}
+        out = smaller[second].ragged(smaller[first].ragged.remote(batch))
+        assert torch.equal(out["x"], batch["x"]) and torch.equal(out["y"], batch["y"]), (first, second, rows)
 
 
 def test_future_that_does_not_divide_is_rejected_on_every_rank(counters, smaller):
