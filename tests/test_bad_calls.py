@@ -974,6 +974,8 @@ WITH_THREADS_ALONE = re.compile("raise-keyboard|closed-under-a-call|constructor-
 
 HERE = [row for row in TABLE if not NO_GROUP.match(row.id) and not ONLY_ON_RAY.match(row.id)]
 
+also_with_threads = pytest.mark.full("bad calls that reach no rank, with ranks in threads too")
+
 
 @pytest.fixture(scope="module")
 def stage_here(request):
@@ -985,7 +987,12 @@ def stage_here(request):
 @pytest.mark.parametrize(
     ("stage_here", "row"),
     [
-        pytest.param(threads, row, id=f"{'threads' if threads else 'in-turn'}-{row.id}")
+        pytest.param(
+            threads,
+            row,
+            id=f"{'threads' if threads else 'in-turn'}-{row.id}",
+            marks=also_with_threads if threads and row.then is Then.KIT_SAW_NOTHING else (),
+        )
         for threads in (False, True)
         for row in HERE
         if threads or not WITH_THREADS_ALONE.match(row.id)
