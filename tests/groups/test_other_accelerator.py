@@ -1,10 +1,10 @@
 """An accelerator that is not CUDA's: a matter of names, from Ray's resource to the backend of torch.distributed."""
 
-from test_other_clusters import run
+from test_other_clusters import marked, run_forked
 
 
-def test_npus_are_placed_seen_and_connected():
-    out = run("""
+def test_npus_are_placed_seen_and_connected(pytestconfig, tmp_path):
+    code = """
         from fork_workers import RANKS_ONLY, forked_workers
         from npu_workers import NpuWorker
         from workers.train.train_placement import slot_devices
@@ -25,9 +25,10 @@ def test_npus_are_placed_seen_and_connected():
             except SingleControllerError as error:
                 print("> shared:", "ranks 0 and 1 are on the same GPU, but hccl needs" in str(error) or error)
             ray.shutdown()
-    """)
+    """
+    text = run_forked(pytestconfig, tmp_path, code)
     names = "('hccl', 'cpu:gloo,npu:hccl')"
-    assert out == [
+    assert marked(text) == [
         "> slots: {'use_gpu': False, 'resources': {'NPU': 1.0}} {'use_gpu': False, 'resources': {}}",
         f"> ('0',) 0 npu:0 npu:0 {names} 0",
         f"> ('1',) 1 npu:0 npu:0 {names} 1",
@@ -36,4 +37,4 @@ def test_npus_are_placed_seen_and_connected():
         "> torch shares no memory of a 'npu' device between processes, and transport='device' has no other way to a "
         "rollout worker in a process of its own; use 'store', 'group' or 'disk' here",
         "> shared: True",
-    ]
+    ], text

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 import ray
+from torch_scripts import printed
 
 from single_controller.ray.runtime import ensure_ray
 from single_controller.view.live import connect
@@ -30,7 +31,18 @@ def run(code, timeout=90):
         env={**os.environ, "RAY_ADDRESS": "local"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [line for line in done.stdout.splitlines() if line.startswith("> ")]
+    return marked(done.stdout)
+
+
+def run_forked(config, folder, code):
+    """Run code as `run` does, in `make test` as a fork of a process that has imported torch. Returns all it prints."""
+    found = os.pathsep.join([os.environ["PYTHONPATH"], str(config.rootpath)])  # it runs in another folder
+    environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": found}
+    return printed(config, PREAMBLE + textwrap.dedent(code), folder, environment)
+
+
+def marked(text):
+    return [line for line in text.splitlines() if line.startswith("> ")]
 
 
 @pytest.mark.full("other ways for a driver to end, each in its own Ray cluster")

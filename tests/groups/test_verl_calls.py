@@ -8,7 +8,7 @@ import warnings
 import pytest
 import ray
 from group_workers import Counter
-from test_other_clusters import run
+from test_other_clusters import marked, run_forked
 from waits import wait_until
 
 from single_controller import (
@@ -67,10 +67,8 @@ def devices(group):
 """
 
 
-def test_pools_roles_and_colocated_workers():
-    out = run(
-        WORKERS
-        + textwrap.dedent("""
+def test_pools_roles_and_colocated_workers(pytestconfig, tmp_path):
+    code = WORKERS + textwrap.dedent("""
         import torch
         from fork_workers import RANKS_ONLY, forked_workers
         forks = forked_workers(modules=RANKS_ONLY)
@@ -114,8 +112,8 @@ def test_pools_roles_and_colocated_workers():
         print("> the same everywhere")
         forks.__exit__(None, None, None)
     """)
-    )
-    assert out == ["> the same everywhere"]
+    text = run_forked(pytestconfig, tmp_path, code)
+    assert marked(text) == ["> the same everywhere"], text
 
 
 def test_group_and_pool_in_functions_that_run_elsewhere(counters):
