@@ -86,10 +86,10 @@ class Dying(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def call(self, group):
         if self.rank == 0:
-            RayTransport._give = lambda *_: threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            RayTransport._give = lambda *_: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
             group.get(bytes(1_000_000))
         else:
-            group.get.remote(group.wait.remote(1.0))
+            group.get.remote(group.wait.remote(0.5))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -130,7 +130,7 @@ class Slow(Lone):
             while not (Path(folder) / "died").exists():
                 time.sleep(0.01)
             if not (Path(folder) / "failed").exists():
-                time.sleep(2.0)
+                time.sleep(1.0)
                 (Path(folder) / "failed").touch()
                 raise RuntimeError("no device")
         elif not (Path(folder) / "died").exists():
@@ -354,7 +354,7 @@ def test_driver_that_dies_while_it_sends_does_not_keep_the_ranks(pool, three):
     def wait_for_drivers(seconds):
         three.execute_with_func_generator(lambda worker: setattr(link, "RETURN_SECONDS", seconds))
 
-    wait_for_drivers(1.0)
+    wait_for_drivers(0.5)
     with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Dying), collectives=False) as drivers:
         with pytest.raises(WorkerDiedError):
             drivers.call(three)

@@ -155,17 +155,17 @@ def test_impossible_placement_is_rejected_at_once(ray_cluster, pool, missing):
 
 
 def test_busy_resources_are_awaited_until_they_are_free_or_the_timeout(ray_cluster, caplog, monkeypatch):
-    monkeypatch.setattr("single_controller.ray.placement.reservation.SAY_SECONDS", 0.4)
+    monkeypatch.setattr("single_controller.ray.placement.reservation.SAY_SECONDS", 0.2)
     wait_free(CRATES)
     all_of_it = RayResourcePool([4], use_gpu=False, resources={"crate": 2})
     all_of_it.place()
     wait_free(0)
     begin = time.monotonic()
-    with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=1.5) as late:
-        words = r"(?s)not placed within 1\.5 s.*crate free/total.*0/8.*Ray says: PENDING, NO_RESOURCES \(1 of"
+    with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=0.8) as late:
+        words = r"(?s)not placed within 0\.8 s.*crate free/total.*0/8.*Ray says: PENDING, NO_RESOURCES \(1 of"
         with pytest.raises(PlacementError, match=words):
             RayWorkerGroup(late, counter())
-    assert 1.4 < time.monotonic() - begin < 4
+    assert 0.7 < time.monotonic() - begin < 4
     assert any("waiting to be placed" in message for message in caplog.messages)
     threading.Timer(0.5, all_of_it.close).start()
     with RayResourcePool([1], use_gpu=False, resources=CRATE, placement_timeout=20) as second:
