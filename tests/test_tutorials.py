@@ -96,7 +96,7 @@ def test_fine_tuning_goes_on_after_a_kill_and_grpo_after_it(run, other_drivers, 
 
 @pytest.mark.timeout(180)
 def test_scores_survive_kills(run):
-    batches = 60 if depth.full else 24
+    batches = 60 if depth.full else 15
     printed = run("score.py", "--batches", str(batches))
     assert re.search(rf"{batches * 64} rows in [\d.]+ s, 2 restarts", printed), printed
 
