@@ -22,19 +22,10 @@ from dispatch.plan import plan_call
 from dispatch.register import registered_methods
 
 BUILT_IN = [
-    "RANK_ZERO",
-    "ONE_TO_ALL",
-    "ALL_TO_ALL",
-    "DP_COMPUTE",
-    "DP_COMPUTE_PROTO",
-    "DP_COMPUTE_PROTO_WITH_FUNC",
-    "DP_COMPUTE_METRIC",
-    "MEGATRON_COMPUTE",
-    "MEGATRON_COMPUTE_PROTO",
-    "MEGATRON_COMPUTE_METRIC",
-    "MEGATRON_PP_AS_DP",
-    "MEGATRON_PP_AS_DP_PROTO",
-    "DIRECT_ROLLOUT_METHOD",
+    *("RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL"),
+    *("DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC", "DP_COMPUTE_METRIC"),
+    *("MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "MEGATRON_COMPUTE_METRIC"),
+    *("MEGATRON_PP_AS_DP", "MEGATRON_PP_AS_DP_PROTO", "DIRECT_ROLLOUT_METHOD"),
 ]
 PAIR = {"dispatch_fn": lambda group, *args, **kwargs: (args, kwargs), "collect_fn": collect_all_to_all}
 
@@ -53,81 +44,48 @@ def declare_unchecked(mode):
     return dataclasses.replace(spec, registration=dataclasses.replace(spec.registration, mode=mode))
 
 
+@pytest.mark.parametrize(("space", "names"), [(Dispatch, BUILT_IN), (Execute, ["ALL", "RANK_ZERO"])])
 class TestNamespaces:
-    def test_dispatch_has_exactly_the_documented_members(self):
-        assert [mode.name for mode in Dispatch] == BUILT_IN
-        assert len(Dispatch) == len(BUILT_IN)
+    def test_members_are_those_that_are_documented_and_found_by_attribute_and_name(self, space, names):
+        assert [mode.name for mode in space] == names and len(space) == len(names)
+        assert repr(space) == f"<{space.__name__}: {', '.join(names)}>"
+        assert len({mode: mode.name for mode in space}) == len(names)  # they are distinct, and work as keys
+        for name in names:
+            member = getattr(space, name)
+            assert space[name] is member and member.name == name and repr(member) == f"{space.__name__}.{name}"
+            assert member in space and name in space and name in dir(space)
+            assert pickle.loads(pickle.dumps(member)) is member and copy.deepcopy(member) == member
 
-    def test_execute_has_exactly_the_documented_members(self):
-        assert [mode.name for mode in Execute] == ["ALL", "RANK_ZERO"]
-        assert len(Execute) == 2
-
-    @pytest.mark.parametrize("name", BUILT_IN)
-    def test_lookup_by_attribute_and_name_and_repr(self, name):
-        member = getattr(Dispatch, name)
-        assert Dispatch[name] is member
-        assert member.name == name
-        assert repr(member) == f"Dispatch.{name}"
-        assert member in Dispatch
-        assert name in Dispatch
-        assert name in dir(Dispatch)
-
-    @pytest.mark.parametrize("name", ["ALL", "RANK_ZERO"])
-    def test_lookup_of_execute_members(self, name):
-        member = getattr(Execute, name)
-        assert Execute[name] is member
-        assert repr(member) == f"Execute.{name}"
-        assert member in Execute
-        assert name in Execute
-        assert name in dir(Execute)
-
-    def test_unknown_names_are_not_members(self):
-        assert "NOPE" not in Dispatch
-        assert "NOPE" not in Execute
-        assert Execute.ALL not in Dispatch
-        assert Dispatch.RANK_ZERO not in Execute
-
-    def test_classes_print_their_members(self):
-        assert all(name in repr(Dispatch) for name in BUILT_IN)
-        assert repr(Execute) == "<Execute: ALL, RANK_ZERO>"
-
-    @pytest.mark.parametrize("space", [Dispatch, Execute])
-    def test_unknown_name_error_lists_the_known_names(self, space):
+    def test_unknown_names_are_no_members_and_their_errors_list_the_known_ones(self, space, names):
+        assert "NOPE" not in space
         with pytest.raises(AttributeError, match=r"'NOPE'.*RANK_ZERO"):
             space.NOPE  # noqa: B018
         with pytest.raises(KeyError, match=r"'NOPE'.*RANK_ZERO"):
             space["NOPE"]
 
-    def test_members_are_distinct_and_work_as_keys(self):
-        assert len({mode: mode.name for mode in Dispatch}) == len(BUILT_IN)
-        assert Dispatch.DP_COMPUTE != Dispatch.ALL_TO_ALL
-        assert Dispatch.RANK_ZERO != Execute.RANK_ZERO
 
-    def test_meshes_print_and_compare_in_both_spellings(self):
-        assert repr(Dispatch.mesh("infer")) == "Dispatch.mesh('infer')"
-        assert Dispatch.mesh("infer") == make_nd_compute_dataproto_dispatch_fn(mesh_name="infer")
-        assert Dispatch.mesh("infer") != Dispatch.mesh("train")
+def test_members_of_one_namespace_are_none_of_the_other():
+    assert Execute.ALL not in Dispatch and Dispatch.RANK_ZERO not in Execute
+    assert Dispatch.RANK_ZERO != Execute.RANK_ZERO and Dispatch.DP_COMPUTE != Dispatch.ALL_TO_ALL
 
-    @pytest.mark.parametrize("name", ["", None, 3])
-    def test_mesh_requires_a_name(self, name):
-        with pytest.raises(TypeError, match="mesh name"):
-            make_nd_compute_dataproto_dispatch_fn(name)
 
-    def test_collect_all_to_all_returns_every_result(self):
-        assert collect_all_to_all(None, [1, 2]) == [1, 2]
+def test_meshes_print_and_compare_in_both_spellings():
+    assert repr(Dispatch.mesh("infer")) == "Dispatch.mesh('infer')"
+    assert Dispatch.mesh("infer") == make_nd_compute_dataproto_dispatch_fn(mesh_name="infer")
+    assert Dispatch.mesh("infer") != Dispatch.mesh("train")
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_mesh_requires_a_name(name):
+    with pytest.raises(TypeError, match="mesh name"):
+        make_nd_compute_dataproto_dispatch_fn(name)
+
+
+def test_collect_all_to_all_returns_every_result():
+    assert collect_all_to_all(None, [1, 2]) == [1, 2]
 
 
 class TestPickle:
-    @pytest.mark.parametrize("name", BUILT_IN)
-    def test_dispatch_members(self, name):
-        member = Dispatch[name]
-        assert pickle.loads(pickle.dumps(member)) == member
-        assert copy.deepcopy(member) == member
-
-    @pytest.mark.parametrize("name", ["ALL", "RANK_ZERO"])
-    def test_execute_members(self, name):
-        assert pickle.loads(pickle.dumps(Execute[name])) is Execute[name]
-
     def test_mesh_pair_and_added_members(self):
         pair = known_mode({"dispatch_fn": to_all, "collect_fn": last_only})
         added = register_dispatch_mode("MINE", to_all, last_only)
