@@ -289,17 +289,9 @@ def test_hostile_text_does_nothing(browser, tmp_path):
     }
     write_samples(run, 1, [40] * 12, texts=[row | {"completion": text} for text in texts])
     with served_runs([run]) as server:
-        tabs = [
-            "overview",
-            "curves",
-            "timeline",
-            "ranks",
-            "weights",
-            "samples",
-            "events",
-            "sample?step=1&row=0&token=9",
-        ]
-        tabs += ["sample?step=<script>window.hacked=1</script>&row=0", "<img src=x onerror=window.hacked=1>"]
+        tabs = ["overview", "curves", "timeline", "ranks", "weights", "samples", "events"]
+        tabs += ["sample?step=1&row=0&token=9", "sample?step=<script>window.hacked=1</script>&row=0"]
+        tabs += ["<img src=x onerror=window.hacked=1>"]
         for tab in tabs:
             browser.open(f"{server.url}#{tab}")
             browser.wait("(document.querySelector('main').innerText || 'Loading').startsWith('Loading') === false")
