@@ -129,7 +129,7 @@ def test_headers_without_end_and_a_key_of_strange_letters():
 
 
 def test_clients_that_send_slowly_or_never():
-    with attacked(replace(LIMITS, read_seconds=1.0)) as (gateway, others_go_on, (token,)):
+    with attacked(replace(LIMITS, read_seconds=0.5)) as (gateway, others_go_on, (token,)):
         begun = time.monotonic()
         silent = raw(gateway)
         half_a_head = raw(gateway, request(token)[:40])
@@ -182,7 +182,7 @@ def test_1000_connections_at_once():
 
 
 def test_too_many_connections_are_refused():
-    with attacked(GatewayLimits(connections=50, read_seconds=1.0)) as (gateway, others_go_on, (token,)):
+    with attacked(GatewayLimits(connections=50, read_seconds=0.5)) as (gateway, others_go_on, (token,)):
         connections = [raw(gateway) for _ in range(60)]
         time.sleep(0.2)
         with raw(gateway, request(token, b"{}")) as connection:

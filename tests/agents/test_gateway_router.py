@@ -411,7 +411,7 @@ def test_a_call_waits_while_no_worker_is_there():
     with serving(fast()) as one, routing() as router, ThreadPoolExecutor() as pool:
         _, token = router.open()
         call = pool.submit(chat, router, token, [user("abc")])
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert not call.done()
         router.load_state_dict(router.state_dict())
         router.set_workers([one.endpoint])

@@ -670,12 +670,12 @@ class Batched(BigramEngine):
             self.steps += len(running)
 
 
-def test_thousands_of_sessions_at_once():
+def test_a_thousand_sessions_at_once():
     engine = AgentEngine(Batched, environment=Counting)
-    count, turns = 2000, 4
+    count, turns = 1000, 4
     began, threads = time.process_time(), threading.active_count()
     futures = [submit(engine, str(number), turns=turns) for number in range(count)]
-    wait_until(lambda: engine.load().running + engine.load().waiting > 1500 or all(one.done() for one in futures))
+    wait_until(lambda: engine.load().running + engine.load().waiting > 700 or all(one.done() for one in futures))
     assert threading.active_count() <= threads + 2
     for future in futures:
         completion = future.result(60)

@@ -59,7 +59,7 @@ def test_router_without_workers_says_so_and_has_an_address_that_others_reach(cap
         address, token = router.open()
         assert address == router.address and "0.0.0.0" not in address
         with pytest.raises(httpx.ReadTimeout):  # a worker may come: see test_a_call_waits_while_no_worker_is_there
-            chat(router, token, [user("abc")], timeout=1)
+            chat(router, token, [user("abc")], timeout=0.3)
     assert caplog.text.count("the router has no worker; see GatewayRouter.set_workers") == 1
 
 

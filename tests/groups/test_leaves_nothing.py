@@ -156,7 +156,7 @@ def test_driver_that_is_killed_during_a_collective(before, start_driver):
 
 
 def test_many_groups_in_sequence(before):
-    for turn in range(60 if depth.full else 3):
+    for turn in range(60 if depth.full else 2):
         with pool_of(1) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Counter)) as group:
             assert group.add(turn) == [turn]
     before.wait_same()
