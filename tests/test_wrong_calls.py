@@ -10,13 +10,12 @@ import torch
 from byte_tokens import byte_tokenizer
 from rollout_helpers import BigramEngine
 
-from dispatch import Dispatch, Layout, register, register_batch_type, register_dispatch_mode, update_dispatch_mode
+from dispatch import Dispatch, Layout, register, register_dispatch_mode, update_dispatch_mode
 from single_controller import (
     ClassWithInitArgs,
     DispatchError,
     LocalWorkerGroup,
     RayResourcePool,
-    RayWorkerGroup,
     ResourcePoolManager,
     StartError,
     Worker,
@@ -306,14 +305,9 @@ CALLS = {
     "taken": (ValueError, r"update_dispatch_mode\(\) replaces",
               lambda k: register_dispatch_mode("ONE_TO_ALL", same, same)),
     "not there": (ValueError, "known are RANK_ZERO", lambda k: update_dispatch_mode("NOPE", same, same)),
-    "batch type": (TypeError, "takes a class", lambda k: register_batch_type(3, length=len, cut=same, join=same)),
-    "no ranks": (ValueError, "the number of ranks, a positive", lambda k: LocalWorkerGroup(0, ClassWithInitArgs(Mine))),
-    "class alone": (TypeError, r"must be ClassWithInitArgs\(YourWorker", lambda k: LocalWorkerGroup(1, Mine)),
     "roles": (TypeError, "takes a dict", lambda k: colocate([Mine])),
     "pool": (ValueError, r"one per node \(\[8, 8\]\), got 4", lambda k: RayResourcePool(4)),
     "mapping": (ValueError, "known are a", lambda k: ResourcePoolManager({"a": [1]}, {"role": "b"})),
-    "attach": (ValueError, "takes exactly one of name_prefix", lambda k: RayWorkerGroup.from_detached()),
-    "timeout": (ValueError, "a positive number of seconds", lambda k: k.other.add.options(timeout=-1)),
     "option": (TypeError, "'timeot'; did you mean 'timeout'", lambda k: k.other.add.options(timeot=5)),
     "option as an argument": (TypeError, r"'timeout'; as an option it is \.options\(timeout=\.\.\.\)\(\.\.\.\)",
                               lambda k: k.other.add(1, timeout=5)),

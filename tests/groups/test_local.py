@@ -849,7 +849,7 @@ def test_local_group_cannot_leave_its_process(make):
 @pytest.mark.parametrize(
     ("size", "made", "options", "error", "told"),
     [
-        (0, None, {}, ValueError, "world_size is the number of ranks.*got 0"),
+        (0, None, {}, ValueError, "world_size is the number of ranks, a positive.*got 0"),
         (True, None, {}, ValueError, "world_size.*got True"),
         ("2", None, {}, ValueError, "world_size.*got '2'"),
         (2, Counter, {}, TypeError, r"ray_cls_with_init must be .*ClassWithInitArgs\(YourWorker"),
