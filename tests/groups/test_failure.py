@@ -55,9 +55,9 @@ class TestErrorsOfMethods:
     @overlapping
     @pytest.mark.ray_when_full
     def test_error_is_raised_at_once_and_the_group_stays_usable(self, fragile):
-        with within(1.2):
+        with within(0.8):
             with pytest.raises(WorkerError):
-                fragile.fail([1], others_sleep=1.5)
+                fragile.fail([1], others_sleep=1.0)
         assert fragile.ping() == [0, 1, 2, 3]
 
     @overlapping
@@ -196,7 +196,7 @@ class TestDeaths:
             stop(pids[1])  # until all its threads have, its gRPC server may still respond
             os.kill(pids[2], signal.SIGKILL)
             begin = time.monotonic()
-            while time.monotonic() - begin < 1.5:
+            while (passed := time.monotonic() - begin) < 0.8 or (len(known) < 2 and passed < 10):
                 known.update(group._ray.probe([rank for rank in range(3) if rank not in known]))
                 time.sleep(0.05)
         finally:
@@ -363,7 +363,7 @@ class TestTimeouts:
     @pytest.mark.ray_when_full
     def test_late_ranks_are_logged(self, fragile, caplog, monkeypatch):
         monkeypatch.setattr("single_controller.call.call.LATE_LOG_SECONDS", 0.2)
-        fragile.sleep_on([2], 0.9)
+        fragile.sleep_on([2], 0.6)
         told = [message for message in caplog.messages if "sleep_on() has been running" in message]
         assert told and "rank 2" in told[0] and "time.sleep(seconds)" in told[0]
 
