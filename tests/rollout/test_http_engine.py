@@ -3,6 +3,7 @@
 tests/with_vllm runs the same against vLLM's own server.
 """
 
+import asyncio
 import json
 import socket
 import threading
@@ -81,6 +82,19 @@ def begun(engine, count=1):
 
 
 # --- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def test_requests_run_after_a_thread_could_not_be_started(monkeypatch):
+    monkeypatch.setattr(http_client, "_loop", None)
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    request = asyncio.sleep(0, "done")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", fail)
+        http_client.run(request)
+    assert http_client.run(request).result(10) == "done"
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "openai"])

@@ -52,14 +52,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     global _loop
     with _starting:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="http-streams", daemon=True).start()
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="http-streams", daemon=True).start()
+            _loop = loop  # only now: in a loop without a thread, coroutines would wait for ever
     return asyncio.run_coroutine_threadsafe(coroutine, _loop)
 
 
 def _after_fork() -> None:
-    global _loop
-    _loop = None  # its thread is the parent's
+    global _loop, _starting
+    _loop, _starting = None, threading.Lock()  # the loop's thread, and who may hold the lock, are the parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)
