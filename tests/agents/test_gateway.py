@@ -845,6 +845,7 @@ def test_limits_of_a_session_that_continues_count_what_it_had():
         messages += [chat(gateway, token, messages).json()["choices"][0]["message"], user("y")]
         tree = gateway.close(token)
         # Behind the first prompt are the 5 tokens of its answer, and the 4 of what follows it. So 2 are left.
-        _, token = gateway.open(trajectory=tree, limits=SessionLimits(turns=None, tokens=11))
+        _, token = gateway.open(trajectory=tree, limits=SessionLimits(turns=2, tokens=11))
         assert chat(gateway, token, messages).json()["usage"]["completion_tokens"] == 2
+        assert chat(gateway, token, messages).status_code == 400  # for the first reason, although it had two turns, too
         assert gateway.close_session(token).end_reason == "tokens"

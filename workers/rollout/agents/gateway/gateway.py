@@ -366,10 +366,10 @@ class Gateway:
             await asyncio.sleep(RETRY_SECONDS)
         with self._lock:
             session.check_open()
-            if session.turns_left <= 0:
-                _end(session, "turns")
             if session.end_reason is not None:
                 _end(session, session.end_reason)
+            if session.turns_left <= 0:
+                _end(session, "turns")
             if len(tree.nodes) + 2 > self.limits.nodes:
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
             before = len(tree.nodes)
