@@ -38,6 +38,8 @@ from weight_sync_steps import RECEIVERS, SENDERS, OtherStep, Participants, Raise
 from single_controller import GroupBrokenError, WorkerDiedError
 
 STORE_DIED = Raised(dist.DistNetworkError, "the store's process has died")
+DRIVER = SENDERS + RECEIVERS
+"""Follows the numbers of train ranks and receivers."""
 
 
 class State(NamedTuple):
@@ -225,22 +227,29 @@ class Model:
 
     # -- steps of participants
 
-    def successors(self, state):
-        """Return (what happens, state after it) of all steps, without crashes."""
-        found = []
+    def successors(self, state, draw=None):
+        """Return (what happens, state after it) of all steps, without crashes; with ``draw``, a `random.Random`, those
+        of the first who can go on, in a drawn order."""
         for number, queue in enumerate(state.queues):
             # Nobody waits for it, and it concerns nobody else: so it need not be tried at other times, too.
             if queue and state.receivers[number][1] is None and method_of(state, queue[0]) == "abandon_weights":
-                return [(f"receiver {number}: {what}", after) for what, after in self._receiver(state, number)]
-        for rank, one in enumerate(state.senders):
-            if one is not None:
-                step = self._sender_step(rank, one)
-                found += [(f"train rank {rank}: {step[0]}", after) for after in self._sender(state, rank, step)]
-        for number, one in enumerate(state.receivers):
-            if one is not None:
-                found += [(f"receiver {number}: {what}", after) for what, after in self._receiver(state, number)]
-        found += self._driver(state, bool(found))
-        return found
+                return self._steps_of(state, SENDERS + number)
+        found, everybody = [], list(range(DRIVER))
+        for who in everybody if draw is None else draw.sample([*everybody, DRIVER], DRIVER + 1):
+            found += self._driver(state, others=True) if who == DRIVER else self._steps_of(state, who)
+            if draw is not None and any(after != state for _, after in found):
+                return found
+        return found + self._driver(state, others=bool(found))
+
+    def _steps_of(self, state, who):
+        """Return those of a train rank or of a receiver."""
+        one = (*state.senders, *state.receivers)[who]
+        if one is None:
+            return []
+        if who >= SENDERS:
+            return [(f"{name_of(who)}: {what}", after) for what, after in self._receiver(state, who - SENDERS)]
+        step = self._sender_step(who, one)
+        return [(f"{name_of(who)}: {step[0]}", after) for after in self._sender(state, who, step)]
 
     def _run(self, who, outcomes):
         """Return the step that somebody has come to after these outcomes, and what is kept of them.
@@ -448,7 +457,7 @@ class Model:
         """Visit all states, those with the fewest steps first.
 
         Args:
-            draw: a seed: after a crash, try one of the possible steps, drawn, instead of all.
+            draw: a seed: after a crash, try one step of one who can go on, both drawn, instead of all.
 
         Raises:
             Violation: a property does not hold, with the steps.
@@ -457,19 +466,20 @@ class Model:
         while state.phase < self.crash_from:
             _, state = self.successors(state)[0]
         trace = {state: None}
-        waiting, drawn = deque([state]), random.Random(draw)
+        waiting, drawing = deque([state]), random.Random(draw)
         while waiting:
             state = waiting.popleft()
+            drawn = drawing if draw is not None and state.crashed is not None else None
             try:
-                found = [one for one in self.successors(state) if one[1] != state]
+                found = [one for one in self.successors(state, drawn) if one[1] != state]
                 if not found and not self.done(state):
                     raise Violation(f"nobody can go on: {self._waits(state)}")
             except Violation as error:
                 raise Violation("\n".join([str(error), *self._steps(trace, state)])) from None
-            if draw is not None and state.crashed is not None and found:
+            if drawn is not None and found:
                 found = [drawn.choice(found)]
             if state.crashed is None and state.phase < self.updates:
-                found += [(f"{name_of(who)} dies", self.crash(state, who)) for who in range(SENDERS + RECEIVERS)]
+                found += [(f"{name_of(who)} dies", self.crash(state, who)) for who in range(DRIVER)]
             self.steps += len(found)
             for label, after in found:
                 known = len(trace)
