@@ -76,8 +76,11 @@ class Run:
         return pickle.loads(pickle.dumps(state))
 
 
-@pytest.mark.parametrize("order", ["fifo", "window"])
-@pytest.mark.parametrize("dynamic", [False, True])
+OTHERS = [pytest.param(*pair, marks=pytest.mark.full("runs that end, with the other pairs of options"))
+          for pair in (("fifo", True), ("window", False))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("order", "dynamic"), [("fifo", False), ("window", True), *OTHERS])
 def test_each_row_is_trained_once_however_often_the_run_ends(path, order, dynamic):
     expected = opened(path)
     rows = [label for rollout_id in range(8 * BATCHES) for label in expected(rollout_id)[1]["label"]]
