@@ -171,13 +171,12 @@ def change_weights(train, step):
 
 
 def combinations():
-    """Every layout with every transport, with one kind of output layer: HUNDRED has them with the other. FSDP's and two
-    of Megatron's always, the others in `make test-all`; further ones have tied layers."""
+    """Every layout with every transport, with one kind of output layer: HUNDRED has them with the other. FSDP's always,
+    Megatron's in `make test-all`, except for memory of a device and for the further types below."""
     other = pytest.mark.full("weights of Megatron over each transport")
     for (row, layout), (column, transport) in itertools.product(enumerate(LAYOUTS), enumerate(TRANSPORTS)):
         tie = TIES[(row + column) % 2]
-        always = layout == "fsdp" or (tie == "untied" and transport != "disk")
-        yield pytest.param(layout, tie, transport, marks=() if always else other)
+        yield pytest.param(layout, tie, transport, marks=() if layout == "fsdp" else other)
     for layout in LAYOUTS:
         again = pytest.mark.full("memory of a device from a second layout of Megatron")
         yield pytest.param(layout, "tied", "device", marks=again if layout == "pp2" else ())
