@@ -68,6 +68,13 @@ def test_shards_on_two_ranks_are_the_whole_model(fsdp_groups, tmp_path, config, 
     assert_same(shards_of(group), expected)
 
 
+@pytest.fixture(scope="module")
+def four(megatron_groups, llama_folder):
+    """Runs a function in four processes in which torch.distributed is initialized."""
+    begin(megatron_groups(4), {"hf_checkpoint": llama_folder})
+    return megatron_groups(4).worker_group.execute_with_func_generator
+
+
 def make_fsdp(worker, config, role, folder, options):
     """A model in a process that another model started torch.distributed in."""
     from workers.fsdp.fsdp_model import FSDPOptions, FSDPTrainModel
@@ -83,14 +90,11 @@ def make_fsdp(worker, config, role, folder, options):
         pytest.param(TIED, "actor", {**BF16, "shard_size": 2}, id="replicas, bf16"),
     ],
 )
-def test_shards_on_four_ranks_are_the_whole_model(megatron_groups, llama_folder, tmp_path, config, role, options):
+def test_shards_on_four_ranks_are_the_whole_model(four, tmp_path, config, role, options):
     """The last rank has no shard of a tensor whose rows the ranks before it have: chunks are rounded up."""
     folder, expected = saved_weights(config, tmp_path, options.get("param_dtype", torch.float32), role == "critic")
-    group = megatron_groups(4)
-    begin(group, {"hf_checkpoint": llama_folder})
-    run = group.worker_group.execute_with_func_generator
-    run(partial(make_fsdp, config=config, role=role, folder=folder, options=options))
-    shards = run(lambda worker: read_shards(worker.fsdp.hf_shards()))
+    four(partial(make_fsdp, config=config, role=role, folder=folder, options=options))
+    shards = four(lambda worker: read_shards(worker.fsdp.hf_shards()))
     assert_same(assembled(shards), expected)
     size = options.get("shard_size", 4)
     rows = {name: len(tensor) for name, tensor in expected.items()}
@@ -122,9 +126,7 @@ def test_shards_read_the_weights_of_now(fsdp_groups, llama_folder, data):
     assert_same(now(), trained)
 
 
-def test_shards_of_tensors_on_a_mesh_of_two_dims(megatron_groups, llama_folder):
-    group = megatron_groups(4)
-    begin(group, {"hf_checkpoint": llama_folder})
+def test_shards_of_tensors_on_a_mesh_of_two_dims(four):
     whole = torch.arange(35.0).view(7, 5)
     placements = [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Shard(1))]
 
@@ -142,7 +144,7 @@ def test_shards_of_tensors_on_a_mesh_of_two_dims(megatron_groups, llama_folder):
         except ValueError as error:
             return read_shards([shard for shard in shards if 0 not in shard.size]), str(error)
 
-    shards, errors = zip(*group.worker_group.execute_with_func_generator(of), strict=True)
+    shards, errors = zip(*four(of), strict=True)
     assert_same(assembled(shards), {str(number): whole.double() for number in range(len(placements))})
     assert all("'sums' has the placements (Partial(sum), Shard(dim=0))" in error for error in errors)
 
