@@ -329,8 +329,7 @@ def test_estimators_on_ranks_match_plain_loops(start, off_policy, way, names):
     known["sum_pi_squared"] = squares
     log_ratios = torch.nan_to_num(rows["old_log_probs"] - rows["rollout_log_probs"])
     known["correction_weights"] = log_ratios.exp().clamp(max=2.0)
-    group = start(way, **EXPOSED)
-    before, expected = whole_weights(group), {}
+    run, usual = start(way, **EXPOSED).worker_group.execute_with_func_generator, read_args(EXPOSED)
     for name in names:
         case = NEW[name]
         left_out = rows["truncated"] & case.get("overlong_filtering", False)
@@ -340,14 +339,16 @@ def test_estimators_on_ranks_match_plain_loops(start, off_policy, way, names):
             advantages[row, rows["loss_mask"][row] != 0] = torch.tensor(values)
         plain = rows.clone().set("advantages", advantages).set("loss_mask", rows["loss_mask"] * ~left_out[:, None])
         alone = {name: {"rollout_correction": case.get("rollout_correction")}}
-        parts = group.worker_group.execute_with_func_generator(gradients, Broadcast(plain), Broadcast(alone), 1000)
-        expected[name] = assembled([part[name][1] for part in parts])
-    for name in names:
-        group = start(way, **EXPOSED, **NEW[name])
-        learn(group, 0, rows.exclude("old_log_probs") if name == "optimal_token_baseline" else rows)
-        after = whole_weights(group)
-        found = {key: before[key] - after[key] for key in before}
-        assert distance(found, expected[name]) < 1e-5, name
+        parts = run(gradients, Broadcast(plain), Broadcast(alone), 1000)
+        expected = assembled([part[name][1] for part in parts])
+        args = read_args({**EXPOSED, **case})
+        whole = {name: {key: args[key] for key in args if args[key] != usual[key]}}
+        given = rows.exclude("old_log_probs") if name == "optimal_token_baseline" else rows
+        parts = run(gradients, Broadcast(given), Broadcast(whole), 1000)
+        metrics = [{**part[name][0], "seconds": 0} for part in parts]
+        assert all(other == metrics[0] for other in metrics), name
+        found = assembled([part[name][1] for part in parts])
+        assert distance(found, expected) < 1e-5, name
         assert max(value.abs().max() for value in found.values()) > 1e-3, name
 
 
