@@ -163,13 +163,17 @@ def test_steps_with_a_sampling_mask_match_a_plain_loop(start, way):
     assert distance(whole_weights(group), weights) < 1e-4
 
 
+def small_qwen2(tie_word_embeddings):
+    config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         vocab_size=32, num_key_value_heads=2, tie_word_embeddings=tie_word_embeddings)  # fmt: skip
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 @ways(FSDP2, PP2, rarely=[TP2])
 def test_tied_embeddings_and_biases(start, way, tmp_path):
     """A Qwen2; in a pipeline its first and last stage share a tensor and its gradient."""
-    config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                         vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = small_qwen2(tie_word_embeddings=True)
     group = start(way, hf_checkpoint=saved(model, tmp_path), calculate_entropy=True)
     plain = ReferenceGRPO(model)
     for step in range(2):
@@ -704,10 +708,7 @@ def test_resumed_run_uses_its_own_optimizer_settings(start, way, data, tmp_path)
 def test_decay_of_each_tensor(start, way, options, tmp_path):
     """Without a gradient, AdamW multiplies each tensor by 1 - lr * weight_decay. Megatron leaves out norms and biases,
     which this Qwen2 has; also after it has loaded a checkpoint."""
-    config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                         vocab_size=32, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = small_qwen2(tie_word_embeddings=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(0.5, 1.0)  # biases begin with 0
@@ -759,7 +760,7 @@ def test_checkpoint_weights_have_no_version(start, way, data, tmp_path):
         group.worker_group.train(4, of_one.exclude("rollout_log_probs"))
 
 
-@ways(FSDP2, DP2)
+@ways(FSDP2, rarely=[DP2])  # both fail before the backend writes, and in the export that they share
 def test_rank_zero_checkpoint_failure_is_an_error_on_all_ranks(start, way, data, tmp_path):
     (tmp_path / "file").write_text("in the way")
     in_the_way = str(tmp_path / "file")
