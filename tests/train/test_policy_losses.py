@@ -1,9 +1,8 @@
-"""Policy losses and advantage estimators by name: compared with loops over tokens, with numbers that other libraries'
-tests state, and registered by a user."""
+"""Policy losses and advantage estimators by name: compared with loops over tokens, and registered by a user. Numbers of
+other libraries are in test_peers.py."""
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import own_algorithms as own
 import plain_losses
@@ -12,7 +11,7 @@ import torch
 from rank_threads import on_ranks
 
 from workers import register_advantage, register_policy_loss
-from workers.algorithms.advantages import gae, group_advantages, leave_one_out_advantages, overlong_penalty
+from workers.algorithms.advantages import group_advantages
 from workers.algorithms.estimators import AdvantageRows
 from workers.algorithms.losses import policy_loss, token_weights
 from workers.algorithms.policy_losses import SELECTIONS, PolicyTokens, StepTokens, ppo_clip
@@ -168,14 +167,6 @@ def rows_of_ranks(data, ranks):
     return [{name: value[rows] for name, value in data.items()} for rows in parts]
 
 
-def of_tokens(name, log_probs, old, advantages, mask=None, **given):
-    """The loss of each token, by the function of that name."""
-    args = SimpleNamespace(**{"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_dual": None, **given})
-    counts = torch.ones(log_probs.shape, dtype=torch.bool) if mask is None else mask != 0
-    tokens = PolicyTokens(log_probs, old, advantages, counts, {})
-    return function_of({"policy_loss_type": name}, "policy_loss_type")(tokens, args)[0]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_tokens_chosen_by_covariance_do_not_depend_on_ranks_or_on_the_order_of_rows(name, ranks):
@@ -274,29 +265,6 @@ def test_a_loss_without_its_choice_of_tokens_names_what_is_missing():
         function_of(args, "policy_loss_type")(tokens, args)
 
 
-def test_numbers_of_skyrl():
-    """NovaSky-AI/SkyRL: losses in skyrl-train/tests/cpu/algorithms/test_losses.py, and advantages in
-    tests/backends/skyrl_train/utils/test_ppo_utils.py."""
-    advantages = torch.tensor([[1.0, -1.0, -4.0]])
-    old = torch.tensor([[-1.0, -1.0, -3.0]])
-    new = torch.tensor([[-1.69315, -1.0, -0.69741]])
-    dual = of_tokens("ppo_clip", new, old, advantages, eps_clip_dual=3.0)
-    torch.testing.assert_close(dual, torch.tensor([[-0.5, 1.0, 12.0]]), rtol=1e-3, atol=1e-4)
-    assert float(dual.mean()) == pytest.approx(4.1667, abs=1e-4)
-    assert float(of_tokens("cispo", new, old, advantages).mean()) == pytest.approx(-0.99768266666, abs=1e-4)
-
-    groups = torch.tensor([0, 0, 1, 1, 2])
-    of_rows = leave_one_out_advantages(torch.tensor([6.0, 3.0, 9.0, 12.0, 1.0]), groups)
-    assert of_rows.tolist() == [3.0, -3.0, -3.0, 3.0, 0.0]
-    of_rows = group_advantages(torch.tensor([6.0, 3.0, 9.0, 12.0]), groups[:4], divide_by_std=False)
-    assert of_rows.tolist() == [1.5, -1.5, -1.5, 1.5]
-    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 1.0, 1.5]]), torch.ones(1, 3)
-    for gamma, lam, expected in ((1.0, 1.0, [6.0, 5, 3]), (0.5, 1.0, [2.75, 3.5, 3]), (1.0, 0.5, [3.625, 4.25, 3])):
-        assert gae(rewards, values, mask, gamma=gamma, lam=lam)[1].tolist() == [expected]
-    # REINFORCE++ before whitening
-    assert gae(rewards, torch.zeros(1, 3), mask, gamma=0.5, lam=1.0)[0].tolist() == [[2.75, 3.5, 3.0]]
-
-
 def test_dual_clip_by_hand():
     """Clipped at 2 where A = -1 and r = 3; at 0.8 where r = 0.5; not where r = 1.5; and at 1.2 where A = 1."""
     ratios, advantages = torch.tensor([3.0, 0.5, 1.5, 3.0]), torch.tensor([-1.0, -1.0, -1.0, 1.0])
@@ -304,20 +272,6 @@ def test_dual_clip_by_hand():
     assert loss.tolist() == pytest.approx([2.0, 0.8, 1.5, -1.2])
     assert ratio.tolist() == pytest.approx(ratios.tolist())
     assert clipped.tolist() == [True, True, False, True]
-
-
-def test_gspo_by_hand():
-    """Ratios e^0.2, clipped at 1.2, and 1; the token that does not count has no part in them: (-1.2 + 2) / 2."""
-    new, mask = torch.tensor([[0.1, 0.3, 0.0], [-0.1, 0.1, 5.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
-    advantages = torch.tensor([[1.0] * 3, [-2.0] * 3])
-    each = of_tokens("gspo", new, torch.zeros(2, 3), advantages, mask)
-    weights, count = token_weights(mask, "sequence")
-    assert float((weights / count * each).sum()) == pytest.approx(0.4, abs=1e-6)
-
-
-def test_numbers_of_trl():
-    """huggingface/trl, tests/test_rewards.py: lengths 50, 110 and 90 of at most 100, with a buffer of 20."""
-    assert overlong_penalty(torch.tensor([50, 110, 90, 80, 100]), 100, 20).tolist() == [0.0, -1.0, -0.5, 0.0, -1.0]
 
 
 def test_missing_entry_is_named():
