@@ -24,45 +24,26 @@ CASES = {
     "gspo": {"policy_loss_type": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.03, "loss_aggregation": "sequence"},
     "cispo": {"policy_loss_type": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.1},
     "rloo": {"advantage_estimator": "rloo", "rollout_correction": "token_tis"},
-    "reinforce_plus_plus": {
-        "advantage_estimator": "reinforce_plus_plus",
-        "gamma": 0.9,
-        "kl_coef": 0.1,
-        "rollout_correction": "icepop",
-    },
-    "reinforce_plus_plus_baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline",
-        "rollout_correction": "seq_rs+seq_tis",
-        "loss_aggregation": "sequence",
-    },
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1,
+                            "rollout_correction": "icepop"},
+    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline",
+                                     "rollout_correction": "seq_rs+seq_tis", "loss_aggregation": "sequence"},
     "seq_mis": {"rollout_correction": "seq_mis"},
     "geo_mis": {"rollout_correction": "geo_mis"},
-    "geo_mean": {
-        "policy_loss_type": "geo_mean",
-        "eps_clip": 0.2,
-        "loss_aggregation": "sequence",
-        "rollout_correction": "token_tis",
-    },
+    "geo_mean": {"policy_loss_type": "geo_mean", "eps_clip": 0.2, "loss_aggregation": "sequence",
+                 "rollout_correction": "token_tis"},
     "dppo_kl": {"policy_loss_type": "dppo_kl", "eps_clip": 1e-3, "eps_clip_dual": 1.4, "dppo_kl_tau": 0.1},
-    "clip_cov": {
-        "policy_loss_type": "clip_cov",
-        "clip_cov_ratio": 1.0,
-        "clip_cov_lb": 0.05,
-        "clip_cov_ub": 0.5,
-        "loss_aggregation": "sequence",
-    },
+    "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.5,
+                 "loss_aggregation": "sequence"},
     "kl_cov": {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.8, "rollout_correction": "seq_rs"},
     "normalized": {"rollout_correction": "seq_tis", "rollout_correction_normalize": True},
-    "normalized_rest": {
-        "rollout_correction": "error_rs+token_tis",
-        "rollout_correction_normalize": True,
-        "rollout_rejection_high": 1.35,
-    },
+    "normalized_rest": {"rollout_correction": "error_rs+token_tis", "rollout_correction_normalize": True,
+                        "rollout_rejection_high": 1.35},
     "seq_mask_tis": {"rollout_correction": "seq_mask_tis", "rollout_rejection_low": 0.9, "rollout_rejection_high": 1.2},
     "off_policy_sequences": {"opsm_delta": 0.02, "rollout_correction": "icepop", "loss_aggregation": "sequence"},
     "kl_loss": {"kl_loss_coef": 0.5, "kl_loss_type": "k3+", "rollout_correction": "seq_rs+token_tis"},
     "unbiased_kl": {"kl_loss_coef": 0.5, "use_unbiased_kl": True, "loss_aggregation": "sequence"},
-}
+}  # fmt: skip
 """Each loss, advantage, aggregation, and level and kind of correction is in one of them."""
 
 MASKS = {
@@ -141,6 +122,11 @@ additional term are computed in each run."""
 PIPELINE = [*MODEL_OUTPUTS, "reinforce_plus_plus", "reinforce_plus_plus_baseline", *MASKS, "unbiased_kl"]
 """The first stage of a pipeline lacks log-probabilities: also those that make advantages of them, or leave rows out."""
 
+IN_FULL = [(FSDP1, 16), (FSDP1, 1000), (FSDP2, 1000), (FSDP4, 40), (SP2_DP2, 20), (TP2, 40), (TP2, 1000), (PP2, 40),
+           (PP2, 1000), (DP2, 40), (DP4, 16), (TP2_DP2, 40), (TP2_PP2, 40)]  # fmt: skip
+OTHERS_IN_FULL = [(FSDP2, "mistral"), (FSDP2, "qwen3"), (PP2, "qwen3"), (TP2, "mistral"), (TP2_PP2, "qwen3"),
+                  (TP2_DP2, "mistral")]  # fmt: skip
+
 SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in every parallel configuration"))]
 
 
@@ -153,21 +139,7 @@ SECOND_FULL = [FSDP2, pytest.param(PP2, marks=pytest.mark.full("gradients in eve
         pytest.param(PP2, 80, PIPELINE, id="pp2-80-some"),
         *(
             pytest.param(way, most, None, marks=pytest.mark.full("gradients in every parallel configuration"))
-            for way, most in (
-                (FSDP1, 16),
-                (FSDP1, 1000),
-                (FSDP2, 1000),
-                (FSDP4, 40),
-                (SP2_DP2, 20),
-                (TP2, 40),
-                (TP2, 1000),
-                (PP2, 40),
-                (PP2, 1000),
-                (DP2, 40),
-                (DP4, 16),
-                (TP2_DP2, 40),
-                (TP2_PP2, 40),
-            )
+            for way, most in IN_FULL
         ),
     ],
     ids=called,
@@ -193,17 +165,7 @@ def test_gradients_match_plain_loops(start, off_policy, expected, way, most, nam
     [
         (TP2, "qwen3"),
         (PP2, "mistral"),
-        *(
-            pytest.param(*one, marks=pytest.mark.full("gradients of each type of model"))
-            for one in (
-                (FSDP2, "mistral"),
-                (FSDP2, "qwen3"),
-                (PP2, "qwen3"),
-                (TP2, "mistral"),
-                (TP2_PP2, "qwen3"),
-                (TP2_DP2, "mistral"),
-            )
-        ),
+        *(pytest.param(*one, marks=pytest.mark.full("gradients of each type of model")) for one in OTHERS_IN_FULL),
     ],
     ids=called,
 )
