@@ -47,15 +47,8 @@ VOCABULARY = 32
 DIGITS, FIRST_DIGIT = 3, 16
 """A prompt is its number in octal, in tokens from 16 to 23, after some tokens below 16."""
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
+MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 64}  # fmt: skip
 
 
 def prompt(number):

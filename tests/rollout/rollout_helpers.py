@@ -24,15 +24,8 @@ from workers.weight_sync.weight_plan import whole
 
 peer.BUCKET_BYTES = int(os.environ.get("BUCKET_BYTES", peer.BUCKET_BYTES))
 
-LLAMA = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=32,
-    max_position_embeddings=64,
-)
+LLAMA = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, vocab_size=32, max_position_embeddings=64)  # fmt: skip
 TIED = Qwen2Config(**{**LLAMA.to_diff_dict(), "tie_word_embeddings": True, "num_key_value_heads": 4})
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=32, n_positions=64)  # learned position embeddings
 

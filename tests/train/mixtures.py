@@ -11,23 +11,10 @@ def small_mixture(seed=0, **changes):
     """A random Qwen3-MoE like `reference.small_llama`: 4 layers, one of them without experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    options = {
-        "vocab_size": 32,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "mlp_only_layers": [1],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-    }
+    options = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+               "mlp_only_layers": [1], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+               "norm_topk_prob": True, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+               "max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": 0}  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**options, **changes})).eval()

@@ -15,19 +15,10 @@ def small_llama(seed=0, **changes):
     """A random Llama: 2 layers, hidden 64, vocabulary 32; in eval mode, float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    options = {
-        "vocab_size": 32,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    options = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+               "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": None,
+               "eos_token_id": None}  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**{**options, **changes})).eval()

@@ -101,15 +101,8 @@ def test_rollout_and_trainer_agree_to_the_last_bit(fsdp_groups, rollout_of, sync
     assert distance(weights, trained(fsdp_groups(2), rollout_of(1), 1)[0]) > 1e-3
 
 
-MIXTURE = {
-    **MODEL,
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
-    "moe_intermediate_size": 24,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-}
+MIXTURE = {**MODEL, "model_type": "qwen3_moe", "head_dim": 8, "moe_intermediate_size": 24, "num_experts": 8,
+           "num_experts_per_tok": 2, "norm_topk_prob": True}  # fmt: skip
 
 
 def test_mixture_of_experts_agrees_to_the_last_bit(fsdp_groups, train_pool):

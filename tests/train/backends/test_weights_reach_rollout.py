@@ -28,17 +28,9 @@ from workers.train.train_group import RayTrainGroup
 
 pytestmark = pytest.mark.timeout(180)
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 64, "bos_token_id": None,
+         "eos_token_id": None}  # fmt: skip
 CONFIGS = {
     "untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
