@@ -1,6 +1,6 @@
 """Log-probs and entropies from logits: values and gradients match plain torch."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +43,17 @@ def test_matches_log_softmax(temperature, vocab_size, uses):
     assert (found[1] is None) == (uses == "log_probs")
 
 
+def on_four_ranks(of_rank):
+    """What ``of_rank(rank, process group)`` returns on each of four ranks, which are threads."""
+    store = dist.HashStore()
+
+    def run(rank):
+        return of_rank(rank, dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=20)))
+
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(run, range(4)))
+
+
 def by_log_softmax(logits, tokens, temperature):
     """Log-probs, entropies and the gradient of their weighted sum, in float64."""
     plain = logits.detach().double().requires_grad_()
@@ -59,22 +70,16 @@ def test_sharded_vocabulary_matches_the_whole(vocab_size):
     torch.manual_seed(0)
     logits, tokens = torch.randn(5, 32), torch.randint(0, vocab_size, (5,))
     expected = by_log_softmax(logits[:, :vocab_size], tokens, 0.7)
-    store, found = dist.HashStore(), {}
 
-    def rank(number):
-        group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
+    def of_rank(number, group):
         own = logits[:, 8 * number : 8 * number + 8].clone().requires_grad_()
         options = {"temperature": 0.7, "entropy": True, "vocab_size": vocab_size, "group": group}
         log_probs, entropies = token_log_probs(own, tokens, **options)
         (2 * log_probs + 3 * entropies).sum().backward()
-        found[number] = log_probs.detach(), entropies.detach(), own.grad
+        return log_probs.detach(), entropies.detach(), own.grad
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    whole = torch.cat([found[number][2] for number in range(4)], -1)
+    found = on_four_ranks(of_rank)
+    whole = torch.cat([one[2] for one in found], -1)
     assert not bool(whole[:, vocab_size:].any())
     for number in range(4):
         for one, other in zip(found[number][:2], expected[:2], strict=True):
@@ -197,25 +202,19 @@ def test_candidates_of_a_sharded_vocabulary_match_the_whole(temperature):
     plain = logits[..., :13].double().requires_grad_()
     expected = (plain[:, :-1] / (temperature or 1.0)).log_softmax(-1).gather(-1, candidates[:, 1:])
     (weights[:, 1:].double() * expected).sum().backward()
-    store, found = dist.HashStore(), {}
 
-    def rank(number):
-        group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
+    def of_rank(number, group):
         own = logits[..., 5 * number : 5 * number + 5].clone().requires_grad_()
         log_probs, _ = next_token_log_probs(own, ids, temperature=temperature, vocab_size=13, group=group)
         others = next_candidate_log_probs(own, ids, log_probs, candidates, temperature, group)
         (weights * others).sum().backward()
-        found[number] = others.detach(), own.grad
+        return others.detach(), own.grad
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = on_four_ranks(of_rank)
     for number in range(4):
         torch.testing.assert_close(found[number][0][:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
         assert not found[number][0][:, 0].any()
-    gradient = torch.cat([found[number][1] for number in range(4)], -1)
+    gradient = torch.cat([one[1] for one in found], -1)
     assert not gradient[..., 13:].any()
     torch.testing.assert_close(gradient[..., :13].double(), plain.grad, atol=1e-5, rtol=1e-4)
 
@@ -305,25 +304,19 @@ def test_sampling_mask_with_a_sharded_vocabulary(vocab_size):
     logits, tokens = torch.randn(10, 32), torch.randint(0, vocab_size, (10,))
     sets = random_sets(10, vocab_size, tokens)
     expected = by_sets(logits, tokens, sets, 0.7, vocab_size)
-    store, found = dist.HashStore(), {}
 
-    def rank(number):
-        group = dist.ProcessGroupGloo(store, number, 4, timedelta(seconds=20))
+    def of_rank(number, group):
         own = logits[:, 8 * number : 8 * number + 8].clone().requires_grad_()
         options = {"temperature": 0.7, "entropy": True, "vocab_size": vocab_size, "group": group}
         log_probs, entropies = token_log_probs(own, tokens, sampling_mask=as_mask(sets, (10,)), **options)
         (2 * log_probs + 3 * entropies).sum().backward()
-        found[number] = log_probs.detach(), entropies.detach(), own.grad
+        return log_probs.detach(), entropies.detach(), own.grad
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = on_four_ranks(of_rank)
     for number in range(4):
         for one, other in zip(found[number][:2], expected[:2], strict=True):
             torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
-    whole = torch.cat([found[number][2] for number in range(4)], -1)
+    whole = torch.cat([one[2] for one in found], -1)
     torch.testing.assert_close(whole.double(), expected[2], atol=1e-5, rtol=1e-4)
 
 
