@@ -187,31 +187,11 @@ def test_sizes_that_do_not_divide_the_model(initialised, sizes, message):
 class TestKeys:
     def test_all_verl_keys(self, four):
         four.set_up(2, 2)
-        found = four.run(
-            make_config,
-            {
-                "sequence_parallel": False,
-                "param_dtype": "bf16",
-                "tensor_model_parallel_size": 2,
-                "pipeline_model_parallel_rank": 0,
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_rank": None,
-                "virtual_pipeline_model_parallel_size": None,
-            },
-        )
-        assert (
-            found
-            == [
-                {
-                    "tensor_model_parallel_size": 2,
-                    "pipeline_model_parallel_size": 2,
-                    "virtual_pipeline_model_parallel_size": None,
-                    "params_dtype": torch.bfloat16,
-                    "sequence_parallel": False,
-                }
-            ]
-            * 4
-        )
+        kept = {"sequence_parallel": False, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": None}  # fmt: skip
+        ranks = {"pipeline_model_parallel_rank": 0, "virtual_pipeline_model_parallel_rank": None}
+        found = four.run(make_config, {**kept, **ranks, "param_dtype": "bf16"})
+        assert found == [{**kept, "params_dtype": torch.bfloat16}] * 4
 
     def test_sizes_default_to_the_initialized_ones(self, four):
         four.set_up(4)
