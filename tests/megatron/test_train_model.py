@@ -142,7 +142,7 @@ def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path,
     check_weights(four, model)
 
 
-@pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, INTERLEAVED])
+@pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, pytest.param(VPP, id="interleaved pipeline", marks=rare)])
 def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     """Log-probabilities of other tokens, and their gradients, from 131 tokens over two ranks."""
 
