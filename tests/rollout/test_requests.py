@@ -23,7 +23,7 @@ def subject():
 
 
 class TestContract(EngineContract):
-    pass
+    long = 100
 
 
 def submit(engine, name, length=500, **options):

@@ -225,7 +225,9 @@ def test_weights_that_are_never_updated(group):
 
 
 @pytest.mark.timeout(40)
-@pytest.mark.parametrize("mode", ["wait", "interrupt"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("wait", marks=pytest.mark.full("asynchronous runs in the other update mode")), "interrupt"]
+)
 def test_update_is_given_up_in_time_while_an_exchange_hangs(group, monkeypatch, mode):
     """And can be repeated, when it goes on. No group is lost."""
     hangs, goes_on = threading.Event(), threading.Event()
