@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +59,16 @@ def group_of(args=None, ranks=2, pg=None, share=0.1, **options):
     return RayTrainGroup(args or {}, 1, ranks, pg, share, **{"actor_cls": Plain, **options})
 
 
+@contextmanager
+def begun(*args, manager=None, **options):
+    """A group of initialized workers, with this rollout manager."""
+    with group_of(*args, **options) as group:
+        ray.get(group.async_init())
+        if manager is not None:
+            group.set_rollout_manager(manager)
+        yield group
+
+
 def kill(group, rank):
     """Kill a rank. Ray tells its process some time after ``ray.kill`` has returned: until then it answers."""
     ray.kill(group.worker_group.workers[rank])
@@ -74,8 +84,7 @@ def slots(ray_cluster):
 
 @pytest.fixture(scope="module")
 def actor(slots):
-    with group_of(pg=slots[:2]) as group:
-        ray.get(group.async_init())
+    with begun(pg=slots[:2]) as group:
         yield group
 
 
@@ -418,8 +427,7 @@ def test_calls_before_async_init_are_rejected_and_change_nothing(slots):
 
 
 def test_weight_versions_are_counted_and_sent_to_the_manager(slots):
-    with group_of(pg=slots) as group:
-        ray.get(group.async_init())
+    with begun(pg=slots) as group:
         assert (group.weight_version, group.update_weights(), group.update_weights()) == (0, 1, 2)
         manager = Manager()
         sent = []
@@ -440,8 +448,7 @@ def test_weight_versions_are_counted_and_sent_to_the_manager(slots):
 
 
 def test_error_on_one_rank_is_raised_promptly(slots):
-    with group_of({"user": {"fail_at": 1}}, pg=slots, actor_cls=Meeting) as group:
-        ray.get(group.async_init())
+    with begun({"user": {"fail_at": 1}}, pg=slots, actor_cls=Meeting) as group:
         begin = time.monotonic()
         with pytest.raises(ZeroDivisionError, match="rank 1 cannot"):
             ray.get(group.async_train(0, ROWS)[1])
@@ -452,8 +459,7 @@ def test_error_of_a_reference_that_nobody_fetches_is_not_logged(slots, monkeypat
     """Ray logs it as unhandled; the other rank's error was handled."""
     logged = []
     monkeypatch.setattr(ray._private.worker, "_unhandled_error_handler", logged.append)
-    with group_of({"user": {"fail_at": 0}}, pg=slots) as group:
-        ray.get(group.async_init())
+    with begun({"user": {"fail_at": 0}}, pg=slots) as group:
         assert ray.get(group.async_train(0, ROWS)[1])["rows"] == [3, 4]
         group.async_train(1, ROWS)
         time.sleep(1.5)
@@ -468,8 +474,7 @@ def test_save_model_without_a_folder_warns(actor, caplog):
 
 
 def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots):
-    with group_of({"user": {"die": 1}}, pg=slots, actor_cls=Meeting) as group:
-        ray.get(group.async_init())
+    with begun({"user": {"die": 1}}, pg=slots, actor_cls=Meeting) as group:
         refs = group.async_train(0, ROWS)
         begin = time.monotonic()
         with pytest.raises(ray.exceptions.RayError, match=r"(?s)died|gloo|[Cc]onnection"):
@@ -486,10 +491,8 @@ def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots
 
 def test_number_of_a_failed_update_is_not_used_again(slots):
     """Rollout workers may have generated tokens with it."""
-    with group_of(pg=slots, actor_cls=FailingUpdate) as group:
-        manager = Manager()
-        ray.get(group.async_init())
-        group.set_rollout_manager(manager)
+    manager = Manager()
+    with begun(pg=slots, actor_cls=FailingUpdate, manager=manager) as group:
         assert group.update_weights() == 1
         for _ in range(2):
             group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "fails", True))
@@ -506,10 +509,8 @@ def test_number_of_a_failed_update_is_not_used_again(slots):
 
 
 def test_worker_that_counts_its_versions_agrees_with_the_group(slots):
-    with group_of(ranks=1, pg=slots, actor_cls=Counting) as group:
-        manager = Manager()
-        ray.get(group.async_init())
-        group.set_rollout_manager(manager)
+    manager = Manager()
+    with begun(ranks=1, pg=slots, actor_cls=Counting, manager=manager) as group:
         group.update_weights()
         group.worker_group.execute_with_func_generator(lambda worker: setattr(worker, "fails", True))
         with pytest.raises(WorkerError, match="not sent"):
@@ -519,8 +520,7 @@ def test_worker_that_counts_its_versions_agrees_with_the_group(slots):
 
 def test_worker_with_slimes_interface(slots):
     """Its methods accept no version and return nothing."""
-    with group_of(ranks=1, pg=slots, actor_cls=Minimal) as group:
-        ray.get(group.async_init())
+    with begun(ranks=1, pg=slots, actor_cls=Minimal) as group:
         assert (group.update_weights(), group.offload(), group.onload()) == (1, 0, 0)
 
 
@@ -566,10 +566,8 @@ def test_released_workers_are_created_again_in_the_same_bundles(slots, tmp_path)
 def test_restart_whose_update_fails_can_be_continued(slots, tmp_path):
     offline = tmp_path / "offline"
     args = {"save": str(tmp_path), "user": {"offline": str(offline)}}
-    with group_of(args, 1, slots, actor_cls=FailingUpdate) as group:
-        manager = Manager()
-        ray.get(group.async_init())
-        group.set_rollout_manager(manager)
+    manager = Manager()
+    with begun(args, 1, slots, actor_cls=FailingUpdate, manager=manager) as group:
         group.update_weights()
         group.save_model(4)
         offline.touch()
@@ -581,8 +579,7 @@ def test_restart_whose_update_fails_can_be_continued(slots, tmp_path):
 
 
 def test_workers_restarted_behind_the_groups_back_are_not_used(slots, tmp_path):
-    with group_of({"save": str(tmp_path)}, 1, slots) as group:
-        ray.get(group.async_init())
+    with begun({"save": str(tmp_path)}, 1, slots) as group:
         group.save_model(4)
         group.worker_group.restart()
         with pytest.raises(RuntimeError, match=r"were restarted by worker_group.restart\(\).*call restart\(\)"):
@@ -593,8 +590,7 @@ def test_workers_restarted_behind_the_groups_back_are_not_used(slots, tmp_path):
 
 def test_critic_resumes_from_its_own_checkpoint(slots, tmp_path):
     args = {"save": str(tmp_path / "none"), "critic_save": str(tmp_path)}
-    with group_of(args, 1, slots, role="critic") as group:
-        ray.get(group.async_init())
+    with begun(args, 1, slots, role="critic") as group:
         group.save_model(7)
         group.release()
         assert group.create() == [8]
@@ -603,8 +599,7 @@ def test_critic_resumes_from_its_own_checkpoint(slots, tmp_path):
 def test_failed_checkpoint_is_an_error_and_not_resumed(slots, tmp_path):
     (tmp_path / "latest.json").write_text('{"folder": "rollout_0000009", "rollout_id": 9}')  # written by another run
     args = {"save": str(tmp_path), "load": str(tmp_path / "mine"), "async_save": True}
-    with group_of(args, 1, slots, actor_cls=DiskFull) as group:
-        ray.get(group.async_init())
+    with begun(args, 1, slots, actor_cls=DiskFull) as group:
         for unsuccessful in (group.wait_for_save, group.release):
             group.save_model(2)
             with pytest.raises(WorkerError, match="disk full"):
@@ -625,8 +620,7 @@ def test_checkpoint_of_a_save_that_failed_after_it_is_resumed(slots, tmp_path, d
     """Beside one of another run, of the same step."""
     (tmp_path / "latest.json").write_text('{"folder": "rollout_0000004", "rollout_id": 4}')
     args = {"save": str(tmp_path), "user": {"death": death}}
-    with group_of(args, 1, slots, actor_cls=ExportFails) as group:
-        ray.get(group.async_init())
+    with begun(args, 1, slots, actor_cls=ExportFails) as group:
         assert group.restart() == [0], "no checkpoint is of this run"
         for _ in range(1 if death else 3):  # its name is that of the other run's again
             with pytest.raises(WorkerDiedError if death else WorkerError):
@@ -636,8 +630,7 @@ def test_checkpoint_of_a_save_that_failed_after_it_is_resumed(slots, tmp_path, d
 
 def test_background_save_of_a_call_that_failed_is_finished(slots, tmp_path):
     args = {"save": str(tmp_path), "user": {"death": False}, "async_save": True}
-    with group_of(args, 1, slots, actor_cls=ExportFails) as group:
-        ray.get(group.async_init())
+    with begun(args, 1, slots, actor_cls=ExportFails) as group:
         with pytest.raises(WorkerError):
             group.save_model(4)
         assert group.restart() == [5]
@@ -646,8 +639,7 @@ def test_background_save_of_a_call_that_failed_is_finished(slots, tmp_path):
 
 def test_manager_without_weight_versions(slots):
     """A user's own Ray actor, for the user's own workers; then no manager."""
-    with group_of(ranks=1, pg=slots) as group:
-        ray.get(group.async_init())
+    with begun(ranks=1, pg=slots) as group:
         group.set_rollout_manager(ray.remote(num_cpus=0)(WithoutVersions).remote())
         assert group.update_weights() == 1
         group.set_rollout_manager(None)
@@ -659,9 +651,7 @@ class WithoutVersions:
 
 
 def test_weights_after_lost_training_are_sent_once(slots):
-    with group_of({}, 2, slots) as group:
-        ray.get(group.async_init())
-        group.set_rollout_manager(Manager())
+    with begun({}, 2, slots, manager=Manager()) as group:
         ray.get(group.async_train(0, ROWS))
         assert group.update_weights() == 1
         kill(group, 1)
@@ -673,10 +663,8 @@ def test_ranks_continue_although_the_manager_does_not_answer(slots, monkeypatch)
     def busy(link):
         raise WeightSyncError("the manager did not answer")
 
-    with group_of({}, 2, slots) as group:
-        manager = Manager()
-        ray.get(group.async_init())
-        group.set_rollout_manager(manager)
+    manager = Manager()
+    with begun({}, 2, slots, manager=manager) as group:
         ray.get(group.async_train(0, ROWS))
         group.update_weights()
         kill(group, 1)
@@ -691,8 +679,7 @@ def test_ranks_continue_although_the_manager_does_not_answer(slots, monkeypatch)
 
 def test_replace_that_failed_can_be_repeated(slots):
     """No rank has died since, but the ranks have not continued."""
-    with group_of({}, 2, slots) as group:
-        ray.get(group.async_init())
+    with begun({}, 2, slots) as group:
         good, group.args = group.args, read_args({"user": {"fail_in_init": 0}})
         kill(group, 1)
         with pytest.raises(WorkerError, match="no disk"):
@@ -727,8 +714,7 @@ class Group:
 
 
 def test_stream_is_told_whether_weights_are_sent_again(slots):
-    with group_of({}, 1, slots, actor_cls=FailingUpdate) as group:
-        ray.get(group.async_init())
+    with begun({}, 1, slots, actor_cls=FailingUpdate) as group:
         manager = Manager()
         manager.stream, manager.group = Stream(), Group()
         group.set_rollout_manager(manager)
@@ -749,8 +735,7 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
 
 
 def test_stream_is_told_whether_a_restart_has_lost_weights(slots, tmp_path):
-    with group_of({"save": str(tmp_path)}, 1, slots) as group:
-        ray.get(group.async_init())
+    with begun({"save": str(tmp_path)}, 1, slots) as group:
         manager = Manager()
         manager.stream, manager.group = Stream(), Group()
         group.set_rollout_manager(manager)
@@ -769,8 +754,7 @@ def test_stream_is_told_whether_a_restart_has_lost_weights(slots, tmp_path):
 
 
 def test_failed_create_can_be_retried(slots):
-    with group_of({}, 1, slots) as group:
-        ray.get(group.async_init())
+    with begun({}, 1, slots) as group:
         group.release()
         good = group.args
         group.args = read_args({"user": {"fail_in_init": 0}})
