@@ -246,10 +246,7 @@ def forward_and_gradients(worker, x, upstream):
 
 def expert_coordinate(worker):
     """(rank, size) of expert parallelism, from megatron's own getters."""
-    return (
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    )
+    return (parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size())
 
 
 def layer_from(worker, config, megatron_config):

@@ -133,10 +133,7 @@ class TestHelper:
 
     def test_keywords_removed_from_this_megatron_are_ignored_with_a_warning(self, four):
         said = four.run(
-            with_warnings,
-            tensor_model_parallel_size=2,
-            pipeline_model_parallel_split_rank=None,
-            use_fp8=False,
+            with_warnings, tensor_model_parallel_size=2, pipeline_model_parallel_split_rank=None, use_fp8=False
         )
         for (warning,) in said:
             assert "'pipeline_model_parallel_split_rank'" in warning and "'use_fp8'" in warning

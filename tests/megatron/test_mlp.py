@@ -5,14 +5,7 @@ Tests of the same size follow one another: `have_tp` then keeps megatron's proce
 
 import pytest
 import torch
-from megatron_workers import (
-    forward_and_gradients,
-    layer_from,
-    load,
-    load_fails,
-    own_parameters,
-    whole_state,
-)
+from megatron_workers import forward_and_gradients, layer_from, load, load_fails, own_parameters, whole_state
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 

@@ -446,19 +446,11 @@ def test_random_experts_are_those_of_one_process(four):
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [
-        (
-            QWEN3,
-            {"expert_model_parallel_size": 3},
-            "number of experts, 8, is not divisible by expert_model",
-        ),
+        (QWEN3, {"expert_model_parallel_size": 3}, "number of experts, 8, is not divisible by expert_model"),
         (QWEN3, {"expert_tensor_parallel_size": 5}, "width of an expert, 48, is not divisible by expert_tensor_paral"),
         (LLAMA, EP2, "model_type 'llama' has no experts"),
         (Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 9}), {}, "num_experts_per_tok=9 must be at most the num"),
-        (
-            Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 1}, norm_topk_prob=True),
-            {},
-            "would get no gradient",
-        ),
+        (Qwen3MoeConfig(**{**MIXED, "num_experts_per_tok": 1}, norm_topk_prob=True), {}, "would get no gradient"),
         (Qwen3MoeConfig(**{**MIXED, "mlp_only_layers": [0, 1, 2, 3]}), {}, "leave no layer with experts"),
         (MixtralConfig(**HEADS, router_jitter_noise=0.1), {}, "router_jitter_noise=0.1 is not supported"),
     ],

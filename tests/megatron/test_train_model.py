@@ -210,10 +210,7 @@ def sampling_sets(data, drawn):
                 lengths[row, at] = length
         kept.append(torch.tensor(of_row, dtype=torch.int32))
     assert set(lengths[data["loss_mask"].bool()].tolist()) == {0, 1, 3, 40, SIZES["vocab_size"]}
-    return {
-        "sampling_mask": torch.nested.as_nested_tensor(kept, layout=torch.jagged),
-        "sampling_mask_lengths": lengths,
-    }
+    return {"sampling_mask": torch.nested.as_nested_tensor(kept, layout=torch.jagged), "sampling_mask_lengths": lengths}
 
 
 @pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2])

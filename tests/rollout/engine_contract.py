@@ -17,13 +17,7 @@ from rollout_helpers import chosen_log_probs, kept_sets, left_to_choose, plain_d
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, Step
 from workers.rollout.engines.request_engine import RequestEngine
-from workers.rollout.engines.rollout_engine import (
-    Completion,
-    EngineLoad,
-    RolloutEngine,
-    SamplingMask,
-    SamplingParams,
-)
+from workers.rollout.engines.rollout_engine import Completion, EngineLoad, RolloutEngine, SamplingMask, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4], [6, 6], [2, 9, 17], [31]]

@@ -297,10 +297,7 @@ TRAINING = {
 def serving(*options):
     """Start a server as a process. The options are those of this file."""
     process = subprocess.Popen(
-        [sys.executable, __file__, *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ""},
+        [sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""}
     )
     process.url = f"http://127.0.0.1:{int(process.stdout.readline())}"
     return process

@@ -76,19 +76,13 @@ def test_defaults_and_given_values():
         ({"temperature": 0}, "args.temperature=0.0: expected a number above 0"),
         ({"rollout_top_p": 1.5}, "rollout_top_p=1.5: expected a number above 0 and at most 1"),
         ({"adam_beta1": 1.0}, "adam_beta1=1.0: expected a number of at least 0 and below 1"),
-        (
-            {"update_weights_timeout_minutes": 9},
-            "9.0 is more than 0.8 of distributed_timeout_minutes=10",
-        ),
+        ({"update_weights_timeout_minutes": 9}, "9.0 is more than 0.8 of distributed_timeout_minutes=10"),
         ({"save_keep": 0}, "args.save_keep=0: expected a number of at least 1"),
         ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
         ({"ckpt_step": 3, "save": "x"}, "ckpt_step=3 needs load"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),
-        (
-            {"policy_loss_type": "gspo", "eps_clip_dual": 3},
-            "eps_clip_dual=3.0 has no effect .*='gspo'.*'ppo_clip'",
-        ),
+        ({"policy_loss_type": "gspo", "eps_clip_dual": 3}, "eps_clip_dual=3.0 has no effect .*='gspo'.*'ppo_clip'"),
         ({"policy_loss_type": "cispo", "eps_clip_dual": 3}, "eps_clip_dual=3.0 has no effect with .*='cispo'"),
         ({"keep_old_actor": True, "use_rollout_logprobs": True}, "keep_old_actor has no effect with use_rollout_log"),
         ({"loss_constant_length": 5}, "loss_constant_length=5 has no effect with loss_aggregation='token'.*'constant'"),
@@ -180,10 +174,7 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
     ("given", "message"),
     [
         ({"gamma": 0.9}, "gamma has no effect with advantage_estimator='grpo'"),
-        (
-            {"gae_lambda": 1.0, "critic_lr": 1e-3},
-            "gae_lambda, critic_lr have no effect with .*='grpo'",
-        ),
+        ({"gae_lambda": 1.0, "critic_lr": 1e-3}, "gae_lambda, critic_lr have no effect with .*='grpo'"),
         (
             {"advantage_estimator": "gae", "gae_lambda": 0.9, "gae_lambda_value": 1, "gae_length_adaptive_alpha": 0.05},
             "gae_lambda has no effect with both gae_length_adaptive_alpha, .* and gae_lambda_value",

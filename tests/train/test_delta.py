@@ -333,9 +333,7 @@ def test_contiguous_host_tensor_is_hashed_in_place(monkeypatch, shape):
 
 
 triples = st.tuples(
-    st.text("ab.", max_size=5),
-    st.lists(st.integers(0, 9), max_size=2).map(tuple),
-    st.integers(0, 2**64 - 1),
+    st.text("ab.", max_size=5), st.lists(st.integers(0, 9), max_size=2).map(tuple), st.integers(0, 2**64 - 1)
 )
 
 

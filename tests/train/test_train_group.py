@@ -267,11 +267,7 @@ def test_environment_by_role_and_machine(monkeypatch, tmp_path):
     library = tmp_path / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
     library.touch()
     found = train_environment(read_args(megatron), use_gpu=True)
-    assert found.process == {
-        "LD_PRELOAD": str(library),
-        "TMS_INIT_ENABLE": "1",
-        "TMS_INIT_ENABLE_CPU_BACKUP": "1",
-    }
+    assert found.process == {"LD_PRELOAD": str(library), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
     assert not found.worker.keys() & found.process.keys()
     for args in (
         {"offload_train": True},

@@ -184,10 +184,7 @@ class HostReads(TorchDispatchMode):
             if module.partition(".")[0] not in ("torch", __name__) and module != "workers.megatron.cpu":
                 break
             frame = frame.f_back
-        if module.startswith("workers.") and module not in (
-            "workers.data.micro_batches",
-            "workers.data.packing",
-        ):
+        if module.startswith("workers.") and module not in ("workers.data.micro_batches", "workers.data.packing"):
             self.places[f"{module}.{frame.f_code.co_name}"] += 1
 
 

@@ -60,10 +60,7 @@ FIELDS = {**small_llama().config.to_diff_dict(), "initializer_range": 0.1, "head
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 for llamas in ("model_type", "architectures", "rope_parameters"):
     FIELDS.pop(llamas, None)
-OTHERS = {
-    "mistral": MistralConfig(**FIELDS, sliding_window=4),
-    "qwen3": Qwen3Config(**FIELDS, rope_parameters=YARN),
-}
+OTHERS = {"mistral": MistralConfig(**FIELDS, sliding_window=4), "qwen3": Qwen3Config(**FIELDS, rope_parameters=YARN)}
 
 
 @pytest.fixture(scope="module")

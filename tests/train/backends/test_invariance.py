@@ -11,31 +11,8 @@ import torch
 from reference import ReferenceGRPO, random_prompts, sample, small_llama
 from shard_helpers import assembled
 from tensordict import TensorDict
-from test_both_backends import (
-    DP2,
-    FSDP1,
-    FSDP2,
-    HSDP,
-    NAMES,
-    PP2,
-    SP2_DP2,
-    TP2,
-    TP2_DP2,
-    TP2_PP2,
-    Way,
-    called,
-)
-from train_helpers import (
-    begin,
-    distance,
-    gradients_of_case,
-    learn,
-    lucky,
-    own_shards,
-    saved,
-    set_tokens,
-    whole_weights,
-)
+from test_both_backends import DP2, FSDP1, FSDP2, HSDP, NAMES, PP2, SP2_DP2, TP2, TP2_DP2, TP2_PP2, Way, called
+from train_helpers import begin, distance, gradients_of_case, learn, lucky, own_shards, saved, set_tokens, whole_weights
 from transformers import AutoModelForTokenClassification
 
 from dispatch.batch import share_rows

@@ -128,11 +128,7 @@ def plain(case):
 def run(worker, case):
     """On a rank: (outputs of its rows, report, gradients, tokens of each pass)."""
     of = FSDPOptions(
-        max_tokens_per_micro_batch=case.limit,
-        clip_grad=0.0,
-        seed=5,
-        sequence_parallel_size=case.size,
-        **case.options,
+        max_tokens_per_micro_batch=case.limit, clip_grad=0.0, seed=5, sequence_parallel_size=case.size, **case.options
     )
     model = FSDPTrainModel(case.config, case.role, worker.device, of)
     data = case.data

@@ -43,11 +43,7 @@ OTHERS = {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}),
 }  # fmt: skip
 """Further model types, each with few layouts."""
-LAYOUTS = {
-    "fsdp": {},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2},
-}
+LAYOUTS = {"fsdp": {}, "tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
 OF_EXPERTS = {
     "ep2": {"expert_model_parallel_size": 2},
     "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
