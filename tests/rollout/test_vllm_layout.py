@@ -101,16 +101,24 @@ def read(model, parts, name):
     return found
 
 
+def shapes_of(full):
+    return {name: tuple(tensor.shape) for name, tensor in full.items()}
+
+
+def check_joined(full, models):
+    """What is read of the processes' models, joined, is the checkpoint. Returns the parts of each."""
+    parts = [find_parts(model, shapes_of(full)) for model in models]
+    for name, tensor in full.items():
+        found = [read(*one, name) for one in zip(models, parts, strict=True)]
+        assert torch.equal(joined(name, tuple(tensor.shape), found), tensor), name
+    return parts
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_parts_of_all_processes_are_the_checkpoint(ranks, kv_heads):
     full = checkpoint(kv_heads)
-    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
-    models = [model_of(full, rank, ranks, kv_heads) for rank in range(ranks)]
-    parts = [find_parts(model, shapes) for model in models]
-    for name, tensor in full.items():
-        found = [read(*one, name) for one in zip(models, parts, strict=True)]
-        assert torch.equal(joined(name, shapes[name], found), tensor), name
+    parts = check_joined(full, [model_of(full, rank, ranks, kv_heads) for rank in range(ranks)])
     copies = max(1, ranks // kv_heads)
     boxes = [one["model.attn.k_proj.weight"][0].box for one in parts]
     assert len(set(boxes)) == ranks // copies
@@ -127,7 +135,7 @@ def broken(change):
     full = checkpoint(2)
     model = model_of(full, 0, 2, 2)
     change(model, model.model)
-    return find_parts(model, {name: tuple(tensor.shape) for name, tensor in full.items()})
+    return find_parts(model, shapes_of(full))
 
 
 @pytest.mark.parametrize(
@@ -206,12 +214,7 @@ def mixture():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_experts_of_all_processes_are_the_checkpoints(ranks, by_expert, padding, block):
     full = mixture()
-    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
-    models = [mixture_of(full, rank, ranks, by_expert, padding, block) for rank in range(ranks)]
-    parts = [find_parts(model, shapes) for model in models]
-    for name, tensor in full.items():
-        found = [read(*one, name) for one in zip(models, parts, strict=True)]
-        assert torch.equal(joined(name, shapes[name], found), tensor), name
+    check_joined(full, [mixture_of(full, rank, ranks, by_expert, padding, block) for rank in range(ranks)])
 
 
 @pytest.mark.parametrize(
@@ -228,8 +231,7 @@ def test_experts_of_all_processes_are_the_checkpoints(ranks, by_expert, padding,
 )
 def test_experts_that_are_not_understood_are_not_read(change):
     full = mixture()
-    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
     model = mixture_of(full, 0, 2, True)
-    assert find_parts(model, shapes) is not None
+    assert find_parts(model, shapes_of(full)) is not None
     change(model.model["mlp"]["experts"]["routed_experts"])
-    assert find_parts(model, shapes) is None
+    assert find_parts(model, shapes_of(full)) is None
