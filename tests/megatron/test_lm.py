@@ -11,17 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Mo
 from single_controller import WorkerError
 
 QWEN2_TIED = Qwen2Config(**SIZES, tie_word_embeddings=True)
-LLAMA3_ROPE = LlamaConfig(
-    **SIZES,
-    rope_parameters={
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-)
+LLAMA3_ROPE = LlamaConfig(**SIZES, rope_parameters={
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192})  # fmt: skip
 BIASED_GELU = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu", head_dim=32)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

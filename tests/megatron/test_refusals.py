@@ -153,13 +153,8 @@ class TestModelOverrides:
 
     def test_equal_values_and_other_fields_are_accepted(self, four):
         four.set_up(2, 2)
-        overrides = {
-            "num_layers": 4,
-            "add_qkv_bias": False,
-            "tensor_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 1,
-            "hidden_dropout": 0.1,
-        }
+        overrides = {"num_layers": 4, "add_qkv_bias": False, "tensor_model_parallel_size": 2,
+                     "virtual_pipeline_model_parallel_size": 1, "hidden_dropout": 0.1}  # fmt: skip
         found = four.run(make_transformer_config, LLAMA, overrides)
         assert found == [{**overrides, "virtual_pipeline_model_parallel_size": None}] * 4
 

@@ -150,22 +150,10 @@ class Witness(FSDPTrainWorker):
 
 def run(folder, config, phase):
     checkpoints = str(folder / "checkpoints")
-    args = read_args(
-        {
-            "hf_config": MODEL,
-            "lr": 1e-2,
-            "rollout_max_response_len": 24,
-            "rollout_stop_token_ids": [0, 1, 2],
-            "rollout_num_workers": 2,
-            "actor_num_gpus_per_node": 1,
-            "async_rollout": True,
-            "load": checkpoints,
-            "save": checkpoints,
-            "save_keep": 2,
-            "user": {"folder": str(folder)},
-            **config["args"],
-        }
-    )
+    args = read_args({
+        "hf_config": MODEL, "lr": 1e-2, "rollout_max_response_len": 24, "rollout_stop_token_ids": [0, 1, 2],
+        "rollout_num_workers": 2, "actor_num_gpus_per_node": 1, "async_rollout": True, "load": checkpoints,
+        "save": checkpoints, "save_keep": 2, "user": {"folder": str(folder)}, **config["args"]})  # fmt: skip
     with place(args) as placement:
         actor = RayTrainGroup(args, 1, 1, placement.actor, placement.share, actor_cls=Witness)
         start = ray.get(actor.async_init())[0]

@@ -281,17 +281,8 @@ ROUTES = {
     ("POST", "/sleep"): Handler.sleep,
     ("POST", "/wake_up"): Handler.wake_up,
 }
-TRAINING = {
-    "/pause",
-    "/resume",
-    "/is_paused",
-    "/collective_rpc",
-    "/reset_prefix_cache",
-    "/update_weight_version",
-    "/weight_info",
-    "/sleep",
-    "/wake_up",
-}
+TRAINING = {"/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version",
+            "/weight_info", "/sleep", "/wake_up"}  # fmt: skip
 
 
 def serving(*options):

@@ -66,17 +66,11 @@ class Run:
         self.starts, self.kills = 0, []
         self.lost = self.staleness = 0
         self.gone = 0.0
-        self.args = {
-            "seed": seed,
-            "rollout_batch_size": BATCH,
-            "n_samples_per_prompt": SAMPLES,
-            "num_rollout": ROLLOUTS,
-            "save_interval": 2,
-            "max_staleness": rng.choice((1, 2)),
-            "rollout_order": rng.choice(("fifo", "window")),
-            "update_weights_mode": rng.choice(("interrupt", "interrupt", "wait")),
-            "async_save": rng.random() < 0.5,
-        }
+        self.args = {"seed": seed, "rollout_batch_size": BATCH, "n_samples_per_prompt": SAMPLES,
+                     "num_rollout": ROLLOUTS, "save_interval": 2, "max_staleness": rng.choice((1, 2)),
+                     "rollout_order": rng.choice(("fifo", "window")),
+                     "update_weights_mode": rng.choice(("interrupt", "interrupt", "wait")),
+                     "async_save": rng.random() < 0.5}  # fmt: skip
         (folder / "pids").mkdir(parents=True)
         config = {"address": address, "seconds_per_token": 0.01, "args": self.args}
         (folder / "config.json").write_text(json.dumps(config))

@@ -133,22 +133,11 @@ def test_versions_that_are_none_are_an_error_and_change_nothing(versions):
     assert taken(buffer) == [0]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"groups_per_batch": 0},
-        {"groups_per_batch": None},
-        {"max_staleness": -1},
-        {"max_staleness": 0.5},
-        {"update_interval": 0},
-        {"num_batches": True},
-        {"max_filtered": -1},
-        {"on_stale": "keep"},
-        {"order": "lifo"},
-        {"window": 4},
-        {"window": 0, "order": "window"},
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    {"groups_per_batch": 0}, {"groups_per_batch": None}, {"max_staleness": -1}, {"max_staleness": 0.5},
+    {"update_interval": 0}, {"num_batches": True}, {"max_filtered": -1}, {"on_stale": "keep"}, {"order": "lifo"},
+    {"window": 4}, {"window": 0, "order": "window"},
+])  # fmt: skip
 def test_arguments_out_of_range(wrong):
     with pytest.raises(ValueError, match=rf"SampleBuffer: {next(iter(wrong))}="):
         SampleBuffer(**{"groups_per_batch": 2, **wrong})

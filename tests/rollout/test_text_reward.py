@@ -45,16 +45,9 @@ def test_function_gets_what_its_parameters_name():
 
     assert compute(reward, {"label": {0: 4}, "level": {0: 5}, "more": {0: 6}}, {"turns": 1}) == [2.0]
     seen.pop("seen")
-    assert seen == {
-        "completion": "4é",
-        "prompt": "<|user|>2+2?<|end|><|assistant|>",
-        "label": 4,
-        "prompt_ids": PROMPT,
-        "completion_ids": COMPLETION,
-        "info": {"turns": 1},
-        "level": 5,
-        "other": "unchanged",
-    }
+    assert seen == {"completion": "4é", "prompt": "<|user|>2+2?<|end|><|assistant|>", "label": 4,
+                    "prompt_ids": PROMPT, "completion_ids": COMPLETION, "info": {"turns": 1}, "level": 5,
+                    "other": "unchanged"}  # fmt: skip
 
 
 def test_function_with_columns_gets_all():

@@ -7,32 +7,13 @@ It imports nothing from this library. ``data`` is rollout data as `workers.data.
 import math
 import statistics
 
-DEFAULTS = {
-    "advantage_estimator": "grpo",
-    "grpo_std_normalization": True,
-    "gamma": 1.0,
-    "kl_coef": 0.0,
-    "overlong_buffer_len": 0,
-    "overlong_penalty_factor": 1.0,
-    "rollout_max_response_len": 16,
-    "policy_loss_type": "ppo_clip",
-    "eps_clip": 0.2,
-    "eps_clip_high": None,
-    "eps_clip_dual": None,
-    "tau_pos": 1.0,
-    "tau_neg": 1.05,
-    "dppo_kl_tau": 0.0,
-    "loss_aggregation": "token",
-    "loss_constant_length": None,
-    "rollout_correction": None,
-    "rollout_correction_normalize": False,
-    "rollout_rejection_low": None,
-    "rollout_rejection_high": None,
-    "opsm_delta": None,
-    "kl_loss_coef": 0.0,
-    "kl_loss_type": "k3",
-    "use_unbiased_kl": False,
-}
+DEFAULTS = {"advantage_estimator": "grpo", "grpo_std_normalization": True, "gamma": 1.0, "kl_coef": 0.0,
+            "overlong_buffer_len": 0, "overlong_penalty_factor": 1.0, "rollout_max_response_len": 16,
+            "policy_loss_type": "ppo_clip", "eps_clip": 0.2, "eps_clip_high": None, "eps_clip_dual": None,
+            "tau_pos": 1.0, "tau_neg": 1.05, "dppo_kl_tau": 0.0, "loss_aggregation": "token",
+            "loss_constant_length": None, "rollout_correction": None, "rollout_correction_normalize": False,
+            "rollout_rejection_low": None, "rollout_rejection_high": None, "opsm_delta": None, "kl_loss_coef": 0.0,
+            "kl_loss_type": "k3", "use_unbiased_kl": False}  # fmt: skip
 
 # name: (level, what happens outside, low, high)
 CORRECTIONS = {

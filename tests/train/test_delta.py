@@ -16,16 +16,8 @@ from workers.weight_sync.digest import combine, digest
 
 pytestmark = pytest.mark.timeout(30)
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
+          torch.float8_e4m3fn]  # fmt: skip
 dtypes = st.sampled_from(DTYPES)
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 densities = st.sampled_from([0, 0.001, 0.01, 0.03, 0.1, 0.3, 0.5, 0.9, 1])

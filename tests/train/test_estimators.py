@@ -177,17 +177,8 @@ def check(data, given, split=(ROWS,)):
     assert any(abs(value) > 0.01 for row in expected for value in row)
 
 
-ESTIMATORS = [
-    "grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "remax",
-    "grpo_passk",
-    "maxrl",
-]
-ESTIMATORS += ["gdpo", "optimal_token_baseline"]
+ESTIMATORS = ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "remax", "grpo_passk",
+              "maxrl", "gdpo", "optimal_token_baseline"]  # fmt: skip
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

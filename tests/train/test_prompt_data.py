@@ -410,16 +410,8 @@ def test_length_is_in_tokens_and_the_longest_is_allowed():
 def test_from_args(tmp_path):
     rows = [{"q": "é" * (1 + number % 4), "a": number} for number in range(20)]
     path = write_jsonl(tmp_path / "a.jsonl", [*rows, {"q": None}])
-    args = {
-        "rollout_data": path,
-        "input_key": "q",
-        "label_key": "a",
-        "apply_chat_template": True,
-        "rollout_max_prompt_len": 9,
-        "on_bad_row": "skip",
-        "rollout_batch_size": 15,
-        "seed": 3,
-    }
+    args = {"rollout_data": path, "input_key": "q", "label_key": "a", "apply_chat_template": True,
+            "rollout_max_prompt_len": 9, "on_bad_row": "skip", "rollout_batch_size": 15, "seed": 3}  # fmt: skip
     byte_tokenizer().save_pretrained(tmp_path / "model")
     one = PromptData.from_args(args, byte_tokenizer())
     other = PromptData.from_args({**args, "hf_checkpoint": str(tmp_path / "model")})

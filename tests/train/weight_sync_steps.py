@@ -398,17 +398,8 @@ class Participants:
         except Suspend:
             pass
         if running.step[0] == "next" and outcomes:
-            state = (
-                rank,
-                born,
-                running.step,
-                made._transport._channel is not None,
-                made._transport._members,
-                made._packer.base,
-                made._layout_id,
-                made._plan_id,
-                bool(made.ended),
-            )
+            state = (rank, born, running.step, made._transport._channel is not None, made._transport._members,
+                     made._packer.base, made._layout_id, made._plan_id, bool(made.ended))  # fmt: skip
             outcomes = self._first_ended.setdefault(repr(state), outcomes)
         return running.step, outcomes
 

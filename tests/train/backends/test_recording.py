@@ -153,16 +153,12 @@ def test_replay_begins_with_no_checkpoint_of_another_run(fsdp_groups, llama_fold
 
 CASES = {
     "gae": {"advantage_estimator": "gae", "kl_coef": 0.01},
-    "steps": {
-        "rollout_correction": "token_tis",
-        "ppo_epochs": 2,
-        "num_steps_per_rollout": 2,
-        "shuffle_minibatches": True,
-    },
+    "steps": {"rollout_correction": "token_tis", "ppo_epochs": 2, "num_steps_per_rollout": 2,
+              "shuffle_minibatches": True},
     "rollout's log-probs": {"use_rollout_logprobs": True},
     "adaptive KL": {"kl_coef": 0.01, "kl_target": 0.1, "advantage_estimator": "reinforce_plus_plus"},
     "adapter": {"lora_rank": 4, "kl_loss_coef": 0.0},
-}
+}  # fmt: skip
 
 
 @pytest.mark.full("replays of several algorithms, and of Megatron's")
