@@ -209,16 +209,11 @@ class EngineContract:
 
     @pytest.mark.parametrize("how", HOW, ids=str)
     def test_log_probs_match_the_reference(self, subject, first, how):
-        subject.update(first, 1)
-        completions = subject.engine.generate(PROMPTS, how, SEEDS)
-        for prompt, completion in zip(PROMPTS, completions, strict=True):
-            assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
-            subject.check(completion, prompt, {1: first, None: first}, how.temperature)
-
-    @pytest.mark.parametrize("how", HOW, ids=str)
-    def test_sampling_mask_has_the_tokens_that_were_left(self, subject, first, how):
+        """And the sampling mask has the tokens that were left."""
         subject.update(first, 1)
         for prompt, completion in zip(PROMPTS, subject.engine.generate(PROMPTS, how, SEEDS), strict=True):
+            assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
+            subject.check(completion, prompt, {1: first, None: first}, how.temperature)
             if not (subject.engine.sampling_masks and how.truncates):
                 assert completion.sampling_mask is None
                 continue
