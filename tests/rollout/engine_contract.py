@@ -207,6 +207,12 @@ class EngineContract:
         subject.update(model, 1)
         return model
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def unbroken(cls, subject, first):
+        """The tokens of long requests that nothing interrupts."""
+        return [future.result(SECONDS).token_ids for future in subject.submit(cls.long)]
+
     @pytest.mark.parametrize("how", HOW, ids=str)
     def test_log_probs_match_the_reference(self, subject, first, how):
         """And the sampling mask has the tokens that were left."""
@@ -454,8 +460,7 @@ class EngineContract:
         subject.check(completion, [5, 9, 2], {2: new})
         subject.update(first, 1)
 
-    def test_pause_keeps_requests_and_resume_continues_them(self, subject, first):
-        unbroken = [future.result(SECONDS).token_ids for future in subject.submit(self.long)]
+    def test_pause_keeps_requests_and_resume_continues_them(self, subject, first, unbroken):
         futures = subject.run(self.long)
         subject.engine.pause("keep")
         later = subject.engine.submit([1, 2], SamplingParams(3), "later", seed=1)
@@ -467,8 +472,7 @@ class EngineContract:
         assert [future.result(SECONDS).token_ids for future in futures] == unbroken
         assert len(later.result(SECONDS).token_ids) == 3
 
-    def test_abort_gives_the_tokens_so_far(self, subject, first):
-        unbroken = [future.result(SECONDS).token_ids for future in subject.submit(self.long)]
+    def test_abort_gives_the_tokens_so_far(self, subject, first, unbroken):
         futures = subject.run(self.long)
         subject.engine.abort(["request-2", "request-5", "unknown"])
         completions = [future.result(SECONDS) for future in futures]
