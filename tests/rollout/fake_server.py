@@ -35,6 +35,7 @@ class FakeServer(ThreadingHTTPServer):
         api_key: the key that requests must have.
         delay: seconds per token.
         faults: path -> what goes wrong there next: a status code, or a function of the request's handler.
+        always: the same of what goes wrong each time.
         seen: (path, body) of all requests.
     """
 
@@ -47,7 +48,7 @@ class FakeServer(ThreadingHTTPServer):
         self.following = [[draw.gauss(0, 2) for _ in range(VOCABULARY)] for _ in range(VOCABULARY)]
         self.bias = [0.0] * VOCABULARY
         self.log_probs, self.shift, self.training, self.api_key = "raw", 0.0, True, None
-        self.delay, self.faults, self.seen = delay, {}, []
+        self.delay, self.faults, self.always, self.seen = delay, {}, {}, []
         self.version = "default"
         self.paused = self.asleep = False
         self.running = 0
@@ -139,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         server.seen.append((parts.path, body))
-        fault = server.faults.pop(parts.path, None)
+        fault = server.faults.pop(parts.path, server.always.get(parts.path))
         if callable(fault):
             return fault(self)
         if fault is not None:

@@ -494,15 +494,10 @@ def test_server_that_never_tells_its_version_is_an_error(server, engine_of, monk
     running = engine.submit([1], SamplingParams(500), "a", seed=0)
     begun(engine)
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
-
-    def always(handler):
-        server.faults["/weight_info"] = always
-        handler.error(503, "no time")
-
-    server.faults["/weight_info"] = always
+    server.always["/weight_info"] = lambda handler: handler.error(503, "no time")
     with pytest.raises(RolloutError, match=r"GET /weight_info with 503: no time"):
         engine.generate([[1]], SamplingParams(1), [0])
-    server.faults.clear()
+    server.always.clear()
     server.delay = 0.0
     assert engine.generate([[1]], SamplingParams(1), [0])[0].finish_reason == "length"
     assert running.result(20).finish_reason == "length"
@@ -708,12 +703,7 @@ def test_request_whose_connection_broke_goes_on(server, engine_of):
     assert completion.log_probs == pytest.approx(model.log_probs([1], completion.token_ids), abs=1e-4)
     bodies = [body for path, body in server.seen[sent:] if path == "/v1/completions"]
     assert [body["prompt"] for body in bodies] == [[1], [1, *completion.token_ids[:5]]]
-
-    def always(handler):
-        server.faults["/v1/completions"] = always
-        cut(0)(handler)
-
-    server.faults["/v1/completions"] = always
+    server.always["/v1/completions"] = cut(0)
     with pytest.raises(RolloutError, match="closed the connection during POST"):
         engine.generate([[1]], SamplingParams(20), [0])
 
@@ -773,12 +763,7 @@ def test_request_that_was_turned_away_is_sent_again(server, engine_of, monkeypat
     server.faults["/v1/completions"] = 429
     assert len(engine.generate([[1]], SamplingParams(2), [0])[0].token_ids) == 2
     assert [path for path, _ in server.seen].count("/v1/completions") == 2
-
-    def always(handler):
-        server.faults["/v1/completions"] = always
-        handler.error(503, "no room")
-
-    server.faults["/v1/completions"] = always
+    server.always["/v1/completions"] = lambda handler: handler.error(503, "no room")
     with pytest.raises(RolloutError, match="503: no room"):
         engine.generate([[1]], SamplingParams(2), [0])
     assert [path for path, _ in server.seen].count("/v1/completions") == 5
