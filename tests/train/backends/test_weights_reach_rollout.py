@@ -118,7 +118,7 @@ def trainer(group_of, folders, tmp_path):
         if ON_DEVICE and args.get("update_weights_transport") == "device":
             pytest.skip("the rollout workers are on other devices; see tests/simdevice/on_device/test_two_ranks.py")
         group = group_of("fsdp" if layout == "fsdp" else "megatron", ranks)
-        group.weight_version = 0
+        group.weight_version = group._tried = 0
         sizes = {**LAYOUTS, **OF_EXPERTS}[layout]
         given = {"hf_checkpoint": folders[tie], "lr": 1e-2, "temperature": HOW.temperature, **sizes, **args}
         if given.get("update_weights_transport") == "disk":
