@@ -1,6 +1,8 @@
 """Several worker classes in one process per rank."""
 
+import os
 import pickle
+import signal
 import time
 
 import pytest
@@ -136,6 +138,17 @@ def test_copied_worker_has_no_other_roles(group):
     assert group.actor.execute_with_func_generator(copies) == [(True, 0, 0)] * 4
 
 
+def test_watching_one_role_watches_the_whole_group(pool):
+    with RayWorkerGroup(pool, colocate(both())) as group:
+        told = []
+        watcher = group.critic.watch(told.append, interval=0.05)
+        time.sleep(0.3)
+        assert watcher.watching
+        os.kill(group.actor.pid()[1], signal.SIGKILL)
+        wait_until(lambda: told, 5)
+        assert told[0].ranks == (1,)
+
+
 def test_verl_names(group):
     assert isinstance(create_colocated_worker_cls(both()), type(colocate(both())))
     spawned = group.spawn({"actor", "critic"})
@@ -173,19 +186,13 @@ def test_error_names_the_role_whose_constructor_raised(transport):
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
 
 
-def test_death_ends_all_roles_tells_who_watches_one_and_restart_restores_them(pool):
+def test_death_ends_all_roles_and_restart_restores_them(pool):
     with RayWorkerGroup(pool, colocate(both())) as group:
-        told = []
-        watcher = group.critic.watch(told.append, interval=0.05)
-        time.sleep(0.3)
-        assert watcher.watching
         actor, critic = group.actor, group.critic
         critic.add(5)
         with pytest.raises(WorkerDiedError, match=r"rank 2 died during actor\.leave\(\)") as caught:
             actor.leave(2)
         assert (caught.value.role, caught.value.rank) == ("actor", 2)
-        wait_until(lambda: told, 5)
-        assert told[0].ranks == (2,)
         with pytest.raises(GroupBrokenError, match=r"rank 2 died during actor\.leave"):
             critic.add(0)
         critic.restart()
