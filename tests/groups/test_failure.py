@@ -328,9 +328,9 @@ class TestTimeouts:
     @pytest.mark.ray_when_full
     def test_stacks_of_async_methods_and_of_queued_calls(self, make_group):
         group = make_group(Fragile)
-        group.sleep_async.remote(60)
-        with pytest.raises(CallTimeoutError, match=r"ping\(\) has not finished after a wait of 0\.5 s") as caught:
-            group.ping.remote().result(timeout=0.5)
+        group.sleep_async.remote(60)  # shorter waits than a second have no stacks
+        with pytest.raises(CallTimeoutError, match=r"ping\(\) has not finished after a wait of 1 s") as caught:
+            group.ping.remote().result(timeout=1)
         assert "ranks 0-3 are at:" in str(caught.value) and "in sleep_async\n" in caught.value.stacks[2]
 
     def test_stopped_process_is_named_without_a_stack(self, make_group):
