@@ -85,9 +85,9 @@ BUDGETS: dict[str, int] = {
 
 IN_FULL = {
     "tests/agents/test_session_streams.py": 400,
-    "tests/hosts/test_faults.py": 500,
+    "tests/hosts/test_faults.py": 560,
     "tests/recovery/test_rounds.py": 1,  # the last: it waits until the test of the other process has ended
-    "tests/rollout/test_nothing_lost.py": 600,
+    "tests/rollout/test_nothing_lost.py": 1500,
     "tests/simdevice/test_demo_on_devices.py": 270,
     "tests/simdevice/test_simdevice.py": 670,
     "tests/test_demo.py": 1400,

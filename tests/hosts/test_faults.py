@@ -2,7 +2,6 @@
 
 import textwrap
 import time
-from contextlib import contextmanager
 
 import pytest
 from host_cluster import SETUP, cluster
@@ -30,19 +29,13 @@ def doomed():
         yield made
 
 
-@contextmanager
-def joined(made):
-    """A group on all three hosts, in a process group."""
-    made.driver.do("group = on(3, OnHost); group.join(timeout=60)")
-    assert connected(made.driver) == 3
-    yield
-    made.driver.do("group.close(); group.resource_pool.close()")
-
-
 @pytest.fixture
 def group(healthy):
-    with joined(healthy):
-        yield
+    """A group on all three hosts, in a process group."""
+    healthy.driver.do("group = on(3, OnHost); group.join(timeout=60)")
+    assert connected(healthy.driver) == 3
+    yield
+    healthy.driver.do("group.close(); group.resource_pool.close()")
 
 
 def interrupt(network, name, after=1.0):
@@ -66,61 +59,54 @@ def show(fault, outcome):
 # --- what passes --------------------------------------------------------------------------------------------
 
 
-class TestOutages:
-    """After each the group is as before."""
+def test_outage_while_idle(healthy, group):
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.outcome("group.ping()")
+    show("cut for 5 s while idle", outcome)
+    assert outcome.value == [0, 1, 2], outcome.trace
 
-    @pytest.fixture(scope="class")
-    def group(self, healthy):
-        with joined(healthy):
-            yield
 
-    def test_outage_while_idle(self, healthy, group):
-        interrupt(healthy.network, "h2")
-        outcome = healthy.driver.outcome("group.ping()")
-        show("cut for 5 s while idle", outcome)
-        assert outcome.value == [0, 1, 2], outcome.trace
+def test_outage_during_a_call(healthy, group):
+    healthy.driver.tell("group.count(seconds=3.0)")
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.hear()
+    show("cut for 5 s in a call", outcome)
+    assert outcome.value == [1, 1, 1], outcome.trace
+    assert healthy.driver.do("group.count()") == [2, 2, 2]
+    assert connected(healthy.driver) == 3  # the connections have survived, and nothing was lost on them
 
-    def test_outage_during_a_call(self, healthy, group):
-        (before,) = set(healthy.driver.do("group.count()"))
-        healthy.driver.tell("group.count(seconds=3.0)")
-        interrupt(healthy.network, "h2")
-        outcome = healthy.driver.hear()
-        show("cut for 5 s in a call", outcome)
-        assert outcome.value == [before + 1] * 3, outcome.trace
-        assert healthy.driver.do("group.count()") == [before + 2] * 3
-        assert connected(healthy.driver) == 3  # the connections have survived, and nothing was lost on them
 
-    def test_outage_while_threads_call(self, healthy, group):
-        """Many calls are in flight, and begin, while the link is cut. Each runs once, in the order of its thread."""
-        healthy.driver.tell(
-            """
-            from concurrent.futures import ThreadPoolExecutor
-            first, end = group.count()[0] + 1, time.time() + 9
-            def run(_):
-                found = []
-                while time.time() < end:
-                    found.append(group.count(seconds=0.01))
-                return found
-            with ThreadPoolExecutor(4) as threads:
-                each = list(threads.map(run, range(4)))
-            counts = sorted(tuple(found) for of in each for found in of)
-            once = counts == [(k, k, k) for k in range(first, first + len(counts))]
-            [len(counts), once, all(of == sorted(of) for of in each)]
-            """
-        )
-        interrupt(healthy.network, "h2")
-        outcome = healthy.driver.hear()
-        show("cut for 5 s while 4 threads call", outcome)
-        assert outcome.error is None, outcome.trace
-        count, once, in_order = outcome.value
-        assert count > 20 and once and in_order and connected(healthy.driver) == 3
+def test_outage_while_threads_call(healthy, group):
+    """Many calls are in flight, and begin, while the link is cut. Each runs once, in the order of its thread."""
+    healthy.driver.tell(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        end = time.time() + 9
+        def run(_):
+            found = []
+            while time.time() < end:
+                found.append(group.count(seconds=0.01))
+            return found
+        with ThreadPoolExecutor(4) as threads:
+            each = list(threads.map(run, range(4)))
+        counts = sorted(tuple(found) for of in each for found in of)
+        [len(counts), counts == [(k, k, k) for k in range(1, len(counts) + 1)], all(of == sorted(of) for of in each)]
+        """
+    )
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.hear()
+    show("cut for 5 s while 4 threads call", outcome)
+    assert outcome.error is None, outcome.trace
+    count, once, in_order = outcome.value
+    assert count > 20 and once and in_order and connected(healthy.driver) == 3
 
-    def test_outage_during_a_collective(self, healthy, group):
-        healthy.driver.tell("group.reduce_for(4.0)")
-        interrupt(healthy.network, "h2")
-        outcome = healthy.driver.hear()
-        show("cut for 5 s in a collective", outcome)
-        assert outcome.value == [True] * 3, outcome.trace
+
+def test_outage_during_a_collective(healthy, group):
+    healthy.driver.tell("group.reduce_for(4.0)")
+    interrupt(healthy.network, "h2")
+    outcome = healthy.driver.hear()
+    show("cut for 5 s in a collective", outcome)
+    assert outcome.value == [True] * 3, outcome.trace
 
 
 def test_reset_connections_during_a_collective(healthy, group):
@@ -162,39 +148,33 @@ def test_killed_host(doomed):
     assert outcome.seconds < 1 + 5
 
 
+def lose_power(made, method, seconds, checks=""):
+    """Cut off the host of rank 1 in a call, which must tell the death within some seconds. Returns the host's name."""
+    made.driver.do("group = on(2, OnHost); group.join(timeout=60)")
+    _, there = made.driver.do("hosts_of(group)")
+    made.driver.tell(f"group.{method}")
+    time.sleep(1)
+    made.network.cut(there)
+    outcome = made.driver.hear()
+    show(f"power loss in {method.partition('(')[0]}{checks}", outcome)
+    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
+    assert "its host is gone" in outcome.text and outcome.seconds < 1 + seconds, outcome.seconds
+    return there
+
+
 def test_power_loss(doomed):
     """No connection is closed. A new worker then runs on another host."""
-    doomed.driver.do("group = on(2, OnHost); group.join(timeout=60)")
-    _, there = doomed.driver.do("hosts_of(group)")
-    doomed.driver.tell("group.sleep(60)")
-    time.sleep(1)
-    doomed.network.cut(there)
-    outcome = doomed.driver.hear()
-    show("power loss in a call", outcome)
-    assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
-    assert "its host is gone" in outcome.text and outcome.seconds < 1 + doomed.window + 2, outcome.seconds
+    there = lose_power(doomed, "sleep(60)", doomed.window + 2)
     assert doomed.driver.do("group.restart(); group.ping()", 120) == [0, 1]
     assert set(doomed.driver.do("hosts_of(group)")) == {"h1", "h2", "h3"} - {there}
 
 
-def test_power_loss_with_the_default_health_checks_of_ray():
-    """Ray itself would take 65 s. Two groups lose a rank, one in a call and one in a collective."""
+@pytest.mark.parametrize("method", ["count(seconds=60.0)", "all_reduce(1, absent=1)"])
+def test_power_loss_with_the_default_health_checks_of_ray(method):
+    """Ray itself would take 65 s."""
     with cluster(2, period=3000, timeout=10_000, threshold=5) as made:
-        do = made.driver.do
-        do("from host_workers import OnHost; groups = [on(2, OnHost), on(2, OnHost)]", 120)
-        do("for group in groups: group.join(timeout=60)", 120)
-        (_, there), other = do("[hosts_of(group) for group in groups]")
-        assert other[1] == there
-        do("calls = [groups[0].count.remote(seconds=60.0), groups[1].all_reduce.remote(1, absent=1)]")
-        time.sleep(1)
-        made.network.cut(there)
-        begun = time.monotonic()
-        for number, name in enumerate(("a call", "a collective")):
-            outcome = made.driver.outcome(f"calls[{number}].result()")
-            seconds = time.monotonic() - begun
-            show(f"power loss in {name}, Ray's defaults", outcome)
-            assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
-            assert "its host is gone" in outcome.text and seconds < 15, seconds
+        made.driver.do("from host_workers import OnHost")
+        lose_power(made, method, 15, ", Ray's defaults")
 
 
 @pytest.mark.parametrize("standby", [1, 0])
@@ -343,31 +323,25 @@ def test_process_group_of_hosts_whose_names_stand_for_the_loopback():
 # --- data ---------------------------------------------------------------------------------------------------
 
 
-def test_weight_sync_with_an_outage(healthy):
-    """Weights from three hosts to three, of which one is cut off for a while: bit for bit those of the version. By one
-    transport after the other."""
+@pytest.mark.parametrize("transport", ["store", "group", "disk"])
+def test_weight_sync_with_an_outage(healthy, transport):
+    """Weights from three hosts to three, of which one is cut off for a while: bit for bit those of the version."""
     healthy.driver.do(
-        "import sync_workers; train, rollout = on(3, sync_workers.Stage), on(3, sync_workers.Rollout)", 120
+        textwrap.dedent(f"""
+        import sync_workers
+        train, rollout = on(3, sync_workers.Stage), on(3, sync_workers.Rollout)
+        folder = {{"folder": f"/tmp/weights-{{os.getpid()}}"}} if {transport!r} == "disk" else {{}}
+        train.connect(rollout, {transport!r}, bucket_bytes=600, **folder)
+        train.update(1)
+        """),
+        120,
     )
-    first = 1
-    for transport in ("store", "group", "disk"):
-        last = first + 40
-        healthy.driver.do(
-            textwrap.dedent(f"""
-            folder = {{"folder": f"/tmp/weights-{{os.getpid()}}"}} if {transport!r} == "disk" else {{}}
-            train.connect(rollout, {transport!r}, bucket_bytes=600, **folder)
-            train.update({first})
-            """),
-            120,
-        )
-        updates = f"[train.update(version) for version in range({first + 1}, {last + 1})]"
-        healthy.driver.tell(f"{updates}; rollout.current_weight_version()")
-        interrupt(healthy.network, "h3", after=0.3)
-        outcome = healthy.driver.hear(120)
-        show(f"weight sync by {transport}, cut for 5 s", outcome)
-        assert outcome.value == [last] * 3, outcome.trace
-        healthy.driver.do(f"wanted = sync_workers.model(seed={last})")
-        same = "[all(torch.equal(rank[name], wanted[name]) for name in wanted) for rank in rollout.weights()]"
-        assert healthy.driver.do(same) == [True] * 3, transport
-        first = last + 1
+    healthy.driver.tell("[train.update(version) for version in range(2, 42)]; rollout.current_weight_version()")
+    interrupt(healthy.network, "h3", after=0.3)
+    outcome = healthy.driver.hear(120)
+    show(f"weight sync by {transport}, cut for 5 s", outcome)
+    assert outcome.value == [41] * 3, outcome.trace
+    healthy.driver.do("wanted = sync_workers.model(seed=41)")
+    same = "[all(torch.equal(rank[name], wanted[name]) for name in wanted) for rank in rollout.weights()]"
+    assert healthy.driver.do(same) == [True] * 3
     healthy.driver.do("train.close(); rollout.close(); train.resource_pool.close(); rollout.resource_pool.close()")

@@ -209,8 +209,7 @@ def play(cls, kinds, rng, seen, folder, fork):
 
 
 def left_behind(before):
-    """Processes that come from this one, and files in shared memory that no process uses and that were not there before
-    (None: of no interest)."""
+    """Processes that come from this one, and files in shared memory that are new and that no process uses."""
     processes, used = [], set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -220,7 +219,7 @@ def left_behind(before):
             used.update(line.split("/dev/shm/")[1] for line in (process / "maps").open() if "/dev/shm/" in line)
         with suppress(OSError):
             used.update(Path(os.readlink(file)).name for file in (process / "fd").iterdir())
-    return processes, [] if before is None else sorted(set(os.listdir("/dev/shm")) - before - used)
+    return processes, sorted(set(os.listdir("/dev/shm")) - before - used)
 
 
 # --- the table ----------------------------------------------------------------------------------------------
@@ -254,14 +253,11 @@ def read_options():
     options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
     options.add_argument("--fork", action="store_true", help="start ranks of the group quickly, as forks")
     options.add_argument("--kinds", default=",".join(kinds), help=f"comma-separated, of: {', '.join(kinds)}")
-    options.add_argument("--hosts", choices=("too", "only", "not"), default="too", help="whether hosts are lost")
     given = options.parse_args()
     unknown = set(given.kinds.split(",")) - set(kinds)
     if unknown:
         options.error(f"no such kinds: {', '.join(unknown)}")
     given.kinds = [kinds[chosen] for chosen in given.kinds.split(",")]
-    if given.hosts != "too":
-        given.kinds = [kind for kind in given.kinds if (class_of(kind) is Hosts) == (given.hosts == "only")]
     return given
 
 
@@ -276,8 +272,7 @@ def main():
     counts = Counter(shares(given.rounds, {kind: WEIGHTS[kind] for kind in given.kinds}))
     say(f"{given.rounds} rounds, seed {given.seed}")
     signal.signal(signal.SIGALRM, hangs)
-    memory = None if given.hosts == "only" else set(os.listdir("/dev/shm"))  # each host has its own
-    seen, right = defaultdict(list), True
+    memory, seen, right = set(os.listdir("/dev/shm")), defaultdict(list), True
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         error = os.dup(2)
