@@ -117,7 +117,7 @@ class GatewaySession:
 
     @property
     def turns_left(self) -> float:
-        """How many more calls may be answered."""
+        """How many more calls may be answered; infinity without a limit."""
         if self.limits.turns is None:
             return math.inf
         return self.limits.turns - sum(node.sampled for node in self.tree.nodes)
