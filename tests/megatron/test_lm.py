@@ -229,6 +229,10 @@ def test_invalid_rows_of_one_data_parallel_rank_are_an_error_on_all(four):
     ids[3, 0] = 131
     with pytest.raises(WorkerError, match=r"rank 1: ValueError: .*vocab_size is 131"):
         four.train_step(ids)
+    real = torch.ones_like(ids)
+    real[3, 5] = 0
+    with pytest.raises(WorkerError, match=r"rank 1: ValueError: .*attention_mask of row 1 has padding"):
+        four.train_step(tokens(4), real)
     assert four.train_step(tokens(4))[0]["tokens"] == 4 * 11
 
 

@@ -206,7 +206,8 @@ def checked_batch(
 
     Raises:
         ValueError: ``input_ids`` is not (rows, tokens) of integers or has fewer than two tokens, a mask has another
-            shape, or ``loss_mask`` counts padding or the first real token of a row.
+            shape, ``attention_mask`` has padding between tokens, or ``loss_mask`` counts padding or the first real
+            token of a row.
     """
     import torch
 
@@ -221,6 +222,12 @@ def checked_batch(
                 f"{name} has shape {tuple(mask.shape)}; expected the shape of input_ids, {tuple(input_ids.shape)}"
             )
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    begins = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    if bool((begins > 1).any()):
+        raise ValueError(
+            f"the attention_mask of row {int((begins > 1).nonzero()[0])} has padding between its tokens; padding may "
+            "only come before and after them"
+        )
     predicted = torch.zeros_like(real)
     predicted[:, 1:] = real[:, 1:] & real[:, :-1]
     counts = predicted.float() if loss_mask is None else loss_mask.float()
