@@ -400,6 +400,12 @@ def test_rank_that_does_not_see_a_checkpoint_leaves_no_other_waiting(four, tmp_p
     assert all("rank 1: FileNotFoundError" in error for error in four.run(on_ranks.load_unseen_by, 1, str(tmp_path)))
 
 
+def test_rank_that_does_not_see_the_weights_leaves_no_other_waiting(four, saved, tmp_path):
+    four.run(on_ranks.make, LLAMA, TP2)
+    errors = four.run(on_ranks.load_hf_unseen_by, 1, saved(LLAMA)[1], str(tmp_path))
+    assert all("rank 1: FileNotFoundError" in error for error in errors)
+
+
 def test_error_of_the_rank_that_completes_a_checkpoint_is_raised_on_all_ranks(four, tmp_path):
     """No rank goes on to the next collective, where it would wait for rank 0."""
     four.run(on_ranks.make, LLAMA, TP2)

@@ -12,6 +12,7 @@ from waits import wait_until
 from workers.data.rollout_data import jagged_rows
 from workers.device_memory import DeviceMemory
 from workers.hf_export import export_hf
+from workers.hf_files import ModelFilesError
 from workers.megatron.megatron_model import MegatronTrainModel
 from workers.train.checkpoints import CheckpointError, RolloutCheckpoints
 
@@ -196,6 +197,15 @@ def load_unseen_by(worker, rank, folder):
     try:
         worker.model.load(Path(folder) / ("elsewhere" if worker.rank == rank else ""), optimizer=False)
     except FileNotFoundError as error:
+        return str(error)
+    return ""
+
+
+def load_hf_unseen_by(worker, rank, folder, elsewhere):
+    """As `load_unseen_by`, with the weights of a Hugging Face folder."""
+    try:
+        worker.model.load_hf(elsewhere if worker.rank == rank else folder)
+    except ModelFilesError as error:
         return str(error)
     return ""
 

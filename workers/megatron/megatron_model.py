@@ -17,8 +17,9 @@ from workers.data.micro_batches import MicroBatch, cut_by_tokens, fillers, resto
 from workers.data.rollout_data import inputs_of
 from workers.data.routed_experts import NATIVE, RoutingShape
 from workers.device import current_device, to_device
-from workers.distributed import gathered
+from workers.distributed import all_or_none, gathered
 from workers.extras import require
+from workers.hf_files import ModelFilesError
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
 from workers.megatron.hf_weights import distinct_weights, gather, hf_shapes, load_hf, read_hf
@@ -459,7 +460,9 @@ class MegatronTrainModel(TrainModel):
         return [shard for shard in shards if 0 not in shard.size]
 
     def load_hf(self, folder: str) -> None:
-        self.load_hf_state_dict(read_hf(folder))
+        # What follows is a collective. A rank may see another disk.
+        with all_or_none(ModelFilesError, f"the weights of {folder!r} could not be loaded"):
+            self.load_hf_state_dict(read_hf(folder))
 
     def load_hf_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Load the whole Hugging Face model's weights; each rank copies its shards.
