@@ -93,6 +93,10 @@ def test_defaults_and_given_values():
         ({"tau_pos": 1.5}, "tau_pos=1.5 has no effect with policy_loss_type='ppo_clip'; .* use 'sapo'"),
         ({"policy_loss_type": "clip_cov", "kl_cov_ratio": 0.1}, "kl_cov_ratio=0.1 has no effect .* use 'kl_cov'"),
         (
+            {"policy_loss_type": "clip_cov", "clip_cov_lb": 6},
+            r"clip_cov_lb=6.0 and clip_cov_ub=5.0: .*expected clip_cov_lb <",
+        ),
+        (
             {"policy_loss_type": "kl_cov", "kl_cov_ratio": 0},
             "kl_cov_ratio=0.0: expected a number above 0 and at most 1",
         ),

@@ -415,6 +415,11 @@ def _complete_policy_loss(args: Any) -> None:
     for key, value in (usual if own is None else own).items():
         if args[key] is None and value is not None and not (key == "eps_clip_high" and high_follows):
             args[key] = chosen[key] = value
+    if name == "clip_cov" and not args.clip_cov_lb < args.clip_cov_ub:
+        raise TrainArgsError(
+            f"args.clip_cov_lb={args.clip_cov_lb} and clip_cov_ub={args.clip_cov_ub}: no covariance is "
+            "between them, so no token would be chosen; expected clip_cov_lb < clip_cov_ub"
+        )
     if unusual := {key: value for key, value in chosen.items() if key in usual and value != usual[key]}:
         said = ", ".join(f"{key}={value!r}" for key, value in unusual.items())
         logger.warning("policy_loss_type=%r chooses %s, as in its paper; set these keys to choose others", name, said)
