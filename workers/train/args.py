@@ -152,7 +152,7 @@ class TrainArgs:
     lr_warmup_iters: int = _key(0, "optimizer steps of linear warm-up to lr", least=0)
     lr_decay_style: str = _key("constant", "schedule after the warm-up", choices=("constant", "linear", "cosine"))
     lr_decay_iters: int | None = _key(
-        None, "optimizer step at which min_lr is reached; by default the last one of the run", least=1
+        None, "optimizer step, from 0, at which min_lr is reached; by default the first one after the run", least=1
     )
     adam_beta1: float = _key(0.9, "AdamW's beta1", least=0, below=1)
     adam_beta2: float = _key(0.999, "AdamW's beta2", least=0, below=1)
