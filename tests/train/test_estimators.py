@@ -5,6 +5,8 @@ import itertools
 import logging
 import math
 import statistics
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,6 +270,28 @@ def test_pass_at_k_is_the_gradient_of_pass_at_k():
         scores = torch.where(right > 0, 1 - s, -s)  # d log p / dx
         total += probability * float((k * advantages * scores).mean())
     assert total == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_energies_are_of_the_weights_before_the_step():
+    """Also where the old log-probabilities are of other weights: an energy of both may be negative, and the sum of
+    energies that is divided by may be 0. The first token is nearly certain."""
+    logits = 3 * torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
+    logits[:, 0, 0] = 20.0
+    mask = torch.ones(4, 6, dtype=torch.int64)
+    data = {"input_ids": mask, "loss_mask": mask, "group_ids": torch.zeros(4, dtype=torch.int64)}
+    data |= {"rewards": torch.tensor([1.0, 0.0, 0.0, 1.0]), "old_log_probs": torch.full((4, 6), -0.01)}
+    worker = SimpleNamespace(
+        args=read_args({"temperature": 0.7}),
+        model=SimpleNamespace(log_probs=lambda rows, temperature: (logits / temperature).log_softmax(-1)[..., 0]),
+        _set=partial(PolicyTrainWorker._set, None),
+    )
+    PolicyTrainWorker._sum_pi_squared(worker, data, computed=False)
+    args = read_args({"advantage_estimator": "optimal_token_baseline"})
+    found = function_of(args, "advantage_estimator")(AdvantageRows(data), args)
+    p = (logits.double() / 0.7).softmax(-1)
+    energies = (1 - 2 * p[..., 0] + p.square().sum(-1)).cumsum(1)
+    baselines = (data["rewards"][:, None] * energies).sum(0) / (energies.sum(0) + 1e-8)
+    torch.testing.assert_close(found.double(), data["rewards"][:, None] - baselines, atol=1e-4, rtol=1e-4)
 
 
 # --- other libraries -------------------------------------------------------------------------------------------

@@ -283,10 +283,12 @@ def remax(rows: AdvantageRows, args: Any) -> torch.Tensor:
 
 def optimal_token_baseline(rows: AdvantageRows, args: Any) -> torch.Tensor:
     """The rewards from each token on minus the optimal token baseline: see `token_baselines`. ``sum_pi_squared``,
-    (B, T), has the sum of the squares of all tokens' probabilities. Energies are multiplied by the square of
-    ``correction_weights``, which the gradients are multiplied by."""
+    (B, T), has the sum of the squares of all tokens' probabilities, under the policy of ``current_log_probs`` if there
+    are any, otherwise of ``old_log_probs``. Energies are multiplied by the square of ``correction_weights``, which the
+    gradients are multiplied by."""
     returns, counts = _returns(rows, args, 1.0), rows.counts
-    energies = 1 - 2 * rows["old_log_probs"].double().exp() + rows["sum_pi_squared"].double()
+    log_probs = rows.data.get("current_log_probs", rows["old_log_probs"])
+    energies = 1 - 2 * log_probs.double().exp() + rows["sum_pi_squared"].double()
     if "correction_weights" in rows.data:
         energies = energies * rows["correction_weights"].double().square()
     ids, shares = rows["group_ids"], rows.shares

@@ -410,7 +410,7 @@ class PolicyTrainWorker(ModelWorker):
         return data["loss_mask"] * ~data["left_out"][:, None] if "left_out" in data else data["loss_mask"]
 
     def _sum_pi_squared(self, data: Data, *, computed: bool) -> None:
-        """Add ``sum_pi_squared`` and, if they are missing, ``old_log_probs``.
+        """Add ``sum_pi_squared``, ``current_log_probs`` of the same weights, and missing ``old_log_probs``.
 
         With z = logits / temperature, log p = z - log sum exp z. At half the temperature, log q = 2 z - log sum exp 2z.
         So the sum of p^2 is exp(2 log p - log q): one more forward pass, which every backend has.
@@ -425,8 +425,10 @@ class PolicyTrainWorker(ModelWorker):
         if "old_log_probs" not in data:
             self._set(data, "old_log_probs", current)
         if "sum_pi_squared" not in data:
+            self._set(data, "current_log_probs", current)
             halved = self.model.log_probs(data, temperature / 2)
-            made = None if current is None or halved is None else (2 * current - halved).exp().clamp(0, 1)
+            # In float64, it is not rounded below p^2, so no energy is negative.
+            made = None if current is None or halved is None else (2 * current - halved).double().exp().clamp(0, 1)
             self._set(data, "sum_pi_squared", made)
 
     def _correct(self, data: Data) -> dict[str, float]:
