@@ -382,6 +382,7 @@ class ModelWorker(TrainWorker):
             self._sender = None
         if manager is None:
             return
+        self._refuse_no_model("set_rollout_manager")
         by = self.args.update_weights_transport
         self._sender = WeightSender(
             by,
@@ -447,8 +448,10 @@ class ModelWorker(TrainWorker):
             self.tokenizer.save_pretrained(folder)
 
     def load_driver_state(self) -> tuple[bytes | None, int]:
-        loaded = not self.args.debug_rollout_only and not self.rank
-        return self.checkpoints.driver_state() if loaded else None, self.weight_version
+        if self.args.debug_rollout_only:
+            return None, self.weight_version
+        self._refuse_no_model("load_driver_state")
+        return None if self.rank else self.checkpoints.driver_state(), self.weight_version
 
     def wait_for_save(self) -> None:
         if "checkpoints" in vars(self):
@@ -460,12 +463,14 @@ class ModelWorker(TrainWorker):
     def sleep(self) -> int:
         if self.args.debug_rollout_only:
             return 0
+        self._refuse_no_model("sleep")
         self.clear_memory()
         return self.memory.sleep()
 
     def wake_up(self) -> int:
         if self.args.debug_rollout_only:
             return 0
+        self._refuse_no_model("wake_up")
         taken = self.memory.wake_up()
         if has_accelerator():
             free = free_device_memory()
@@ -482,11 +487,14 @@ class ModelWorker(TrainWorker):
         if not ("memory" in vars(self) and self.memory.paused):
             empty_cache()
 
-    def _refuse_asleep(self, method: str) -> None:
+    def _refuse_no_model(self, method: str) -> None:
         if self.args.debug_rollout_only:
             raise RuntimeError(f"{method}(): with debug_rollout_only=True this worker has no model")
         if "memory" not in vars(self):
             raise RuntimeError(f"{method}(): this worker has no model: init() was not called, or it failed")
+
+    def _refuse_asleep(self, method: str) -> None:
+        self._refuse_no_model(method)
         if self.memory.asleep:
             raise RuntimeError(f"{method}(): this worker is offloaded; call onload() (wake_up()) first")
 

@@ -509,6 +509,9 @@ def test_checkpoint_resumes_with_another_layout(start, way, others, llama_folder
         group.worker_group.init(way.arguments(llama_folder, ckpt_step=7, **folders), "actor")
     with pytest.raises(WorkerError, match="this worker has no model"):  # it has other weights than was asked for
         group.worker_group.train(2, data)
+    for call in (group.worker_group.sleep, group.worker_group.wake_up, group.worker_group.load_driver_state):
+        with pytest.raises(WorkerError, match="this worker has no model"):
+            call()
     folders["ckpt_step"] = 1
     for other in others:
         group = start(other, begins=2, **folders)
