@@ -104,6 +104,8 @@ def test_pairs_are_found_by_their_number():
     rewards = torch.tensor([0.0, 2.0, 1.0, 1.0, 4.0, 3.0])
     chosen, rejected = pairs(torch.tensor([5, 9, 5, 9, 1, 1]), rewards, rewards >= 0)
     assert sorted(zip(chosen.tolist(), rejected.tolist(), strict=True)) == [(1, 3), (2, 0), (4, 5)]
+    chosen, _ = pairs(torch.tensor([5, 9, 5, 9]), torch.tensor([False, True, True, False]), rewards[:4] >= 0)
+    assert chosen.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(
