@@ -8,11 +8,13 @@ import torch
 from reference import small_llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from workers.data.rollout_data import RolloutDataError
+from workers.fsdp.fsdp_build import build
 from workers.fsdp.fsdp_worker import FSDPTrainWorker
 from workers.hf_files import (
+    RANDOM,
     ModelFilesError,
     end_tokens,
     known_config,
@@ -145,3 +147,16 @@ def test_end_of_sequence_tokens(tmp_path):
     assert SamplingParams.from_args({"rollout_max_response_len": 3, "rollout_stop_token_ids": [1]}) == SamplingParams(
         3, stop_token_ids=(1,)
     )
+
+
+def test_random_weights_of_a_trainer_are_drawn_by_one_thread(monkeypatch):
+    """In a script with local groups, an engine may draw its own at the same time, from the same generator."""
+    alone, draw = [], AutoModelForCausalLM.from_config
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_config",
+        lambda config, **options: alone.append(RANDOM.locked()) or draw(config, **options),
+    )
+    build(small_llama().config, "actor", seed=1, folder=None, trust_remote_code=False)
+    assert alone == [True]

@@ -21,7 +21,7 @@ from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
 from workers.exact import make_exact
 from workers.extras import require
-from workers.hf_files import ModelFilesError
+from workers.hf_files import RANDOM, ModelFilesError
 from workers.lora import LoraSettings
 
 _cached_for: weakref.ref[dist.ProcessGroup] | None = None
@@ -98,7 +98,7 @@ def build(
             if exact:
                 make_exact(model)
             return model.train()
-        with torch.random.fork_rng(devices=[]):
+        with RANDOM, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if folder is None:
                 model = kind.from_config(hf_config, **options)
