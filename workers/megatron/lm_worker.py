@@ -89,7 +89,8 @@ class MegatronLMWorker(MegatronWorker):
             (rows, tokens - 1), float32. Undefined where the token or the one before it is padding.
 
         Raises:
-            ValueError: on all ranks, if a shape or a token of any of them is wrong.
+            ValueError: on all ranks, if on any of them a shape or a token is wrong, or ``attention_mask`` has padding
+                between tokens.
         """
         data = self._data(input_ids, attention_mask)
         log_probs = self.model.log_probs(data, temperature)
@@ -116,8 +117,8 @@ class MegatronLMWorker(MegatronWorker):
 
         Raises:
             RuntimeError: the worker was made without an optimizer.
-            ValueError: on all ranks, if on any of them a shape or a token is wrong, or ``loss_mask`` counts padding or
-                the first real token of a row.
+            ValueError: on all ranks, if on any of them a shape or a token is wrong, ``attention_mask`` has padding
+                between tokens, or ``loss_mask`` counts padding or the first real token of a row.
         """
         import torch
         from megatron.core import parallel_state
