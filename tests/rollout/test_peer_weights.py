@@ -214,6 +214,24 @@ def test_copy_that_was_cut_off_is_begun_again(caplog):
         wait_until(lambda: group.version_of_weights() == [3, 3])
 
 
+def test_copy_whose_thread_cannot_start_is_asked_for_again(monkeypatch, caplog):
+    with two(toys()) as group:
+        request = only_first(group)
+        start = threading.Thread.start
+
+        def start_others(thread):
+            if thread.name == "weights-send":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start_others)
+            assert not exchange(group, 3, ([request], ()))[0].sending_weights
+        assert "rollout rank 0 cannot send its weights to rank 1: can't start new thread" in caplog.text
+        exchange(group, 3, ([request], ()))
+        wait_until(lambda: group.version_of_weights() == [3, 3])
+
+
 def test_weights_that_cannot_be_loaded_are_not_asked_for_again(caplog):
     with two(toys()) as group:
         request = only_first(group)

@@ -181,7 +181,11 @@ class PeerWeights:
         self._sending.add(request.id)
         # The count as of now, in the thread that also ends copies: the new thread may begin only after an update has.
         arguments = request, receiver.changes
-        threading.Thread(target=self._send, args=arguments, name="weights-send", daemon=True).start()
+        try:
+            threading.Thread(target=self._send, args=arguments, name="weights-send", daemon=True).start()
+        except RuntimeError as error:  # there are too many threads; the router asks again
+            self._sending.discard(request.id)
+            logger.warning("rollout rank %d cannot send its weights to rank %d: %s", receiver.rank, request.rank, error)
 
     def _send(self, request: WeightRequest, changes: int) -> None:
         from workers.blocks import send_block
