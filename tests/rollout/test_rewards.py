@@ -83,6 +83,9 @@ def test_error_of_a_group_names_its_row_and_leaves_other_groups():
         with pytest.raises(RewardError, match=r"ZeroDivisionError.* for row 4: prompt 2, sample 0"):
             futures[1].result(20)
         assert futures[0].result(20) == [-1, -1] and futures[2].result(20) == [1, 1]
+    with RewardRunner(lambda prompts, completions: [], batched=True) as runner:
+        with pytest.raises(RewardError, match=r"returned \[\] for 2 samples of prompt 7; expected one number each"):
+            runner.submit(group(7, 2)).result(20)
 
 
 @pytest.mark.parametrize("ignores", [False, True])

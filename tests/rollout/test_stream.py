@@ -377,6 +377,7 @@ def fails(error):
         (lambda rollout_id: fails(TimeoutError("no disk")), reward, RolloutError, "has ended: TimeoutError: no disk"),
         (prompts, lambda prompt, completion: None, RewardError, "returned None"),
         (prompts, lambda prompt, completion: 1 / 0, RewardError, "raised ZeroDivisionError"),
+        (with_labels, lambda prompt, completion, label: 1 / (label - 2), RewardError, "zero for prompt 2, sample 0, a"),
     ],
 )
 def test_errors_end_the_stream_and_reach_the_trainer(group, source, function, kind, message):
@@ -387,6 +388,7 @@ def test_errors_end_the_stream_and_reach_the_trainer(group, source, function, ki
             with pytest.raises(kind, match=message) as caught:
                 stream.take(30)
             assert not isinstance(caught.value, TimeoutError)  # after which `take` may be called again
+            assert getattr(caught.value, "row", None) is None  # a group may be any rows of its batch
         update(stream, manager, 2)  # does not wait for a stream that has ended
 
 

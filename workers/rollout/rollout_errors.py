@@ -52,8 +52,8 @@ class RewardError(RolloutError):
     ``__cause__`` is what it raised.
 
     Attributes:
-        row: row of the rollout data; None if the function was called with all rows at once.
-        prompt: index of the prompt in the call.
+        row: row of the rollout data; None in a `RolloutStream`, and if the function was called with all rows at once.
+        prompt: index of the prompt in the call; in a `RolloutStream`, the number of its group.
         sample: index of the completion among those for the same prompt.
     """
 

@@ -54,12 +54,12 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class RewardCall:
-    """One call of the reward function: for one sample or, if ``batched``, for those of a group. ``with_info``: the
-    function has a parameter ``info``."""
+    """One call of the reward function: for one sample or, if ``batched``, for those of a group. ``row``: of the first
+    sample; None if it is not known. ``with_info``: the function has a parameter ``info``."""
 
     samples: Sequence[Sample]
     extras: Mapping[str, Any]
-    row: int
+    row: int | None
     batched: bool
     with_info: bool = False
 
@@ -101,12 +101,19 @@ class RewardCall:
         return reward
 
     def where(self) -> str:
-        return f"{len(self.samples)} samples" if self.batched else self._which(0)
+        if not self.batched:
+            return self._which(0)
+        prompts = {one.prompt for one in self.samples} if self.row is None else set()
+        return f"{len(self.samples)} samples" + (f" of prompt {prompts.pop()}" if len(prompts) == 1 else "")
+
+    def _row(self, number: int) -> int | None:
+        return None if self.row is None else self.row + number
 
     def _which(self, number: int) -> str:
         one = self.samples[number]
-        tokens = len(one.completion_ids)
-        return f"row {self.row + number}: prompt {one.prompt}, sample {one.sample}, a completion of {tokens} tokens"
+        row, tokens = self._row(number), len(one.completion_ids)
+        where = "" if row is None else f"row {row}: "
+        return f"{where}prompt {one.prompt}, sample {one.sample}, a completion of {tokens} tokens"
 
     def raised(self, error: BaseException) -> RewardError:
         hint = ""
@@ -123,4 +130,4 @@ class RewardCall:
             return RewardError(message)
         number = number or 0
         one = self.samples[number]
-        return RewardError(message, row=self.row + number, prompt=one.prompt, sample=one.sample)
+        return RewardError(message, row=self._row(number), prompt=one.prompt, sample=one.sample)

@@ -135,7 +135,7 @@ class RewardRunner(Closing):
         samples: Sequence[Sample],
         extras: Mapping[str, Any] | None = None,
         *,
-        first_row: int = 0,
+        first_row: int | None = None,
     ) -> Future[list[float]]:
         """Begin to compute the rewards of a group, and return at once.
 
@@ -143,7 +143,7 @@ class RewardRunner(Closing):
             samples: what to reward, usually all completions for one prompt.
             extras: name -> values by `Sample.prompt`, passed to the function by keyword if it has a parameter of that
                 name: a list with one value per prompt, or a dictionary.
-            first_row: row of the first sample, for error messages.
+            first_row: row of the first sample, for error messages; None if it is not known.
 
         Returns:
             A future of one reward per sample, or of a `RewardError` as from `compute`. ``cancel()`` cancels the calls
@@ -231,12 +231,15 @@ class RewardRunner(Closing):
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)
 
-    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None, row: int) -> list[RewardCall]:
+    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None, row: int | None) -> list[RewardCall]:
         self.check_columns(extras or {})
         given = {name: of for name, of in (extras or {}).items() if _ALL in self._columns or name in self._columns}
         if self.batched:
             return [RewardCall(samples, given, row, True, "info" in self._columns)] if samples else []
-        return [RewardCall([one], given, row + k, False, "info" in self._columns) for k, one in enumerate(samples)]
+        return [
+            RewardCall([one], given, None if row is None else row + k, False, "info" in self._columns)
+            for k, one in enumerate(samples)
+        ]
 
     def _call_plain(self, calls: Sequence[RewardCall]) -> tuple[list[float], Awaitable[Any] | None]:
         """Call a plain function in this thread.
