@@ -161,9 +161,7 @@ def main():
             engine_cls, model, options = AgentEngine, engine_cls, {"model": model, **task.agent, **options}
         rollout = RayWorkerGroup(
             placement.rollout,
-            RayClassWithInitArgs(
-                RolloutWorker, engine_cls, model, random_weights=not (args.lora_rank and args.hf_checkpoint), **options
-            ),
+            RayClassWithInitArgs(RolloutWorker, engine_cls, model, **options),
             collectives=False,  # one that dies is restarted alone
         )
         extras = ["expression"] if task and task.agent else []
