@@ -551,6 +551,8 @@ def test_error_names_workers_with_other_weights(echoes):
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.expected, copy.versions) == (4, {1: 3})
     manager.weight_version = None
+    with pytest.raises(WeightVersionError, match="one weight version, but rank 0 has version 4, rank 1 has version 3;"):
+        manager.generate([[1], [2]])
     echoes.set_version([None, 4])
     with pytest.raises(WeightVersionError, match="complete weights, but rank 0 has none;"):
         manager.generate([[1], [2]])

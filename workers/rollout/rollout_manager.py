@@ -106,7 +106,8 @@ class RolloutManager:
 
     Attributes:
         rewards: the `RewardRunner`; None without a reward function.
-        weight_version: version of the last weight update; a worker with another version is an error. None accepts any.
+        weight_version: version of the last weight update; a worker with another version is an error. None accepts any
+            that all workers have.
         refresh: a function that brings the current weights to all workers, such as ``RayTrainGroup.update_weights``.
             `generate` calls it once if a worker was restarted or added, and generates again. With None, that is an
             error. It is not pickled with the manager.
@@ -487,7 +488,7 @@ def _checked(generated: Sequence[Generated], expected: int | None) -> list[Compl
     """Return the completions, with the weight versions of their tokens.
 
     Raises:
-        WeightVersionError: a rank generated nothing, or with another version.
+        WeightVersionError: a rank generated nothing, or with another version, or than other ranks if any is accepted.
     """
     completions = []
     wrong: dict[int, int | None] = {}
@@ -496,13 +497,15 @@ def _checked(generated: Sequence[Generated], expected: int | None) -> list[Compl
             wrong[rank] = version
         else:
             completions.append(with_versions(completion, version))
+    wanted = "complete weights" if expected is None else f"weight version {expected}"
+    if not wrong and len({one.weight_version for one in generated}) > 1:  # any is accepted, but only one
+        wanted, wrong = "one weight version", {one.rank: one.weight_version for one in generated}
     if not wrong:
         return completions
     found = ", ".join(
         f"rank {rank} has {'none' if version is None else f'version {version}'}"
         for rank, version in sorted(wrong.items())
     )
-    wanted = "complete weights" if expected is None else f"weight version {expected}"
     raise WeightVersionError(
         f"the rollout needs {wanted}, but {found}; update the workers' weights, then generate again",
         expected=expected,
