@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import random
 import signal
 import threading
@@ -250,6 +251,8 @@ def test_process_that_has_died_is_replaced():
     from workers.rollout.rewards import math_process
 
     assert math_match("4", 4, timeout=20) == 1.0
+    group = os.getpgid(math_process._PROCESS._process.pid)
+    assert group != os.getpgrp()  # to which a terminal sends Ctrl-C, that this process may survive
     math_process._PROCESS._process.kill()
     math_process._PROCESS._process.wait()
     assert math_match("4", 4, timeout=20) == 1.0

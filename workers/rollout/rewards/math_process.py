@@ -35,6 +35,7 @@ class _MathProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
+                    start_new_session=True,  # or Ctrl-C would end it, and with it a comparison in another thread
                 )
             process = self._process
             if process.stdin is None or process.stdout is None:
