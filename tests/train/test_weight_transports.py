@@ -1,6 +1,7 @@
 """The halves of weight sync on their own: process groups, messages, managers, and what an engine is told."""
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import threading
@@ -170,6 +171,19 @@ def test_error_of_a_single_train_rank_says_of_which_update(tmp_path):
         sender = WeightSender("disk", rollout, folder=tmp_path / "file")
         with pytest.raises(WeightSyncError, match=r"version 1 was not sent by transport 'disk': FileExistsError"):
             sender.send(1, model(seed=1).items())
+
+
+def test_interrupted_update_has_failed_for_its_receivers():
+    """Ctrl-C has no message. A receiver that is told no reason would wait for the rest of the update."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    shards = [dataclasses.replace(Shard.whole(*pair), read=interrupted) for pair in model().items()]
+    with LocalWorkerGroup(1, RayClassWithInitArgs(sync_workers.Rollout)) as rollout:
+        with pytest.raises(KeyboardInterrupt):
+            WeightSender("store", rollout).send(1, shards)
+        assert rollout.execute_with_func_generator(lambda worker: worker.updating) == [False]
 
 
 def test_worker_that_joins_while_the_trainer_is_told_is_told_of_next_time():

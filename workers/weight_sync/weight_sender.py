@@ -343,10 +343,11 @@ class WeightSender:
 
     def _abandon(self, update: Update, failed: BaseException) -> None:
         """Tell everyone, and drop what is unfinished."""
+        error = failed if isinstance(failed, WeightSyncError) else update.error(failed)
         with contextlib.suppress(dist.DistError):  # the store's process has died
-            update.give_up(failed if isinstance(failed, WeightSyncError) else update.error(failed))
+            update.give_up(error)
         if update.begun:
-            self._receivers.abandon(update.key, str(failed).partition("\n")[0])
+            self._receivers.abandon(update.key, str(error).partition("\n")[0])
         self._packer.end(None)
         self._layout_id = self._plan_id = ""  # rank 0 may not have got them, or this rank not the plan
         self._transport.failed(update)
