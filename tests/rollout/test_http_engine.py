@@ -311,6 +311,21 @@ def test_engine_that_was_killed_leaves_no_paused_server(server, engine_of):
     assert not server.paused
 
 
+def test_engine_is_not_paused_if_its_server_could_not_be(server, engine_of):
+    engine = engine_of()
+    server.faults["/pause"] = 500
+    with pytest.raises(RolloutError, match=r"POST /pause with 500"):
+        engine.pause()
+    engine.generate([[1]], SamplingParams(2), [0])
+    engine.pause()
+    server.faults["/pause"] = 500
+    with pytest.raises(RolloutError, match=r"POST /pause with 500"):
+        engine.pause()
+    assert server.paused and engine.is_held("pause")  # both as before
+    engine.resume()
+    engine.generate([[1]], SamplingParams(2), [0])
+
+
 def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
     engine = engine_of()
     future = engine.submit([1], LONG, "a", seed=0)

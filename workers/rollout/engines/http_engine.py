@@ -410,15 +410,21 @@ class HTTPEngine(RequestEngine):
     def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`. A server that can be paused is, for all its clients. With any other, requests are
         interrupted as by an update."""
+        paused = self.is_held("pause")
         super().pause(mode)
         self._disconnect(ended=True)
-        if self._dialect.pauses:
-            self._dialect.pause()
-            self._server_paused = True
-        else:
+        if not self._dialect.pauses:
             self._disconnect()
             with self._changed:
                 self._recompute = True
+            return
+        try:
+            self._dialect.pause()
+        except BaseException:
+            if not paused:
+                super().resume()
+            raise
+        self._server_paused = True
 
     def resume(self) -> None:
         if self._server_paused:
