@@ -438,6 +438,17 @@ def test_batch_that_cannot_be_made_ends_the_stream(group):
                 stream.take(30)
 
 
+def test_batch_that_was_interrupted_ends_the_stream(group, monkeypatch):
+    manager = managed(group)
+    with streaming(manager, max_staleness=1) as stream:
+        update(stream, manager, 1)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(manager, "batch_of", lambda *groups: fails(KeyboardInterrupt()))
+            stream.take(30)
+        with pytest.raises(KeyboardInterrupt):
+            stream.take(30)
+
+
 def test_engine_that_fails_ends_the_stream(group):
     manager = managed(group, SamplingParams(400))
     with streaming(manager) as stream:

@@ -208,7 +208,7 @@ class RolloutStream(Closing):
                 )
             numbers = [one.number for one in taken]
             return self._manager.batch_of(numbers, groups, [router.columns(number) for number in numbers])
-        except Exception as error:
+        except BaseException as error:  # after Ctrl-C too
             self.buffer.fail(error)  # these groups are out of the buffer: another call would return those after them
             raise
 
