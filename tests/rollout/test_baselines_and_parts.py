@@ -3,6 +3,7 @@
 import pickle
 from concurrent.futures import Future
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -69,6 +70,13 @@ def test_baselines_are_the_rewards_of_greedy_completions(group):
     assert scores["eval/completion_length"] > 0
     with pytest.raises(ValueError, match="greedy_baselines=True needs a reward function"):
         RolloutManager(group, greedy_baselines=True)
+
+
+def test_greedy_completions_have_the_time_of_those_before_them_too():
+    """Workers generate them afterwards, but the timeout of a call begins when it is sent."""
+    group = Mock(methods=("generate",))
+    RolloutManager(group, HOW, reward, greedy_baselines=True, timeout=10)._send(PROMPTS, 0, None, None, None)
+    assert group.generate.options.call_args_list == [call(timeout=10), call(timeout=20)]
 
 
 class FailingBaselines(BigramEngine):

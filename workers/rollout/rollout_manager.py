@@ -355,15 +355,15 @@ class RolloutManager:
         given = {name: checked_values(name, values, len(prompts)) for name, values in (extras or {}).items()}
         ids = [token_ids(number, prompt) for number, prompt in enumerate(prompts)]
         samples = [Sample(number, sample, ids[number], []) for number in range(len(ids)) for sample in range(each)]
-        generate = self.group.generate
-        if self.timeout is not None:
-            generate = generate.options(timeout=self.timeout)
         columns = self.for_engine(given)
         if self.rewards is not None:
             self.rewards.check_columns(given)
 
-        def send(some: list[Sample], how: SamplingParams) -> WorkerFuture:
+        def send(some: list[Sample], how: SamplingParams, turn: int = 1) -> WorkerFuture:
             extras = {name: [of[one.prompt] for one in some] for name, of in columns.items()}
+            generate = self.group.generate
+            if self.timeout is not None:  # it counts from now on, and workers run one call after the other
+                generate = generate.options(timeout=turn * self.timeout)
             future: WorkerFuture = generate.remote(
                 [one.prompt_ids for one in some],
                 how,
@@ -377,7 +377,7 @@ class RolloutManager:
         calls = [send(samples, how)]
         if self.greedy_baselines:
             greedy = [Sample(number, each, prompt, []) for number, prompt in enumerate(ids)]
-            calls.append(send(greedy, how.greedy()))
+            calls.append(send(greedy, how.greedy(), 2))
             samples = [*samples, *greedy]
         # The version as of now: until the completions arrive, an update that is sent later may change it.
         return _Sent(samples, ids, self.greedy_baselines, given, self.weight_version, calls)
