@@ -267,6 +267,24 @@ def test_update_is_given_up_in_time_while_an_exchange_hangs(group, monkeypatch, 
     assert found == list(range(3 * B))
 
 
+def test_workers_may_be_busy_with_an_update_for_as_long_as_it_may_take(group, monkeypatch):
+    """The timeout of a call begins when it is sent; a worker that loads weights takes its orders later."""
+    limits, exchange = [], group.exchange
+
+    class Noting:
+        def options(self, timeout):
+            limits.append(timeout)
+            return exchange.options(timeout=timeout)
+
+    monkeypatch.setattr(group, "exchange", Noting())
+    with streaming(managed(group, timeout=30), mode="interrupt") as stream:
+        with stream.updating(100):
+            limits.clear()
+            wait_until(lambda: len(limits) > 1)
+            assert set(limits) == {130}
+        wait_until(lambda: limits[-1] == 30)
+
+
 @pytest.mark.timeout(40)
 def test_stream_whose_exchange_hangs_can_be_closed(group, monkeypatch):
     hangs, goes_on = threading.Event(), threading.Event()

@@ -5,8 +5,8 @@ Threads: "rollout-stream" runs the router: it gives groups to the workers, one a
 `RolloutStream.close` ends it; so does an error, which `RolloutStream.take` raises. The rewards of a finished group are
 computed in the threads of the manager's reward runner, which then put the group into the buffer. A worker that died is
 replaced in a thread of `workers.recovery.rollout_recovery`.
-Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_idle``, ``_reported``, ``_ended``,
-``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. ``_updated``, ``_resending`` and
+Lock: ``_changed`` protects what the router and other threads share: ``_pauses``, ``_limit``, ``_idle``, ``_reported``,
+``_ended``, ``_closed`` and ``_stuck``. It is a leaf; the buffer has a lock of its own. ``_updated``, ``_resending`` and
 ``_refreshed`` belong to the thread that calls `take` and `updating`, and everything else to the router's.
 """
 
@@ -105,6 +105,8 @@ class RolloutStream(Closing):
         )
         self._changed = threading.Condition()
         self._pauses = 0
+        self._limit: float | None = None
+        """How long the last update that was announced may take."""
         self._idle = False
         self._reported = False
         """Whether all workers have reported since the update was announced."""
@@ -238,7 +240,8 @@ class RolloutStream(Closing):
 
         Args:
             timeout: seconds to wait until the update can begin, or None. `RayTrainGroup.update_weights` passes
-                ``update_weights_timeout_minutes``.
+                ``update_weights_timeout_minutes``. With "interrupt", calls of the stream may take as much longer than
+                the manager's timeout while the update is under way, for which the workers may be busy.
             same_weights: whether these are the weights of the previous update, which do not increase any staleness.
 
         Raises:
@@ -246,6 +249,7 @@ class RolloutStream(Closing):
         """
         with self._changed:
             self._pauses += 1
+            self._limit = timeout
             self._changed.notify_all()
         try:
             with self._changed:
@@ -333,6 +337,7 @@ class RolloutStream(Closing):
         with self._changed:
             updating = self._pauses > 0
             waiting = updating and self._update_mode == "wait"
+            longer = self._limit if updating and self._idle else 0.0
             if waiting and self._idle:
                 # For the end of the update, or of the stream, which may have been closed since `_run` looked.
                 self._changed.wait_for(lambda: self._closed or not self._idle)
@@ -340,7 +345,7 @@ class RolloutStream(Closing):
         if not waiting:
             self._router.begin_groups()
         if updating or self._router.due:
-            reports = self._router.exchange(updating=updating)
+            reports = self._router.exchange(updating=updating, longer=longer)
             if reports is not None:
                 self._look(reports, updating)
             if updating:

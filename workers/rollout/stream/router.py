@@ -266,12 +266,13 @@ class Router:
                 chosen.setdefault(sender, []).append(needed)
         return chosen
 
-    def exchange(self, *, updating: bool = False) -> list[Report] | None:
+    def exchange(self, *, updating: bool = False, longer: float | None = 0.0) -> list[Report] | None:
         """Give the workers their orders, and handle what they report.
 
         Args:
             updating: an update follows or is under way, so no worker copies the weights of another one, and workers do
                 not wait in the exchange: the update needs the thread.
+            longer: seconds that workers may be busy with the update before they take their orders; None for no limit.
 
         Returns:
             The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
@@ -297,7 +298,9 @@ class Router:
             )
             for rank, worker in enumerate(self._workers)
         ]
-        exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
+        timeout = self._manager.timeout  # it counts from now on, also while a worker loads weights
+        limit = None if timeout is None or longer is None else timeout + longer
+        exchange = self._manager.group.exchange.options(timeout=limit)
         began = time.monotonic()
         try:
             reports: list[Report] = exchange(orders)
