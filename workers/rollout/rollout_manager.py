@@ -90,8 +90,9 @@ class RolloutManager:
         samples_per_prompt: completions per prompt.
         seed: completions depend only on it, the ``rollout_id``, the prompt's index in the call, and the sample's index;
             they do not depend on the number of workers.
-        batched_rewards: call the reward function once with lists over all completions, with extras repeated for each
-            completion. It returns a list, array or tensor of as many numbers.
+        batched_rewards: call the reward function once with lists over all completions (in a `RolloutStream`, once for
+            those of each prompt), with extras repeated for each completion. It returns a list, array or tensor of
+            as many numbers.
         reward_concurrency: how many calls of an ``async`` reward function run at once; None for all. See `RewardRunner`
             for this and the next three.
         reward_workers: how many processes run the reward function; None runs it in this process.
