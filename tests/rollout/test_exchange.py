@@ -1,6 +1,8 @@
 """RolloutWorker.exchange: orders may be lost or repeated, and each group is delivered once."""
 
+import re
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -143,6 +145,34 @@ def test_errors_come_back_with_the_group(group):
     group.load(None, version=0)
     (failed,) = to_one(group, submit=[request(8, how=LONG)]).finished
     assert type(failed.error) is RolloutError and str(failed.error) == "the logits are not finite"
+
+
+class WrongEngine(BigramEngine):
+    """Returns what it is told to."""
+
+    def submit(self, *arguments, **options):
+        future = Future()
+        future.set_result(self.returned)
+        return future
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ([1, 2], r"\[1, 2\] for group 3; expected a Completion"),
+        (
+            Completion([1, 2], [0.0, 0.0], "stop", loss_mask=[1]),
+            "2 token_ids and a loss_mask of 1 for group 3; expected",
+        ),
+        (Completion([1], [0.0], "eos"), "finish_reason='eos' for group 3; expected 'stop', 'length', 'abort' or"),
+    ],
+)
+def test_completions_that_are_none_come_back_as_an_error(returned, told):
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Toy, WrongEngine)) as group:
+        group.execute_with_func_generator(lambda worker: setattr(worker.engine, "returned", returned))
+        (failed,) = to_one(group, submit=[request(3)], wait=0).finished
+    assert type(failed.error) is RolloutError
+    assert re.search(rf"WrongEngine.submit\(\) returned {told}", str(failed.error))
 
 
 def test_another_stream_ends_the_groups_of_the_one_before(group):

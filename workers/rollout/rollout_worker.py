@@ -6,15 +6,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from single_controller import Dispatch, register
-from workers.data.collate import not_per_token, with_fingerprints
+from workers.data.collate import with_fingerprints
 from workers.device import take_device, use_device
 from workers.distributed import node_address
-from workers.rollout.engines.rollout_engine import Completion, FinishReason, RolloutEngine, SamplingParams
+from workers.rollout.engines.rollout_engine import Completion, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
-from workers.rollout.stream.exchange import Exchange, Orders, Report
+from workers.rollout.stream.exchange import Exchange, Orders, Report, check_completion
 from workers.weight_sync import WeightReceiver
 
 if TYPE_CHECKING:
@@ -252,16 +252,7 @@ class RolloutWorker(WeightReceiver):
             what = f"{len(completions)} completions" if counted else repr(completions)[:80]
             raise RolloutError(f"{returned} {what} for {len(prompts)} prompts; expected a list of one Completion each")
         for number, completion in enumerate(completions):
-            where = f"for prompt {number}"
-            if not isinstance(completion, Completion):
-                raise RolloutError(f"{returned} {completion!r:.80} {where}; expected a Completion")
-            if wrong := not_per_token(completion):
-                raise RolloutError(f"{returned} {wrong} {where}; expected one number per token")
-            if completion.finish_reason not in get_args(FinishReason):
-                raise RolloutError(
-                    f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length', "
-                    "'abort' or 'error'"
-                )
+            check_completion(completion, returned, f"for prompt {number}")
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from workers.data.collate import with_fingerprints
-from workers.rollout.engines.rollout_engine import Completion, EngineLoad, RolloutEngine, SamplingParams
+from workers.data.collate import not_per_token, with_fingerprints
+from workers.rollout.engines.rollout_engine import Completion, EngineLoad, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.weight_sync.transports.peer_weights import WeightRequest
 
@@ -284,6 +284,12 @@ class Exchange:
         """A callback of a request's future, in whichever thread ends it."""
         raised = done.exception()
         error = None if raised is None else _error_of(raised, engine, group.attempt)
+        if raised is None and getattr(done.result(), "finish_reason", None) != "abort":  # those are not data yet
+            returned, where = f"{type(engine).__name__}.submit() returned", f"for group {group.attempt.number}"
+            try:
+                check_completion(done.result(), returned, where)
+            except RolloutError as wrong:
+                error = wrong
         with self._changed:
             if error is not None:
                 group.error = group.error or error
@@ -297,6 +303,24 @@ class Exchange:
                 group.left.discard(sample)
             if not group.left:
                 self._changed.notify_all()
+
+
+def check_completion(completion: Any, returned: str, where: str) -> None:
+    """Raise a `RolloutError` if an engine has returned no valid completion.
+
+    Args:
+        completion: what it has returned.
+        returned, where: begin and end of what the error says about that.
+    """
+    if not isinstance(completion, Completion):
+        raise RolloutError(f"{returned} {completion!r:.80} {where}; expected a Completion")
+    if wrong := not_per_token(completion):
+        raise RolloutError(f"{returned} {wrong} {where}; expected one number per token")
+    if completion.finish_reason not in get_args(FinishReason):
+        raise RolloutError(
+            f"{returned} finish_reason={completion.finish_reason!r} {where}; expected 'stop', 'length', 'abort' or "
+            "'error'"
+        )
 
 
 def _error_of(error: BaseException, engine: RolloutEngine, attempt: Attempt) -> RolloutError | None:
