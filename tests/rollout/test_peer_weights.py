@@ -247,10 +247,15 @@ def test_weights_that_cannot_be_loaded_are_not_asked_for_again(caplog):
         assert group.version_of_weights() == [4, 4]
 
 
-def test_engine_with_other_weights_is_refused(caplog):
+@pytest.mark.parametrize("other", ["shape", "slice"])
+def test_engine_with_other_weights_is_refused(caplog, other):
     with two(toys()) as group:
         request = only_first(group)
-        workers_of(group)[0].engine.model.bias.data = torch.zeros(31)
+        engine = workers_of(group)[0].engine
+        if other == "shape":
+            engine.model.bias.data = torch.zeros(31)
+        else:  # the same shapes of another part of the model
+            engine.weight_slices = lambda: {"bias": ((0, 16),)}
         exchange(group, 3, ([request], ()))
         wait_until(lambda: "nobody needs it any more" in caplog.text)  # logged once the sender has been refused
         wait_until(lambda: not exchange(group, 3)[0].sending_weights)

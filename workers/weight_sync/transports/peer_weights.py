@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from single_controller.wire.handshake import WireAddress
     from single_controller.wire.stream import StreamListener
     from workers.blocks import Block
+    from workers.rollout.engines.rollout_engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class PeerWeights:
                 self._close()
             elif self._request is None or self._request.version != version:
                 self._close()
-                self._buckets, self._layout = _plan(receiver.engine.raw_weights())
+                self._buckets, self._layout = _plan(receiver.engine)
                 if self._buckets:
                     self._server = receive_blocks(node_address(), self._allocate, self._keep, "bucket of weights")
                     self._request = WeightRequest(uuid.uuid4().hex, receiver.rank, version, self._server.address)
@@ -198,7 +199,7 @@ class PeerWeights:
             receiver._prepare_thread()
             with receiver.weights_lock:
                 _check(receiver, changes)
-                buckets, layout = _plan(receiver.engine.raw_weights())
+                buckets, layout = _plan(receiver.engine)
                 fingerprint, pieces = receiver.proof
             for index, specs in enumerate(buckets):
                 nbytes = specs[-1].begin + specs[-1].nbytes
@@ -236,11 +237,12 @@ def _check(receiver: Any, changes: int) -> None:
         raise WeightSyncError("its own weights have changed, or are about to")
 
 
-def _plan(weights: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[list[TensorSpec]], str]:
-    """Divide an engine's raw weights into buckets. Returns their tensors, and a hash of all of them, which must be the
-    same for sender and receiver."""
+def _plan(engine: RolloutEngine) -> tuple[list[list[TensorSpec]], str]:
+    """Divide an engine's raw weights into buckets. Returns their tensors, and a hash of all of them and of the parts
+    of the model that they are, which must be the same for sender and receiver."""
     import torch
 
-    pairs = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in weights.items())
+    weights = engine.raw_weights().items()
+    pairs = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in weights)
     buckets = [tensor_specs(bucket)[0] for bucket in iter_buckets(pairs, BUCKET_BYTES)]
-    return buckets, hashlib.sha256(repr(buckets).encode()).hexdigest()
+    return buckets, hashlib.sha256(repr((buckets, engine.weight_slices())).encode()).hexdigest()
