@@ -239,6 +239,12 @@ def test_comparison_that_is_interrupted_leaves_no_answer_to_the_next_one():
     assert [math_match(str(number), "1", timeout=20) for number in (1, 2)] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("label", [None, "", ["4", " "]], ids=repr)
+def test_label_without_an_answer_is_refused(label):
+    with pytest.raises(ValueError, match=r"the label .* is no answer"):
+        math_match("4", label)
+
+
 def test_time_limit_of_nothing_is_refused():
     with pytest.raises(ValueError, match="timeout=0; expected seconds above 0"):
         math_match("4", 4, timeout=0)

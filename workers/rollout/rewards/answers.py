@@ -92,10 +92,13 @@ def math_match(completion: str, label: Any, *, timeout: float = 5.0) -> float:
         timeout: seconds that a comparison may take.
 
     Raises:
-        ValueError: ``timeout`` is not above 0, or above 1e9.
+        ValueError: a label is None or empty; or ``timeout`` is not above 0, or above 1e9.
         ImportError: ``single-controller[math]`` is not installed.
     """
-    return float(any(equal_mathematics(completion, str(one), timeout) for one in _labels(label)))
+    labels = _labels(label)
+    if any(one is None or not str(one).strip() for one in labels):
+        raise ValueError(f"the label {label!r:.60} is no answer")
+    return float(any(equal_mathematics(completion, str(one), timeout) for one in labels))
 
 
 def soft_overlong(completion_ids: Sequence[int], *, max_length: int, buffer: int) -> float:
