@@ -635,8 +635,9 @@ def test_server_that_is_not_there():
     with pytest.raises(RolloutError, match=r"cannot reach the server at http://127\.0\.0\.1:9: ConnectionRefused.*URL"):
         HTTPEngine("http://127.0.0.1:9")
     assert time.monotonic() - start < 5
-    with pytest.raises(ValueError, match="expected an address such as"):
-        HTTPEngine("localhost:8000")
+    for url in ("localhost:8000", "http://127.0.0.1:80000", "http://127.0.0.1:port"):
+        with pytest.raises(ValueError, match=f"url='{url}'; expected an address such as"):
+            HTTPEngine(url)
     with pytest.raises(ValueError, match="dialect='llama'"):
         HTTPEngine("http://127.0.0.1:9", dialect="llama")
 

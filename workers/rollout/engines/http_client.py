@@ -93,10 +93,14 @@ class Server:
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        try:
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of the port
+            usable = False
+        if not usable or parts.query or parts.fragment:
             raise ValueError(f"url={url!r}; expected an address such as 'http://127.0.0.1:8000'")
         self.url = url.rstrip("/")
-        self.host = parts.hostname
+        self.host = str(parts.hostname)
         self.timeout = timeout
         headers = {"Accept": "application/json, text/event-stream"}
         if api_key is not None:
