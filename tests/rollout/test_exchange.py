@@ -167,7 +167,7 @@ class WrongEngine(BigramEngine):
         (Completion([1], [0.0], "eos"), "finish_reason='eos' for group 3; expected 'stop', 'length', 'abort' or"),
     ],
 )
-def test_completions_that_are_none_come_back_as_an_error(returned, told):
+def test_invalid_completions_come_back_as_an_error(returned, told):
     with LocalWorkerGroup(1, RayClassWithInitArgs(Toy, WrongEngine)) as group:
         group.execute_with_func_generator(lambda worker: setattr(worker.engine, "returned", returned))
         (failed,) = to_one(group, submit=[request(3)], wait=0).finished

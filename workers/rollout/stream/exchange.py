@@ -310,7 +310,7 @@ def check_completion(completion: Any, returned: str, where: str) -> None:
 
     Args:
         completion: what it has returned.
-        returned, where: begin and end of what the error says about that.
+        returned, where: what the error says before and after it.
     """
     if not isinstance(completion, Completion):
         raise RolloutError(f"{returned} {completion!r:.80} {where}; expected a Completion")
