@@ -103,8 +103,8 @@ class RolloutManager:
         engine_extras: names of the ``extras`` that the engine gets too, for an environment; see
             `RolloutEngine.generate`. They are sent to the workers.
         pad_token_id: the padding token.
-        timeout: seconds that one call of the workers may take, from the moment when it is sent, with all earlier calls
-            that they still run; or None. The group is broken after a timeout.
+        timeout: seconds that one call of the workers may take, or None. They count from when it is sent, so the time in
+            which the workers still run earlier calls is included. The group is broken after a timeout.
 
     Attributes:
         rewards: the `RewardRunner`; None without a reward function.

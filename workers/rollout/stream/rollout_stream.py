@@ -240,8 +240,8 @@ class RolloutStream(Closing):
 
         Args:
             timeout: seconds to wait until the update can begin, or None. `RayTrainGroup.update_weights` passes
-                ``update_weights_timeout_minutes``. With "interrupt", calls of the stream may take as much longer than
-                the manager's timeout while the update is under way, for which the workers may be busy.
+                ``update_weights_timeout_minutes``. With "interrupt", a call that the stream makes during the
+                update may take this much longer than the manager's timeout, because the workers may be busy with it.
             same_weights: whether these are the weights of the previous update, which do not increase any staleness.
 
         Raises:
