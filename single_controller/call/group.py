@@ -839,6 +839,8 @@ class WorkerGroup(VerlGroup, Closing):
         """Repeat the logged calls on new workers, which have no layout yet."""
         for worker_class in self._worker_classes.values():
             worker_class.layout = None
+        if ranks is not None and not ranks:  # a call may not fit the ranks that are left, which need not repeat it
+            return
         with self._state.lock:
             replays = sorted(self._replays.values(), key=lambda replay: replay.number)
         for replay in replays:

@@ -115,6 +115,10 @@ class Lone(Worker):
         self.value += x
         return self.value
 
+    @register(Dispatch.DP_COMPUTE, replay=True)
+    def give(self, x):
+        self.value += x
+
     @register(Dispatch.ONE_TO_ALL)
     def rank_and_size(self):
         return self.rank, self.world_size

@@ -203,6 +203,7 @@ def test_process_that_will_be_a_rank_replaces_no_other(pool, tmp_path):
 def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_path):
     made = RayClassWithInitArgs(Lone, str(tmp_path / "fail"))
     with RayWorkerGroup(pool[:2], made, collectives=False) as group:
+        group.give([0, 5])  # which does not fit one rank
         assert group.shrink(ranks=[1]) == (1,)
         (tmp_path / "fail").touch()
         with pytest.raises(StartError, match="told to fail"):
@@ -210,7 +211,7 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_p
         assert group.add(1) == [1] and group.broken is None
         (tmp_path / "fail").unlink()
         assert group.grow() == (1,)
-        assert group.add(1) == [2, 1]
+        assert group.add(1) == [2, 6]
 
 
 def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, folder):
