@@ -20,7 +20,8 @@ from single_controller.ray.transport import Rank
 logger = logging.getLogger(__name__)
 
 IDENTITY_SECONDS = 30.0
-"""How long workers may take to identify themselves. They do so only after the call that they are running."""
+"""How long workers may take to identify themselves. Calls through their handles, ``group.workers[i].m.remote()``, which
+they have got before, come first; those of a group do not keep them from it."""
 
 
 class RunningWorkers(NamedTuple):

@@ -259,6 +259,7 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             try:
                 wait_until(lambda: list(tmp_path.glob("held-*")))
                 wait_until(lambda: [name for _, name, _ in left()[2].standbys] == ["left_Lone_1"])
+                assert attach("left_Lone").add(0) == [0]  # without the rank whose constructor runs
             finally:
                 (tmp_path / "hold").unlink()
             assert growing.result(30) == (1,)

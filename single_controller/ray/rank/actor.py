@@ -99,6 +99,7 @@ class RankActor:
         }
         self._listener = Listener(self._address, self._take_call, commands, frames_file())
         self._held_port: socket.socket | None = None
+        self._constructed = False  # whether all constructors have returned
         self._own_ports = listening_ports()  # of Ray and of the listener
 
     def _sc_locate(self) -> Location:
@@ -151,7 +152,9 @@ class RankActor:
             os.environ.update(info.environment())  # before the import, which may read it
             return self._load(message[1], made)
 
-        return self._executor.start(info, load)
+        result = self._executor.start(info, load)
+        self._constructed = result.failure is None
+        return result
 
     def _leave(self) -> str:
         """Refuse calls until the next `_join`, and make the collectives fail in which a method may wait."""
@@ -163,8 +166,9 @@ class RankActor:
         return ""
 
     def _sc_identity(self) -> Identity | None:
-        """Who this worker is; None for a standby."""
-        if self._executor.info is None:
+        """Who this worker is; None for a standby, and until all constructors have returned: another driver would get a
+        group without their classes."""
+        if self._executor.info is None or not self._constructed:
             return None
         context = ray.get_runtime_context()
         classes = encode({role: type(worker) for role, worker in self._executor.workers.items()})
