@@ -520,7 +520,11 @@ class RayWorkerGroup(WorkerGroup):
             with self._state.sending:
                 self._check()
                 return self._add(recruits, encoded, end)
+        except WorkerDiedError:
+            self._state.check_closed()  # which has ended the new processes
+            raise
         except RayError as error:
+            self._state.check_closed()
             raise StartError(
                 f"{self.name}: a process for a new rank could not be started: {one_line(error)}"
             ) from error
@@ -566,7 +570,11 @@ class RayWorkerGroup(WorkerGroup):
             # Its ranks stay in one namespace, also if the driver that replaces some has another one.
             plan = self._start_plan = replace(plan, namespace=ray.get_runtime_context().namespace)
         wait = partial(self._wait_for_constructors, timeout=plan.start_timeout)
-        self._state.transport, self._rendezvous = start(plan, wait, again, self.generation + again)
+        try:
+            self._state.transport, self._rendezvous = start(plan, wait, again, self.generation + again)
+        except WorkerDiedError:
+            self._state.check_closed()  # with the pool, which has ended the new processes
+            raise
         if again:
             self._ray.fresh = frozenset(range(self.world_size))  # until `_replay` has repeated all calls on them
 

@@ -16,6 +16,7 @@ from waits import wait_until, within
 
 from single_controller import (
     GroupBrokenError,
+    GroupClosedError,
     PlacementError,
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -23,6 +24,7 @@ from single_controller import (
     WorkerDiedError,
 )
 from single_controller.call.state import GroupState
+from single_controller.ray import group as ray_group
 from single_controller.ray.replicas import complete_replicas, number_to_add
 from single_controller.wire.link import Answer
 
@@ -200,7 +202,11 @@ def test_process_that_will_be_a_rank_replaces_no_other(pool, tmp_path):
         assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)] and not group.standbys()
 
 
-def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_path):
+def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_path, monkeypatch):
+    def close_first(*args):
+        group.close()
+        wait_started(*args)
+
     made = RayClassWithInitArgs(Lone, str(tmp_path / "fail"))
     with RayWorkerGroup(pool[:2], made, collectives=False) as group:
         group.give([0, 5])  # which does not fit one rank
@@ -212,6 +218,11 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_p
         (tmp_path / "fail").unlink()
         assert group.grow() == (1,)
         assert group.add(1) == [2, 6]
+        assert group.shrink(ranks=[1]) == (1,)
+        wait_started = ray_group.wait_started
+        monkeypatch.setattr(ray_group, "wait_started", close_first)
+        with pytest.raises(GroupClosedError):
+            group.grow()
 
 
 def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, folder):

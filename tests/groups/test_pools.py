@@ -23,6 +23,7 @@ from single_controller import (
     RayResourcePool,
     RayWorkerGroup,
     ResourcePoolManager,
+    WorkerDiedError,
     merge_resource_pool,
     split_resource_pool,
 )
@@ -128,6 +129,17 @@ def test_plan_of_a_pool_while_a_group_starts_on_it(pool, monkeypatch):
     with pytest.raises(OSError, match="no more"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Counter))
     assert [(plan.what, plan.standbys) for plan in plans] == [(repr(pool), ())]
+
+
+def test_group_on_a_slice_that_is_closed_while_it_starts(pool, monkeypatch):
+    def start(*args):
+        part.close()
+        raise WorkerDiedError("a worker died before it was started")  # as those of a closed pool do
+
+    part = pool[:1]
+    monkeypatch.setattr("single_controller.ray.group.start", start)
+    with pytest.raises(GroupClosedError):
+        RayWorkerGroup(part, counter())
 
 
 def test_error_of_a_full_pool_names_its_groups(ray_cluster):
