@@ -121,7 +121,8 @@ def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[Location], n
     if wrong:
         node, problem = wrong[0]
         host = f"{node.hostname}, {node.address}"
-        more = f" (and on {len(wrong) - 1} more nodes)" if len(wrong) > 1 else ""
+        others = len(wrong) - 1
+        more = f" (and on {others} more node{'s' if others > 1 else ''})" if others else ""
         raise StartError(f"{name}: workers cannot run in python={python!r} on {host}{more}: {problem}", host=host)
 
 

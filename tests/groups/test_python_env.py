@@ -472,6 +472,6 @@ def test_each_node_is_checked(python):
             try:
                 RayWorkerGroup(pool, RayClassWithInitArgs(InAnEnvironment, python="/nowhere/python"))
             except StartError as error:
-                print("> refused:", "(and on 1 more nodes): " in str(error), "exit code 127" in str(error))
+                print("> refused:", "(and on 1 more node): " in str(error), "exit code 127" in str(error))
     """)
     assert out == ["> runs: True", "> refused: True True"]
