@@ -245,17 +245,18 @@ def test_python_that_hangs_is_refused(pool, tmp_path, monkeypatch):
 def test_repaired_environment_is_checked_again_and_a_good_one_once(pool, tmp_path, monkeypatch):
     nodes = single_controller.ray.placement.reservation.node_locations(pool.slots(), "test")
     python = make_environment(tmp_path, distribution("ray", "1.2.3"))
+    env_vars = {"PATH": f"{tmp_path}:${{PATH}}"}  # without the rest of it, nothing would run
     with pytest.raises(StartError):
-        python_env.check(str(python), {}, nodes, "test")
+        python_env.check(str(python), env_vars, nodes, "test")
     for folder in list(tmp_path.rglob("*.dist-info")):
         shutil.rmtree(folder)
-    python_env.check(str(python), {}, nodes, "test")
+    python_env.check(str(python), env_vars, nodes, "test")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", None)
-        python_env.check(str(python), {}, nodes, "test")
+        python_env.check(str(python), env_vars, nodes, "test")
     python.unlink()
     with pytest.raises(StartError, match="exit code 127"):
-        python_env.check(str(python), {}, nodes, "test")
+        python_env.check(str(python), env_vars, nodes, "test")
 
 
 def test_python_is_checked_where_a_group_grows(pool, tmp_path):
