@@ -335,7 +335,9 @@ def _created(plan: StartPlan, slots: Sequence[Slot], names: Sequence[str], *, ag
 def check_python(plan: StartPlan, slots: Sequence[Slot]) -> None:
     """Raise a `StartError` if the workers' own Python, should they have one, does not run where these slots are."""
     if plan.process.python is not None:
-        env_vars = _runtime_env(plan).get("env_vars", {})
+        # The workers get those of the job too, which this process need not have.
+        of_job = dict(ray.get_runtime_context().runtime_env).get("env_vars") or {}
+        env_vars = {**of_job, **_runtime_env(plan).get("env_vars", {})}
         python_env.check(plan.process.python, env_vars, node_locations(slots, plan.name), plan.name)
 
 

@@ -259,6 +259,19 @@ def test_repaired_environment_is_checked_again_and_a_good_one_once(pool, tmp_pat
         python_env.check(str(python), env_vars, nodes, "test")
 
 
+def test_variables_of_the_job_are_in_the_environment_that_is_checked(pool, monkeypatch):
+    def check(python, env_vars, nodes, name):
+        raise StartError(f"checked with {env_vars}")
+
+    made = RayClassWithInitArgs(InAnEnvironment, python=sys.executable)
+    made.update_options({"runtime_env": {"env_vars": {"BOTH": "own"}}})
+    job = {"env_vars": {"ONE": "job", "BOTH": "job"}}
+    monkeypatch.setattr(ray.runtime_context.RuntimeContext, "runtime_env", job)
+    monkeypatch.setattr(python_env, "check", check)
+    with pytest.raises(StartError, match=r"checked with \{'ONE': 'job', 'BOTH': 'own'\}"):
+        RayWorkerGroup(pool[:1], made)
+
+
 def test_python_is_checked_where_a_group_grows(pool, tmp_path):
     python = make_environment(tmp_path)
     with RayWorkerGroup(pool[:2], RayClassWithInitArgs(InAnEnvironment, python=python), collectives=False) as group:
