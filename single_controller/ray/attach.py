@@ -51,6 +51,9 @@ def find_workers(
         if worker_names is None:
             worker_names, namespace = _names_with(str(name_prefix), class_name, namespace)
         worker_handles = [ray.get_actor(name, namespace) for name in worker_names]
+    other = [handle for handle in worker_handles if not hasattr(handle, "_sc_identity")]
+    if other:
+        raise ValueError(f"cannot attach: {other[0]!r} is not a worker of a group")
     asked = [handle._sc_identity.remote() for handle in worker_handles]
     try:
         identities = ray.get(asked, timeout=IDENTITY_SECONDS)

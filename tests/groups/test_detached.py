@@ -335,6 +335,8 @@ class TestGroupsInOtherProcesses:
 def test_attaching_requires_all_ranks(counters):
     with pytest.raises(ValueError, match=r"all 4 ranks.*\[0, 1\]"):
         RayWorkerGroup.from_detached(worker_handles=counters.workers[:2])
+    with pytest.raises(ValueError, match="is not a worker of a group"):
+        RayWorkerGroup.from_detached(worker_handles=[object()])
     with pytest.raises(ValueError, match="takes exactly one of name_prefix"):
         RayWorkerGroup.from_detached()
     # The same for both names of the call.
