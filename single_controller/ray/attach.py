@@ -69,6 +69,8 @@ def find_workers(
     if not found:
         raise ValueError("cannot attach: none of these workers was started")
     first = found[0][0]
+    if name_prefix is not None:  # all are of one group, to which `grow` may be about to add some
+        found = [pair for pair in found if pair[0].info.world_size == first.info.world_size]
     numbers = [identity.info.rank for identity, _ in found]
     if numbers != list(range(first.info.world_size)):
         raise ValueError(

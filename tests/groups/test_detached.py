@@ -259,9 +259,14 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             try:
                 wait_until(lambda: list(tmp_path.glob("held-*")))
                 wait_until(lambda: [name for _, name, _ in left()[2].standbys] == ["left_Lone_1"])
-                assert attach("left_Lone").add(0) == [0]  # without the rank whose constructor runs
+                assert attach("left_Lone").add(0) == [0]  # without the rank whose constructor runs,
+                identify = group._ray.recruits[0].actor._sc_identity.remote
+                with group._state.sending:  # for which the growth waits then
+                    (tmp_path / "hold").unlink()
+                    wait_until(lambda: ray.get(identify()))
+                    assert attach("left_Lone").add(0) == [0]  # or has returned
             finally:
-                (tmp_path / "hold").unlink()
+                (tmp_path / "hold").unlink(missing_ok=True)
             assert growing.result(30) == (1,)
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr("single_controller.ray.start.recruit", Mock(side_effect=KeyboardInterrupt))
