@@ -836,13 +836,13 @@ class WorkerGroup(VerlGroup, Closing):
         return chosen
 
     def _replay(self, ranks: Collection[int] | None) -> None:
-        """Repeat the logged calls on new workers, which have no layout yet."""
-        for worker_class in self._worker_classes.values():
-            worker_class.layout = None
-        if ranks is not None and not ranks:  # a call may not fit the ranks that are left, which need not repeat it
-            return
+        """Repeat the logged calls on new workers."""
         with self._state.lock:
             replays = sorted(self._replays.values(), key=lambda replay: replay.number)
+        if ranks is None:
+            self._forget_layouts()
+        elif not ranks:
+            replays = []  # a call may not fit the ranks that are left, which need not repeat it
         for replay in replays:
             group = self if replay.spec.role is None else self._role_group(replay.spec.role)
             plan = replay.plan(group)
@@ -850,6 +850,12 @@ class WorkerGroup(VerlGroup, Closing):
                 plan = plan.only(ranks)
             if plan.ranks:
                 group._send(replay.spec, plan, replay.options).check()
+        # Not before: a new rank among others may have no layout until `Worker.on_membership_change` runs.
+        self._forget_layouts()
+
+    def _forget_layouts(self) -> None:
+        for worker_class in self._worker_classes.values():
+            worker_class.layout = None
 
     def _log_replay(self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]) -> None:
         """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""

@@ -142,6 +142,11 @@ class Replica(Member):
         super()._form()
         self.register_layout({"dp": self.world_size // 2, "tp": 2}, dp=self.rank // 2, tp=self.rank % 2)
 
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, replay=True)
+    def load(self, x):
+        self.history.append(f"loaded {x}")
+        return x
+
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
     def rows(self, x):
         return [(self.rank, value) for value in x]

@@ -252,13 +252,15 @@ def test_whole_replicas_are_dropped_and_added(pool):
         assert group.grow() == (2, 3)
         check_ranks(group, 4)
         assert group.rows([1, 2]) == [(0, 1), (2, 2)]
+        group.load([1, 2])
         kill(group, 1, 2)
         with pytest.raises(WorkerDiedError):
             group.total()
         with pytest.raises(GroupBrokenError, match="each of its data-parallel replicas has lost a rank"):
             group.shrink()
         assert group.replace() == (1, 2)
-        check_ranks(group, 4)
+        found = check_ranks(group, 4)
+        assert [one["history"][1] for one in found[1:3]] == ["loaded [1]", "loaded [2]"]
 
 
 def test_replicas_are_complete_in_all_roles():
