@@ -20,6 +20,9 @@ import time
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9
 """The real-time signal on which a worker writes its frames. Real-time signals have no other meaning by themselves."""
 
+_FILE = "frames"
+"""Name of the file in memory for them, by which a process shows that it handles the signal."""
+
 _OUTERMOST = re.compile(r"Executor\.(run|start|call\w*) \(|worker/executor\.py\", line \d+ in (run|start|call\w*)$")
 """A frame from which on outwards all frames are the same in every call."""
 
@@ -39,7 +42,7 @@ def frames_file() -> int:
     """
     if not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return -1
-    file = os.memfd_create("frames")
+    file = os.memfd_create(_FILE)
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
     return file
 
@@ -83,6 +86,8 @@ def _written_frames(pid: int, file: int) -> str:
     """Have a process write its frames, and return them."""
     path, end = f"/proc/{pid}/fd/{file}", time.monotonic() + WRITE_SECONDS
     with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        if not os.readlink(path).startswith(f"/memfd:{_FILE}"):
+            return ""  # another process has got this pid, which the signal would end
         before = size = os.stat(path).st_size
         os.kill(pid, _SIGNAL)
         while time.monotonic() < end:
