@@ -423,8 +423,9 @@ def _transport(
 
 
 def _worker_environment(plan: StartPlan) -> dict[str, str]:
-    # PYTHONPATH was set when the process started, and has more in it by now, which the worker's own children need too.
-    return {key: value for key, value in plan.environment.items() if key != "PYTHONPATH"}
+    # The others were set when the process started: Ray has put values in place of ${NAME} in them, and PYTHONPATH has
+    # more in it by now, which the worker's own children need too.
+    return {key: value for key, value in plan.environment.items() if not before_start(key, value)}
 
 
 def checked_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ Tests that need no Ray are in `test_feasibility`. A worker costs 1.4 CPU seconds
 """
 
 import enum
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -192,14 +193,15 @@ def pair(pool):
 
 
 def test_groups_sharing_a_slot_have_separate_environments(pair):
+    early = {"FLAVOUR": "plum", "MALLOC_ARENA_MAX": "2", "LD_HOME": "${HOME}/lib"}  # Ray knows HOME
     with (
         RayWorkerGroup(pair, counter(), worker_env={"FLAVOUR": "mint"}) as one,
-        RayWorkerGroup(pair, counter(start=10), worker_env={"FLAVOUR": "plum", "MALLOC_ARENA_MAX": "2"}) as two,
+        RayWorkerGroup(pair, counter(start=10), worker_env=early) as two,
     ):
         assert (one.add(0), two.add(0)) == ([0, 1], [10, 11])
         assert len({process["pid"] for group in (one, two) for process in group.process()}) == 4
         assert one.environment("FLAVOUR") == [{"FLAVOUR": "mint"}] * 2
-        assert two.environment("FLAVOUR", "MALLOC_ARENA_MAX") == [{"FLAVOUR": "plum", "MALLOC_ARENA_MAX": "2"}] * 2
+        assert two.environment(*early) == [early | {"LD_HOME": f"{os.environ.get('HOME', '')}/lib"}] * 2
 
 
 def test_ports_never_clash(pair):
