@@ -50,6 +50,8 @@ def find_workers(
     if worker_handles is None:
         if worker_names is None:
             worker_names, namespace = _names_with(str(name_prefix), class_name, namespace)
+        elif namespace is None:
+            namespace = _namespace_of(worker_names)
         worker_handles = [ray.get_actor(name, namespace) for name in worker_names]
     other = [handle for handle in worker_handles if not hasattr(handle, "_sc_identity")]
     if other:
@@ -80,6 +82,14 @@ def find_workers(
     groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
     master = (first.info.master_addr, first.info.master_port)
     return RunningWorkers(ranks, first.classes, master, tuple(groups), first.info.members is not None)
+
+
+def _namespace_of(names: Sequence[str]) -> str:
+    """The namespace of actors with these names: the driver's own, or the only other one."""
+    here: str = ray.get_runtime_context().namespace
+    known = ray.util.list_named_actors(all_namespaces=True)
+    found: set[str] = {one["namespace"] for one in known if one["name"] in names}
+    return found.pop() if here not in found and len(found) == 1 else here
 
 
 def _names_with(prefix: str, class_name: str | None, namespace: str | None) -> tuple[list[str], str]:

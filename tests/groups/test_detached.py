@@ -62,6 +62,8 @@ def test_groups_outlive_their_driver_and_are_found_again(run_driver):
         RayWorkerGroup.from_detached(worker_names=names.split(","), own=True).close()
     with pytest.raises(ValueError, match="namespace 'elsewhere'"):
         attach("handed_on_actor_critic", namespace="elsewhere")
+    elsewhere = ["handed_on_actor_critic_0", "handed_on_actor_critic_1"]
+    assert RayWorkerGroup.from_detached(worker_names=elsewhere).worker_names == elsewhere
     with attach("handed_on_actor_critic") as group:  # found in any namespace if the name is unique
         assert group.actor.add(1) == [7, 7] and group.critic.take() == [(7, True, "Actor")] * 2
         pids = group.actor.pid()
