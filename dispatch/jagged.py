@@ -87,7 +87,9 @@ def join(tensors: Sequence[Any], made: Made, concatenate: Callable[..., Any]) ->
         made[key] = _offsets(torch.cat([tensor.offsets().diff() for tensor in tensors]))
     extremes = [extremes_of(tensor) for tensor in tensors if len(tensor.offsets()) > 1]
     shortest, longest = zip(*extremes, strict=True) if extremes and None not in extremes else ((), ())
-    values = concatenate([_values(tensor) for tensor in tensors], dim)
+    parts = [_values(tensor) for tensor in tensors]
+    # A rank without values makes its empty result of any dtype, which has no say.
+    values = concatenate([part for part in parts if part.shape[dim]] or parts, dim)
     return build(values, made[key], dim, (min(shortest), max(longest)) if shortest else None)
 
 

@@ -114,6 +114,13 @@ def test_any_range_of_rows(lengths, data):
     assert same_rows(cut(x, start, stop), padded[start:stop])
 
 
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_ranks_without_values_have_no_say_in_the_dtype(lengths):
+    x, padded = jagged([2, 0, 3], dtype=torch.int64)
+    joined = join([jagged(lengths, dtype=torch.float32)[0], x])
+    assert same_rows(joined, torch.cat([jagged(lengths, dtype=torch.int64)[1], padded]))
+
+
 class TestOneRaggedSize:
     """Tensors that torch could compute with before a call can be computed with at each of its stages."""
 
