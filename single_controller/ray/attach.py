@@ -30,7 +30,6 @@ class RunningWorkers(NamedTuple):
     ranks: list[Rank]  # by rank
     classes: Encoded  # role -> class, encoded
     master: tuple[str, int]  # address and port of their rendezvous
-    placement_groups: tuple[str, ...]  # Ray's ids of their placement groups, in hex
     collectives: bool  # whether their methods may use collectives
 
 
@@ -79,9 +78,16 @@ def find_workers(
             f"cannot attach: all {first.info.world_size} ranks of one group are needed, once each; got ranks {numbers}"
         )
     ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
-    groups = sorted({identity.placement_group for identity, _ in found if identity.placement_group is not None})
     master = (first.info.master_addr, first.info.master_port)
-    return RunningWorkers(ranks, first.classes, master, tuple(groups), first.info.members is not None)
+    return RunningWorkers(ranks, first.classes, master, first.info.members is not None)
+
+
+def placement_groups(ranks: Sequence[Rank]) -> tuple[str, ...]:
+    """Ray's ids, in hex, of the placement groups in which workers and their standbys are."""
+    actors = all_actors()
+    names = {actors[rank.actor._actor_id.hex()].group for rank in ranks}
+    found = {one.placement_group for one in actors.values() if one.alive and one.group in names}
+    return tuple(sorted(found - {""}))
 
 
 def _namespace_of(names: Sequence[str]) -> str:
@@ -139,7 +145,7 @@ def end_detached(name: str, namespace: str | None = None) -> int:
         ValueError: no worker has such a name, or workers in several namespaces have it.
     """
     ensure_ray()
-    found = [one for one in all_actors().values() if one.detached and one.name.rpartition("_")[0] == name]
+    found = [one for one in all_actors().values() if one.detached and one.group[1] == name]
     found = [one for one in found if namespace in (None, one.namespace)]
     living = [one for one in found if one.alive]
     found = living or found  # workers that died long ago may have been in other placement groups

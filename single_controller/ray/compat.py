@@ -141,6 +141,11 @@ class ActorInfo(NamedTuple):
     reason: str  # why it died
     ended_on_purpose: bool  # whether it was killed through Ray, or ended with the last reference to it
 
+    @property
+    def group(self) -> tuple[str, str]:
+        """The namespace of a worker's name, and what the names of its group have in common."""
+        return self.namespace, self.name.rpartition("_")[0]
+
 
 def all_actors() -> dict[str, ActorInfo]:
     """id -> actor, of all that Ray knows, dead ones too. Asks the control store; needs no dashboard."""

@@ -42,7 +42,7 @@ from single_controller.call.state import POLL_SECONDS, GroupState
 from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import Colocated
-from single_controller.ray.attach import find_workers
+from single_controller.ray.attach import find_workers, placement_groups
 from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitArgs
 from single_controller.ray.group_records import GroupRecord, Registration, Takeover, find_takeover
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_ranks
@@ -251,7 +251,7 @@ class RayWorkerGroup(WorkerGroup):
         stem = found.ranks[0].name.rpartition("_")[0]
         name = f"group {stem} (attached)"
         self = cls._attached(classes, name, found.ranks, found.master, collectives=found.collectives)
-        self._owned_placement = found.placement_groups if own else ()
+        self._owned_placement = placement_groups(found.ranks) if own else ()
         self._owns = own
         return self
 

@@ -175,9 +175,9 @@ def read() -> Records:
     records = {key: (one, [actors.get(rank.actor) for rank in one.ranks]) for key, one in written.items()}
     # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that, or
     # where another group has been started since, which then has a record of its own.
-    others = {_group_of(actor) for _, known in records.values() for actor in known if actor is not None and actor.alive}
+    others = {actor.group for _, known in records.values() for actor in known if actor is not None and actor.alive}
     detached = [actor for actor in found.actors.values() if actor.alive and actor.detached]
-    in_use = {(actor.namespace, actor.name) for actor in detached if _group_of(actor) not in others}
+    in_use = {(actor.namespace, actor.name) for actor in detached if actor.group not in others}
     for key, (record, known) in records.items():
         if not any(actor is not None and (actor.alive or (actor.namespace, actor.name) in in_use) for actor in known):
             if not found.driver_runs(record):
@@ -187,11 +187,6 @@ def read() -> Records:
                 continue  # its driver has dropped it without closing it
         found.groups[key] = record
     return found
-
-
-def _group_of(actor: ActorInfo) -> tuple[str, str]:
-    """The namespace of a rank's name, and what the names of its group have in common."""
-    return actor.namespace, actor.name.rpartition("_")[0]
 
 
 @dataclass
@@ -269,7 +264,7 @@ class Takeover:
         stem = f"{self.plan.prefix}{self.plan.process.name}"
         known = {one.actor._actor_id.hex() for one in self.ranks} | {one[0]._actor_id.hex() for one in self.standbys}
         for number, one in compat.all_actors().items():
-            named = _group_of(one) == (self.plan.namespace, stem)
+            named = one.group == (self.plan.namespace, stem)
             if named and one.alive and one.detached and number not in known:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(one.name, one.namespace), no_restart=True)

@@ -290,6 +290,17 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
                 assert heir.add(1) == [1, 2]
 
 
+def test_closing_a_group_that_cannot_be_taken_over_ends_its_standby(ray_cluster):
+    """Also in a placement group without ranks."""
+    with RayResourcePool([1, 1], use_gpu=False, detached=True) as pool:
+        made = RayClassWithInitArgs(Lone)
+        group = RayWorkerGroup(pool, made, name_prefix="spare_", detached=True, collectives=False, standby=1)
+        group.takeover_data = threading.Lock()  # which cannot be pickled
+        standby = group._ray.standbys[0].location().pid
+        attach("spare_Lone", own=True).close()
+        wait_gone([standby])
+
+
 def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
     pids = run_driver("""
         pool = RayResourcePool([3], use_gpu=False, detached=True, resources={"crate": 1})

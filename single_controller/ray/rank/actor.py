@@ -74,7 +74,6 @@ class Identity(NamedTuple):
     info: RankInfo  # its rank
     location: Location  # where it runs
     name: str  # the actor's name
-    placement_group: str | None  # Ray's id of its placement group, in hex
     classes: Encoded  # role -> class, encoded
 
 
@@ -172,8 +171,7 @@ class RankActor:
             return None
         context = ray.get_runtime_context()
         classes = encode({role: type(worker) for role, worker in self._executor.workers.items()})
-        group = context.get_placement_group_id()
-        return Identity(self._executor.info, self._sc_locate(), context.get_actor_name() or "", group, classes)
+        return Identity(self._executor.info, self._sc_locate(), context.get_actor_name() or "", classes)
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
