@@ -499,6 +499,7 @@ class TestExternalPlacementGroup:
             ([0, 1], {"use_gpu": True}, ValueError, r"use_gpu=True, but a bundle"),
             ([0, 1], {"bundle_indices": [0]}, ValueError, r"each part once"),
             ([0, 1], {"placement_timeout": 0}, ValueError, r"placement_timeout"),
+            ([0, 1], {"max_colocate_count": 0}, ValueError, r"max_colocate_count=0"),
         ],
     )
     def test_invalid_options_are_rejected(self, pg, given, options, error, words):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dispatch.checks import check_amounts, check_seconds
+from dispatch.checks import check_amounts, check_count, check_seconds
 from single_controller.ray.compat import accelerator_names
 from single_controller.ray.placement.feasibility import Request
 
@@ -42,6 +42,7 @@ class PoolOptions:
     across_nodes: bool = False
 
     def __post_init__(self) -> None:
+        check_count("max_colocate_count", self.max_colocate_count)
         for name in ("name_prefix", "accelerator_type"):
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} is a string or None, got {getattr(self, name)!r}")
