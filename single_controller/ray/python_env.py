@@ -89,8 +89,10 @@ def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[Location], n
         return
     needed = _needed()
     # As in Ray, ${NAME} in a variable stands for the value that NAME has on the node.
-    name_in = r'while [[ $one =~ \$\{([A-Za-z_][A-Za-z0-9_]*)\} ]]; do all+=${one%%"$BASH_REMATCH"*}'
-    expand = name_in + '${!BASH_REMATCH[1]}; one=${one#*"$BASH_REMATCH"}; done'
+    expand = (
+        r"while [[ $one =~ \$\{([A-Za-z_][A-Za-z0-9_]*)\} ]]; do "
+        'all+=${one%%"$BASH_REMATCH"*}${!BASH_REMATCH[1]}; one=${one#*"$BASH_REMATCH"}; done'
+    )
     run = f'for one in "${{@:2}}"; do all=; {expand}; export "$all$one"; done; exec {command(python)} -c "$0" "$1"'
     words = ["bash", "-c", run, _PROBE, json.dumps(needed), *environment]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
