@@ -203,6 +203,7 @@ class RayWorkerGroup(WorkerGroup):
         )
         try:
             self._start(self._start_plan)
+            self._state.reopen()  # ends the workers if the pool was closed meanwhile
         except BaseException:
             self._state.close()
             raise

@@ -28,6 +28,7 @@ from single_controller import (
     merge_resource_pool,
     split_resource_pool,
 )
+from single_controller.ray import group as ray_group
 from single_controller.ray.placement import reservation as placement_module
 
 
@@ -133,14 +134,22 @@ def test_plan_of_a_pool_while_a_group_starts_on_it(pool, monkeypatch):
 
 
 def test_group_on_a_slice_that_is_closed_while_it_starts(pool, monkeypatch):
-    def start(*args):
+    def closed_before(*args):
         part.close()
         raise WorkerDiedError("a worker died before it was started")  # as those of a closed pool do
 
-    part = pool[:1]
-    monkeypatch.setattr("single_controller.ray.group.start", start)
-    with pytest.raises(GroupClosedError):
-        RayWorkerGroup(part, counter())
+    def closed_after(*args):
+        started = start(*args)
+        part.close()
+        return started
+
+    start = ray_group.start
+    for how in (closed_before, closed_after):
+        part = pool[:1]
+        monkeypatch.setattr(ray_group, "start", how)
+        with pytest.raises(GroupClosedError):
+            RayWorkerGroup(part, counter(), name_prefix="closing_")
+    wait_until(lambda: not [name for name in ray.util.list_named_actors() if name.startswith("closing_")])
 
 
 def test_error_of_a_full_pool_names_its_groups(ray_cluster):
