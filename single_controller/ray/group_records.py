@@ -173,13 +173,12 @@ def read() -> Records:
         actors, jobs = compat.all_actors(), compat.living_jobs()
     found = Records({}, actors, jobs)
     records = {key: (one, [actors.get(rank.actor) for rank in one.ranks]) for key, one in written.items()}
-    # A dead rank's name is in use again where the driver of a detached group was killed while it restarted that, or
-    # where another group has been started since, which then has a record of its own.
+    # The names of a group whose ranks are dead are in use where it has standbys, or the driver of a detached group was
+    # killed while it restarted that; or another group has been started since, which then has a record of its own.
     others = {actor.group for _, known in records.values() for actor in known if actor is not None and actor.alive}
-    detached = [actor for actor in found.actors.values() if actor.alive and actor.detached]
-    in_use = {(actor.namespace, actor.name) for actor in detached if actor.group not in others}
+    in_use = {actor.group for actor in found.actors.values() if actor.alive and actor.detached} - others
     for key, (record, known) in records.items():
-        if not any(actor is not None and (actor.alive or (actor.namespace, actor.name) in in_use) for actor in known):
+        if not any(actor is not None and (actor.alive or actor.group in in_use) for actor in known):
             if not found.driver_runs(record):
                 delete(key)
                 continue

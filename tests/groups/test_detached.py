@@ -146,11 +146,12 @@ def test_driver_that_is_killed_while_it_restarts_a_group_leaves_it_to_another(st
         wait_gone([file.name.removeprefix("held-") for file in tmp_path.glob("held-*")])
 
 
-def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch):
-    """By workers of which no record tells, with which its driver was restarting it; not by another group."""
-    living = compat.ActorInfo("again_Counter_0", "here", True, "", True, 0.0, "", False)
-    dead = living._replace(alive=False, reason="killed")
-    rank = group_records.RankRecord("old", living.name, None)
+@pytest.mark.parametrize("name", ["again_Counter_0", "again_Counter_1"], ids=["rank", "standby"])
+def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch, name):
+    """By a standby, or by workers with which its driver was restarting it; not by another group."""
+    living = compat.ActorInfo(name, "here", True, "", True, 0.0, "", False)
+    dead = living._replace(name="again_Counter_0", alive=False, reason="killed")
+    rank = group_records.RankRecord("old", dead.name, None)
     record = group_records.GroupRecord("group again_Counter", "job", "driver", None, 0, {}, (rank,))
     other = replace(record, ranks=(rank._replace(actor="new"),))
     written = {"group/old": pickle.dumps(record)}
