@@ -13,6 +13,7 @@ from single_controller.call.codec import Encoded
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.ray.compat import all_actors
 from single_controller.ray.placement.reservation import remove_placement_groups, remove_pools_of
+from single_controller.ray.rank.actor import TAKE
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
 from single_controller.ray.transport import Rank
@@ -20,8 +21,7 @@ from single_controller.ray.transport import Rank
 logger = logging.getLogger(__name__)
 
 IDENTITY_SECONDS = 30.0
-"""How long workers may take to identify themselves. Calls through their handles, ``group.workers[i].m.remote()``, which
-they have got before, come first; those of a group do not keep them from it."""
+"""How long workers may take to identify themselves, which they do while they are busy."""
 
 
 class RunningWorkers(NamedTuple):
@@ -55,13 +55,14 @@ def find_workers(
     other = [handle for handle in worker_handles if not hasattr(handle, "_sc_identity")]
     if other:
         raise ValueError(f"cannot attach: {other[0]!r} is not a worker of a group")
-    asked = [handle._sc_identity.remote() for handle in worker_handles]
+    # Not behind the calls through their handles, and what a standby prepares
+    asked = [handle._sc_identity.options(concurrency_group=TAKE).remote() for handle in worker_handles]
     try:
         identities = ray.get(asked, timeout=IDENTITY_SECONDS)
     except GetTimeoutError:
         raise CallTimeoutError(
             f"cannot attach: the workers have not identified themselves within {IDENTITY_SECONDS:g} s: they are "
-            "busy, or blocked in a collective. Try again, or end them with end_detached(name)"
+            "stopped, or C code holds the GIL. Try again, or end them with end_detached(name)"
         ) from None
     except RayError as error:
         raise WorkerDiedError(f"cannot attach: a worker does not respond: {one_line(error)}") from error

@@ -5,6 +5,7 @@ import pickle
 import signal
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import Mock
@@ -362,6 +363,22 @@ def test_attaching_requires_all_ranks(counters):
     for call in (lambda name: RayWorkerGroup.from_detached(name_prefix=name), RayWorkerGroup.attach):
         with pytest.raises(ValueError, match=r"^cannot attach: no actor's name begins with 'nobody_'"):
             call("nobody_")
+
+
+def test_attaching_to_workers_that_are_called_through_their_handles(counters, tmp_path, monkeypatch):
+    path = tmp_path / "go"
+
+    def wait(worker):
+        while not path.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr("single_controller.ray.attach.IDENTITY_SECONDS", 5.0)
+    running = counters.workers[0].execute_with_func_generator.remote(wait)
+    try:
+        assert RayWorkerGroup.from_detached(worker_handles=counters.workers).world_size == 4
+    finally:
+        path.touch()
+    ray.get(running)
 
 
 def test_detached_group_requires_a_detached_pool(pool):
