@@ -152,8 +152,8 @@ class Records(NamedTuple):
 
 
 def delete(key: str) -> None:
-    """Remove what is known of a group."""
-    for prefix in (_PREFIX, _TAKEOVER):
+    """Remove what is known of a group: its record last, by which `read` would find the rest again."""
+    for prefix in (_TAKEOVER, _PREFIX):
         compat.delete_record(prefix + key)
 
 

@@ -159,10 +159,12 @@ def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch, name):
     monkeypatch.setattr(compat, "read_records", lambda prefix: written)
     monkeypatch.setattr(compat, "all_actors", lambda: {"old": dead, "new": living})
     monkeypatch.setattr(compat, "living_jobs", frozenset)
-    monkeypatch.setattr(compat, "delete_record", lambda key: written.pop(key, None))
+    deleted = []
+    monkeypatch.setattr(compat, "delete_record", lambda key: deleted.append(key) or written.pop(key, None))
     assert list(group_records.read().groups) == ["old"]
     written["group/new"] = pickle.dumps(other)
     assert list(group_records.read().groups) == list(group_records.read().groups) == ["new"]
+    assert deleted == ["takeover/old", "group/old"]  # whoever is killed in between leaves nothing for ever
 
 
 def test_survivors_of_another_driver_s_call_are_freed(start_driver):
