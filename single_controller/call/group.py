@@ -437,6 +437,8 @@ class WorkerGroup(VerlGroup, Closing):
                 self._start_workers(chosen)
                 state.reopen()
                 self._replay(chosen)
+                if chosen is not None:
+                    self._forget_layouts()
 
     async def arestart(self, ranks: Sequence[int] | None = None) -> None:
         """`restart` for event loops, which it does not block."""
@@ -836,13 +838,14 @@ class WorkerGroup(VerlGroup, Closing):
         return chosen
 
     def _replay(self, ranks: Collection[int] | None) -> None:
-        """Repeat the logged calls on new workers."""
-        with self._state.lock:
-            replays = sorted(self._replays.values(), key=lambda replay: replay.number)
+        """Repeat the logged calls on new workers. Those on some ranks are planned with the former layouts, as a new
+        rank may have none until `Worker.on_membership_change` runs. The caller then forgets these layouts."""
         if ranks is None:
             self._forget_layouts()
         elif not ranks:
-            replays = []  # a call may not fit the ranks that are left, which need not repeat it
+            return  # a call may not fit the ranks that are left, which need not repeat it
+        with self._state.lock:
+            replays = sorted(self._replays.values(), key=lambda replay: replay.number)
         for replay in replays:
             group = self if replay.spec.role is None else self._role_group(replay.spec.role)
             plan = replay.plan(group)
@@ -850,8 +853,6 @@ class WorkerGroup(VerlGroup, Closing):
                 plan = plan.only(ranks)
             if plan.ranks:
                 group._send(replay.spec, plan, replay.options).check()
-        # Not before: a new rank among others may have no layout until `Worker.on_membership_change` runs.
-        self._forget_layouts()
 
     def _forget_layouts(self) -> None:
         for worker_class in self._worker_classes.values():

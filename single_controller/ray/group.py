@@ -653,6 +653,7 @@ class RayWorkerGroup(WorkerGroup):
             self._replay(self._ray.fresh)
             if self.collectives:
                 self._run_in_each_role("_change_membership", _left(end), self.generation + 1)
+            self._forget_layouts()  # not before: if another rank dies, calls are repeated again
 
     def _keep_standbys(self, tries: int = TRIES) -> None:
         """Start standbys again that die before they are ready: Ray may have put one on a host that is gone, of which it

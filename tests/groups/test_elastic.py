@@ -239,8 +239,8 @@ def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, fol
     assert [one["pid"] for one in check_ranks(four, 4)][:3] == before
 
 
-def test_whole_replicas_are_dropped_and_added(pool):
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Replica)) as group:
+def test_whole_replicas_are_dropped_and_added(pool, tmp_path):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Replica, str(tmp_path))) as group:
         assert group.rows([1, 2]) == [(0, 1), (2, 2)]
         with pytest.raises(WorkerDiedError):
             group.total(kill=0)
@@ -258,9 +258,10 @@ def test_whole_replicas_are_dropped_and_added(pool):
             group.total()
         with pytest.raises(GroupBrokenError, match="each of its data-parallel replicas has lost a rank"):
             group.shrink()
-        assert group.replace() == (1, 2)
+        (tmp_path / "die-3").touch()  # while the others are replaced
+        assert group.replace() == (1, 2, 3)
         found = check_ranks(group, 4)
-        assert [one["history"][1] for one in found[1:3]] == ["loaded [1]", "loaded [2]"]
+        assert [one["history"][1] for one in found[1:]] == ["loaded [1]", "loaded [2]", "loaded [2]"]
 
 
 def test_replicas_are_complete_in_all_roles():
