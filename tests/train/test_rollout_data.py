@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.data.rollout_data import RolloutDataError, check_rollout_data
+from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of
 from workers.train.args import read_args
 from workers.train.policy_worker import PolicyTrainWorker, check_entries
 
@@ -106,3 +106,10 @@ def test_arrays_are_refused(name):
     array = rows()["loss_mask"].numpy() if name == "loss_mask" else np.zeros(2)
     with pytest.raises(RolloutDataError, match=f"{name} is of type ndarray"):
         check_rollout_data({**rows(), name: array})
+
+
+def test_rows_of_an_entry_with_another_number_of_rows_are_an_error():
+    """Behind a reference, nobody has looked at the whole entry before each rank takes its rows of it."""
+    for name, value in (("rewards", torch.zeros(3)), ("texts", ["a"])):
+        with pytest.raises(RolloutDataError, match=f"{name} has {len(value)} rows, but input_ids has 2"):
+            rows_of({**rows(), name: value}, [1, 0])

@@ -198,10 +198,18 @@ def inputs_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(data: Any, which: Any) -> Any:
-    """Return some rows of a TensorDict or of a dict of tensors; ``which`` is a slice or a list of indices."""
-    numbers = range(len(data["input_ids"]))[which] if isinstance(which, slice) else which
+    """Return some rows of a TensorDict or of a dict of tensors; ``which`` is a slice or a list of indices.
 
-    def part(value: Any) -> Any:
+    Raises:
+        RolloutDataError: an entry has another number of rows than ``input_ids``.
+    """
+    count = len(data["input_ids"])
+    numbers = range(count)[which] if isinstance(which, slice) else which
+
+    def part(name: str, value: Any) -> Any:
+        held = len(value) if isinstance(value, (list, tuple)) else next(iter(_shape(value)), count)
+        if held != count:
+            raise RolloutDataError(f"rollout data: {name} has {held} rows, but input_ids has {count}")
         if isinstance(value, (list, tuple)):
             return [value[number] for number in numbers]
         if getattr(value, "is_nested", False):
@@ -209,8 +217,8 @@ def rows_of(data: Any, which: Any) -> Any:
         return value[which] if _shape(value) else value  # None, a string, a scalar: not per row
 
     if isinstance(data, dict):
-        return {name: part(value) for name, value in data.items()}
-    apart = {name: part(value) for name, value in data.items() if getattr(value, "is_nested", False)}
+        return {name: part(name, value) for name, value in data.items()}
+    apart = {name: part(name, value) for name, value in data.items() if getattr(value, "is_nested", False)}
     rows = data.exclude(*apart)[which] if apart else data[which]
     return rows.update(apart) if apart else rows
 

@@ -364,6 +364,8 @@ def test_rows_in_a_dict_are_balanced_and_extra_entries_follow_them_or_go_to_all_
     assert all(metrics == found[0] for metrics in found)
     with pytest.raises(RolloutDataError, match=r"mine is torch.int64 \(3,\), but there are 24 rows"):
         fsdp_groups(2).async_train(0, {**plain, "mine": torch.arange(3)})
+    with pytest.raises(ray.exceptions.RayTaskError, match="mine has 25 rows, but input_ids has 24"):
+        ray.get(fsdp_groups(2).async_train(0, ray.put({**plain, "mine": torch.arange(25)})))
 
 
 def test_interrupted_pass_restores_the_weights(fsdp_groups, llama_folder, data):
