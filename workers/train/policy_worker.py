@@ -50,6 +50,7 @@ from workers.data.rollout_data import (
     token_versions,
 )
 from workers.data.routed_experts import ROUTED_EXPERTS, RoutingShape, missing_routes, without_routes
+from workers.distributed import gathered
 from workers.hf_files import known_config, tokens_of
 from workers.seeds import mixed_seed
 from workers.train.args import TrainArgsError
@@ -516,8 +517,9 @@ class PolicyTrainWorker(ModelWorker):
     # --- rows -------------------------------------------------------------------------------------
 
     def _checked(self, rows: Callable[[], Data]) -> Data:
-        """Return this rank's rows if the rows of all data-parallel ranks are valid. Otherwise raise on all ranks, so
-        that none waits for the others in a collective."""
+        """Return this rank's rows if the rows of all ranks are valid. Otherwise raise on all ranks, so that none waits
+        for the others in a collective: also those of the same dp rank, of which one alone may fail to fetch its
+        rows."""
         data: Data = {}
         error: Exception | None = None
         try:
@@ -528,21 +530,21 @@ class PolicyTrainWorker(ModelWorker):
             check_rollout_data(data, self.args.vocab_size or tokens_of(config), RoutingShape.of(config))
         except Exception as raised:
             error = raised
-        said = self._over_dp((None if error is None else f"{type(error).__name__}: {error}", sorted(data)))
+        said = gathered((self._dp_rank, None if error is None else f"{type(error).__name__}: {error}", sorted(data)))
         if error is not None:
             raise error
-        if wrong := {rank: why for rank, (why, _) in enumerate(said) if why is not None}:
+        if wrong := {rank: why for rank, why, _ in said if why is not None}:
             first = min(wrong)
             raise RolloutDataError(
                 f"the rows of the dp ranks {sorted(wrong)} are invalid; dp rank {first}: {wrong[first]}"
             )
-        entries = [set(names) for _, names in said]
+        entries = [set(names) for *_, names in said]
         if some := set.union(*entries) - set.intersection(*entries):
             name = min(some)
-            ranks = [rank for rank, names in enumerate(entries) if name in names]
+            ranks = sorted({rank for rank, _, names in said if name in names})
             raise RolloutDataError(
-                f"only the dp ranks {ranks} of {len(said)} have {name!r} in their rollout data; all dp ranks need the "
-                "same entries"
+                f"only the dp ranks {ranks} of {len({rank for rank, *_ in said})} have {name!r} in their rollout data; "
+                "all dp ranks need the same entries"
             )
         return data
 

@@ -356,6 +356,23 @@ def test_entry_on_some_ranks_only_is_an_error_on_all_ranks(fsdp_groups, llama_fo
     assert group.worker_group.broken is None
 
 
+def refused(args, data):
+    """Postprocessing that fails on one rank only."""
+    if torch.distributed.get_rank():
+        raise OSError("no disk")
+    return data
+
+
+def test_rows_that_one_rank_of_a_sequence_lacks_are_an_error_on_all_ranks(fsdp_groups, llama_folder, data):
+    """Both ranks have the same rows, and are one dp rank."""
+    group = fsdp_groups(2)
+    args = {"sequence_parallel_size": 2, "rollout_data_postprocess_path": "test_fsdp.refused"}
+    begin(group, {"hf_checkpoint": llama_folder, **args})
+    with pytest.raises(WorkerError, match="no disk"):
+        group.worker_group.train(0, data)
+    assert group.get_parallel_config()["dp_size"] == 1, "a rank waits for the other one"
+
+
 def test_rows_in_a_dict_are_balanced_and_extra_entries_follow_them_or_go_to_all_ranks(fsdp_groups, llama_folder, data):
     plain = dict(data.items())
     given = {**plain, "texts": [str(k) for k in range(len(data))], "nothing": None, "name": "n", "one": torch.tensor(3)}
