@@ -260,8 +260,14 @@ def _check_exact(args: Any) -> None:
 
 
 def _check_exports(args: Any) -> None:
-    """An export into a checkpoint's folder would mix with it, and be deleted with it."""
+    """An export into a checkpoint's folder would mix with it, and be deleted with it. Files of the critic in a folder
+    of the actor would replace those."""
     from workers.train.checkpoints import folder_of
+
+    for name in ("save", "save_hf"):
+        own = args[f"critic_{name}"]
+        if args.advantage_estimator not in _WITHOUT_CRITIC and own and args[name] and Path(own) == Path(args[name]):
+            raise TrainArgsError(f"args.critic_{name}={own!r} is also {name}; leave it out, or choose another folder")
 
     for save in (args.save, critic_folder(args, "save")):
         for name in ("save_hf", "critic_save_hf"):
