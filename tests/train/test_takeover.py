@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import ray
 from plain_train_workers import Manager
+from waits import wait_until
 
+from single_controller import WorkerError
+from workers.train.args import read_args
 from workers.train.train_group import RayTrainGroup
 
 pytestmark = pytest.mark.timeout(120)
@@ -93,12 +96,19 @@ def test_training_goes_on_where_it_was(killed_driver):
         RayTrainGroup.attach("going_")
 
 
-def test_dead_rank_means_the_last_checkpoint(killed_driver):
+def test_dead_rank_means_the_last_checkpoint(killed_driver, monkeypatch):
     os.kill(killed_driver[1], signal.SIGKILL)
     with RayTrainGroup.attach("losing_") as group:
         assert (group.next_rollout_id, group.weight_version) == (2, 3)
         ray.get(group.async_train(2, rows(2)))
         assert not {rank["pid"] for rank in group.worker_group.said()} & set(killed_driver)
+        # The next driver cannot start the workers again: then nobody could free their slots.
+        group.args = read_args({"user": {"fail_in_init": 0}})
+        group.onload()  # leaves them
+        monkeypatch.setattr("workers.train.train_group.common_position", lambda workers, timeout: None)
+        with pytest.raises(WorkerError, match="no disk"):
+            RayTrainGroup.attach("losing_")
+        wait_until(lambda: not states() - {"REMOVED"}, 10)
     end = time.monotonic() + 10
     while states() - {"REMOVED"}:
         assert time.monotonic() < end, "placement groups of a group that was taken over are left"

@@ -551,13 +551,18 @@ class RayTrainGroup:
         self._placement = workers.hand_over_placement()
         self._start_alone()
         self._group, self._made = workers, workers.generation
-        position = common_position(workers, timeout)
-        if position is None:
-            begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
-            self.next_rollout_id = begun[0] if begun else None
-        else:
-            self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
-            self._progress.trained = position[0] - 1
+        try:
+            position = common_position(workers, timeout)
+            if position is None:
+                begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
+                self.next_rollout_id = begun[0] if begun else None
+            else:
+                self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
+                self._progress.trained = position[0] - 1
+        except BaseException:
+            if not self._alive:  # the restart has failed: nobody finds the slots of workers that have ended
+                self._end()
+            raise
         return self
 
     # --- training ---------------------------------------------------------------------------------------
