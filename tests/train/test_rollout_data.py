@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from workers.data.balance import Balance
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of
 from workers.train.args import read_args
 from workers.train.policy_worker import PolicyTrainWorker, check_entries
+from workers.train.train_worker import Referred, own_rows
 
 MODEL = {"model_type": "llama", "vocab_size": 32, "hidden_size": 8, "num_attention_heads": 2}
 
@@ -113,3 +115,14 @@ def test_rows_of_an_entry_with_another_number_of_rows_are_an_error():
     for name, value in (("rewards", torch.zeros(3)), ("texts", ["a"])):
         with pytest.raises(RolloutDataError, match=f"{name} has {len(value)} rows, but input_ids has 2"):
             rows_of({**rows(), name: value}, [1, 0])
+
+
+def test_rows_behind_a_reference_lack_an_entry():
+    whole = {name: value for name, value in rows().items() if name != "attention_mask"}
+    for given, message in (
+        (Referred(None), "got NoneType"),
+        (Referred({"rewards": torch.zeros(2)}), "no 'input_ids'; it has rewards"),
+        (Referred(whole, Balance(2)), "no 'attention_mask'"),
+    ):
+        with pytest.raises(RolloutDataError, match=message):
+            own_rows(given, 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dispatch.batch import share_rows
 from workers.data.packing import common_prefixes, divide
-from workers.data.rollout_data import rollout_numbers, rows_of, sizes_of_steps, step_numbers
+from workers.data.rollout_data import require_entries, rollout_numbers, rows_of, sizes_of_steps, step_numbers
 from workers.data.routed_experts import RoutingShape, size_of
 
 _EXCHANGES = 4  # per part; the greedy assignment is already good, and more exchanges gain little
@@ -114,6 +114,7 @@ class Balance:
 
 def balanced_rows(data: Any, how: Balance) -> Any:
     """Return rollout data in the order of `order_of_rows`."""
+    require_entries(data, ("input_ids", "attention_mask"))
     return rows_of(data, order_of_rows(data, how))
 
 

@@ -239,6 +239,16 @@ def is_tensor(name: str) -> bool:
     return name in PER_TOKEN | PER_ROW | EITHER | CANDIDATES | {*SAMPLING_MASK} or name.startswith(REWARD_PART)
 
 
+def require_entries(data: Any, names: Sequence[str] = ()) -> None:
+    """Raise a `RolloutDataError` unless data is a mapping that has these entries."""
+    if not hasattr(data, "keys"):
+        raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(data).__name__}")
+    has = [str(name) for name in data.keys()]  # noqa: SIM118  (a TensorDict iterates over its rows)
+    for name in names:
+        if name not in has:
+            raise RolloutDataError(f"rollout data has no {name!r}; it has {', '.join(has) or 'no entries'}")
+
+
 def check_rollout_data(
     data: Mapping[str, Any], vocab_size: int | None = None, routing: RoutingShape | None = None
 ) -> None:
@@ -255,8 +265,7 @@ def check_rollout_data(
     """
     import torch
 
-    if not hasattr(data, "keys"):
-        raise RolloutDataError(f"rollout data must be a TensorDict or a dict of tensors, got {type(data).__name__}")
+    require_entries(data)
     data = {str(name): data[name] for name in data.keys()}  # noqa: SIM118  (a TensorDict has no `in`)
     for name, value in data.items():
         if getattr(value, "is_nested", False) and name not in ("sampling_mask", ROUTED_EXPERTS):
@@ -264,9 +273,7 @@ def check_rollout_data(
                 f"rollout data: {name} is a jagged tensor, but train groups take padded ones: for each jagged entry, "
                 f"pass torch.nested.to_padded_tensor(data[{name!r}], 0), and an attention_mask that is 1 at real tokens"
             )
-    for name in NEEDED:
-        if name not in data:
-            raise RolloutDataError(f"rollout data has no {name!r}; it has {', '.join(data) or 'no entries'}")
+    require_entries(data, NEEDED)
     ids = data["input_ids"]
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         raise RolloutDataError(f"rollout data: input_ids must be int64 of shape (rows, tokens), got {_what(ids)}")

@@ -44,6 +44,7 @@ from workers.data.rollout_data import (
     check_rollout_data,
     is_tensor,
     of_rollouts,
+    require_entries,
     rows_of,
     sizes_of_steps,
     step_numbers,
@@ -742,8 +743,7 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 def _tensors(given: Any) -> Data:
-    if not hasattr(given, "keys"):
-        check_rollout_data(given)  # which says so
+    require_entries(given)
     entries: dict[str, Any] = {}
     for name in given.keys():  # noqa: SIM118
         entry = given[name]

@@ -16,7 +16,7 @@ from dispatch.modes import Cut, DispatchMode, Join, ListMode, Mode, has_axes
 from single_controller import Dispatch, Worker, register
 from single_controller.ray.results import fetch
 from workers.data.balance import Balance, balanced_rows
-from workers.data.rollout_data import rows_of
+from workers.data.rollout_data import require_entries, rows_of
 from workers.recovery.snapshot_choice import Recovery, Versions
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def own_rows(given: Any, dp_rank: int, dp_size: int = 1) -> Any:
     if not isinstance(given, Referred):
         return given
     whole = fetch(given.ref)
+    require_entries(whole, ("input_ids",))
     if given.balance is not None:
         whole = balanced_rows(whole, given.balance)
     share = share_rows(len(whole["input_ids"]), dp_size, "ragged")[dp_rank]
