@@ -252,7 +252,8 @@ def main():
                 print(f"\nA trainer was replaced; training goes on with rollout {begin[0]}. {error}")
                 rollout_id = begin[0]
                 if args.offload_train:
-                    manager.onload()  # the step may have ended before
+                    for one in (manager, *groups):  # the step may have ended before
+                        one.onload()
             progress.update(rollout_id - progress.n)
         progress.close()
         for group in groups:
