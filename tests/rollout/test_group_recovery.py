@@ -139,6 +139,16 @@ def test_attempts_are_repeated_and_take_what_there_is_room_for(caplog):
     assert "1 rollout workers are missing" in caplog.text
 
 
+def test_attempts_go_on_through_an_outage_of_days():
+    """A host is gone for so long that there were more attempts than a float has powers of two."""
+    group = Group()
+    of = GroupRecovery(group)
+    of.recover(died(1), elastic=True)
+    of._tries, group.results = 2000, [StartError("no host has room", rank=0)]
+    grow(of, lambda: group.world_size == 3 and not of.due)
+    assert group.calls[1:] == [("grow", 1)] * 2
+
+
 def test_group_that_was_restarted_as_a_whole_lacks_nobody():
     group = Group()
     of = GroupRecovery(group)

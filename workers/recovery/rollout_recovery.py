@@ -124,7 +124,7 @@ class GroupRecovery:
         elif isinstance(error, GroupClosedError) or not isinstance(error, SingleControllerError):
             raise error
         elif self._missing:
-            wait = min(RETRY_SECONDS[0] * 2**self._tries, RETRY_SECONDS[1])
+            wait = min(RETRY_SECONDS[0] * 2 ** min(self._tries, 10), RETRY_SECONDS[1])
             wait = 0.0 if isinstance(error, PlacementError) and not self._tries and self._missing > 1 else wait
             self._tries += 1
             self._next_try = time.monotonic() + wait
