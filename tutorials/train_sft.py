@@ -73,7 +73,7 @@ def main():
     data = SFTData.from_args(args, tokenizer)
     held_out = SFTData.from_args(args, tokenizer, key="eval_data").all() if args.eval_data is not None else None
     with (
-        RayTrainGroup(args, 1, args.actor_num_gpus_per_node) as group,
+        RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node) as group,
         RunLog.from_args(args, run_dir=OUT / "run", tokenizer=tokenizer) as log,
     ):
         start = ray.get(group.async_init())[0]
