@@ -63,6 +63,11 @@ def test_damaged_note_of_the_position_is_an_error(alone, tmp_path, damaged):
     (tmp_path / "latest.json").write_text(damaged)
     with pytest.raises(CheckpointError, match="cannot determine which checkpoint to load"):
         RolloutCheckpoints(str(tmp_path), None, 0).find()
+    # A run that only saves there goes on: rank 0, which alone reads it, must not leave the others waiting.
+    writing = RolloutCheckpoints(None, str(tmp_path), 0)
+    assert writing.find() is None
+    writing.save(Model(), 4, optimizer_step=4, weight_version=0, background=False)
+    assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
 
 
 def test_folders_of_another_run_and_empty_folders_are_logged(alone, tmp_path, caplog):

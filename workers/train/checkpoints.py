@@ -98,7 +98,7 @@ def noted(folder: str | Path | None) -> str | None:
     """Return the name of the checkpoint that `LATEST` in a folder names; None if there is none."""
     try:
         return None if folder is None else str(json.loads((Path(folder) / LATEST).read_text())["folder"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
