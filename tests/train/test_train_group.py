@@ -771,6 +771,8 @@ def critic(slots):
 
 def test_actor_rank_i_reaches_critic_rank_i(actor, critic):
     actor.connect(critic)
+    kill(actor, 1)
+    assert actor.replace() == [0, 0], "the critic has no model yet"
     ray.get(critic.async_init())
 
     def reached():

@@ -402,7 +402,7 @@ class RayTrainGroup:
                 group._rollout.rewind(begin[0])
         if self._pair is not None:
             self._pair.forget()
-            if len(groups) == 2:
+            if all(group._alive and not group.worker_group.broken for group in self._pair.groups):
                 self._pair.groups[0].connect(self._pair.groups[1])
         return begin
 
