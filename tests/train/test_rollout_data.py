@@ -126,3 +126,10 @@ def test_rows_behind_a_reference_lack_an_entry():
     ):
         with pytest.raises(RolloutDataError, match=message):
             own_rows(given, 0)
+
+
+def test_rows_of_several_entries_move_with_the_others():
+    """As a teacher's method returns them. The ranks cut them by row, wherever `balance_data` has moved the others."""
+    teacher = {"ref_log_probs": torch.tensor([[0.0] * 3, [1.0] * 3]), "names": ["a", "b"]}
+    found = rows_of({**rows(), "teacher": teacher}, [1, 0])["teacher"]
+    assert (found["ref_log_probs"][:, 0].tolist(), found["names"]) == ([1.0, 0.0], ["b", "a"])

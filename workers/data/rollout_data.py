@@ -206,7 +206,9 @@ def rows_of(data: Any, which: Any) -> Any:
     count = len(data["input_ids"])
     numbers = range(count)[which] if isinstance(which, slice) else which
 
-    def part(name: str, value: Any) -> Any:
+    def part(name: Any, value: Any) -> Any:
+        if isinstance(value, dict):  # several entries: what the future of a method that returns a dict became
+            return {key: part(key, entry) for key, entry in value.items()}
         held = len(value) if isinstance(value, (list, tuple)) else next(iter(_shape(value)), count)
         if held != count:
             raise RolloutDataError(f"rollout data: {name} has {held} rows, but input_ids has {count}")

@@ -379,6 +379,9 @@ def test_rows_in_a_dict_are_balanced_and_extra_entries_follow_them_or_go_to_all_
     begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "balance_data": True, "lr": 0.0})  # each step does the same
     found = [{**learn(fsdp_groups(2), 0, rows), "seconds": 0} for rows in (data, plain, given, ray.put(given))]
     assert all(metrics == found[0] for metrics in found)
+    ref = {"ref_log_probs": -4 * torch.rand(data["input_ids"].shape)}  # also as what a teacher's method has returned
+    flat, nested = (learn(fsdp_groups(2), 0, {**plain, **of}) for of in (ref, {"teacher": ref}))
+    assert flat["kl"] == nested["kl"] > 0
     with pytest.raises(RolloutDataError, match=r"mine is torch.int64 \(3,\), but there are 24 rows"):
         fsdp_groups(2).async_train(0, {**plain, "mine": torch.arange(3)})
     with pytest.raises(ray.exceptions.RayTaskError, match="mine has 25 rows, but input_ids has 24"):
