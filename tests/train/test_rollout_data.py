@@ -133,3 +133,4 @@ def test_rows_of_several_entries_move_with_the_others():
     teacher = {"ref_log_probs": torch.tensor([[0.0] * 3, [1.0] * 3]), "names": ["a", "b"]}
     found = rows_of({**rows(), "teacher": teacher}, [1, 0])["teacher"]
     assert (found["ref_log_probs"][:, 0].tolist(), found["names"]) == ([1.0, 0.0], ["b", "a"])
+    assert rows_of({**rows(), "numbers": range(2)}, [1, 0])["numbers"] == [1, 0]

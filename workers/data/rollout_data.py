@@ -209,10 +209,10 @@ def rows_of(data: Any, which: Any) -> Any:
     def part(name: Any, value: Any) -> Any:
         if isinstance(value, dict):  # several entries: what the future of a method that returns a dict became
             return {key: part(key, entry) for key, entry in value.items()}
-        held = len(value) if isinstance(value, (list, tuple)) else next(iter(_shape(value)), count)
+        held = len(value) if isinstance(value, (list, tuple, range)) else next(iter(_shape(value)), count)
         if held != count:
             raise RolloutDataError(f"rollout data: {name} has {held} rows, but input_ids has {count}")
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, range)):
             return [value[number] for number in numbers]
         if getattr(value, "is_nested", False):
             return jagged_rows(value, numbers)
