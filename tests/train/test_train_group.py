@@ -46,7 +46,7 @@ from single_controller import (
 )
 from single_controller.call.future import ComputedFuture
 from workers.train.args import TrainArgsError, read_args
-from workers.train.group_links import RolloutLink
+from workers.train.group_links import RolloutLink, SharedRollout
 from workers.train.train_group import RayTrainGroup
 from workers.train.train_placement import NOSET, place, train_environment
 from workers.train.train_worker import worker_class
@@ -839,6 +839,19 @@ def test_custom_workers_need_not_compute_values(slots):
         one.connect(two)
         ray.get([*one.async_init(), *two.async_init()])
         assert [m["computed"] for m in ray.get(one.async_train(0, ROWS))] == [[]]
+
+
+def test_two_objects_for_one_rollout_are_told_of(caplog):
+    """The values for the actor would be those of a critic that has trained on the rollout."""
+    workers = SimpleNamespace(methods={"compute_values"})
+    given = {"args": read_args({"advantage_estimator": "gae"}), "ready_workers": lambda method: workers}
+    shared = SharedRollout(*(SimpleNamespace(role=role, **given) for role in ("actor", "critic")))
+    for role in ("critic", "actor"):
+        shared.take(0, ROWS, role)
+    shared.take(0, {**ROWS}, "critic")  # trained on once more
+    assert not caplog.text
+    shared.take(0, {**ROWS}, "actor")
+    assert "actor and critic were given two objects as data of rollout 0" in caplog.text
 
 
 def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):

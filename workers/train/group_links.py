@@ -160,23 +160,33 @@ class SharedRollout(Generic[G]):
         self._given: Any = None
         self.data: Any = None
         self._futures: dict[str, WorkerFuture] = {}
+        self._roles: set[str] = set()  # that were given it
 
-    def take(self, rollout_id: int, given: Any) -> None:
-        """Set `data` for a rollout, unless it is the last one again.
+    def take(self, rollout_id: int, given: Any, role: str) -> None:
+        """Set `data` for a rollout, unless it is the last one again. If the groups are given two objects for one
+        rollout, a warning is logged.
 
         Args:
             rollout_id: number of the rollout.
             given: what `RayTrainGroup.async_train` was given.
+            role: of the group that was given it.
         """
         if self._given is given and self._rollout_id == rollout_id:
+            self._roles.add(role)
             return
+        if self._rollout_id == rollout_id and role not in self._roles and self.to_compute(given):
+            logger.warning(
+                "actor and critic were given two objects as data of rollout %s. What they compute for each other is "
+                "computed twice, and the second time with weights that may be trained on it; pass both the same object",
+                rollout_id,
+            )
         how, args = None, self.groups[0].args
         if args.balance_data:
             # Both groups shard the same rows, so the order must suit the dp sizes of both.
             parts = math.lcm(*(group.ready_workers("async_train").dp_size for group in self.groups))
             how = Balance.of(args, parts, known_config(args))
         self.data, self._futures = ordered(given, how), {}
-        self._rollout_id, self._given = rollout_id, given
+        self._rollout_id, self._given, self._roles = rollout_id, given, {role}
 
     def computed(self) -> dict[str, Any]:
         """Start what the groups compute for each other. Returns arguments of `TrainWorker.train`: futures, whose rows

@@ -650,7 +650,7 @@ class RayTrainGroup:
             if self._with_ref and self.role == "actor":
                 computed.add("ref_log_probs")
             self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
-        shared.take(rollout_id, rollout_data_ref)
+        shared.take(rollout_id, rollout_data_ref, self.role)
         if self._progress.sent_after == rollout_id:  # it is trained on once more
             self._progress.sent_after = None
         self._progress.trained = rollout_id
