@@ -339,6 +339,7 @@ def test_async_methods_return_one_reference_per_rank(actor):
         {"rollout_id": 3, "rows": [0, 1, 2], "computed": []},
         {"rollout_id": 3, "rows": [3, 4], "computed": []},
     ]
+    assert type(actor.async_train(np.int64(3), ROWS).result()[0]["rollout_id"]) is int
     said = actor.worker_group.said()
     assert [(s["rank"], s["role"], s["with_ref"]) for s in said] == [(0, "actor", True), (1, "actor", True)]
     with pytest.raises(TrainArgsError, match="3 references for 2 dp ranks"):
@@ -465,7 +466,7 @@ def test_error_of_a_reference_that_nobody_fetches_is_not_logged(slots, monkeypat
 def test_save_model_without_a_folder_warns(actor, caplog):
     ray.get(actor.async_init())
     with caplog.at_level("WARNING", "workers.train.train_group"):
-        assert actor.save_model(3) is None
+        assert actor.save_model(np.int64(3)) is None
     assert "save_model(3) has written nothing: set args.save" in caplog.text
 
 

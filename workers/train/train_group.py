@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import ray
@@ -628,6 +629,7 @@ class RayTrainGroup:
             RuntimeError: in an event loop, a future of `RolloutManager.generate_async` that is not done: await it.
         """
         workers = self.ready_workers("async_train")
+        rollout_id = index(rollout_id)  # JSON, as which snapshots and checkpoints note it, has no numbers of NumPy
         if self.args.debug_rollout_only:
             return ReferencedFuture(workers.train.remote(rollout_id, None), _wait_for)
         _check_references("async_train", rollout_data_ref, workers.dp_size)
@@ -737,6 +739,7 @@ class RayTrainGroup:
             set either.
         """
         workers = self.ready_workers("save_model")
+        step = index(step)
         # Rank 0 alone fetches the state. A user's class may lack the parameter.
         state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
         args = role_args(self.args, self.role)
