@@ -9,6 +9,7 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from byte_tokens import byte_tokenizer
 from waits import wait_until
@@ -251,6 +252,12 @@ def test_state_saves_reading_what_was_left_out(tmp_path, monkeypatch):
     assert len(read) == 1
     monkeypatch.undo()
     assert rollouts(second, 10, 12) == expected[10:]
+
+
+def test_number_of_a_rollout_may_be_one_of_numpy():
+    data = PromptData(open_rows([{"prompt": [n, 1]} for n in range(8)], seed=0), 2)
+    expected = [data(rollout_id) for rollout_id in range(3)]
+    assert [data(np.int64(rollout_id)) for rollout_id in range(3)] == expected
 
 
 def test_another_batch_size_continues_with_the_next_row(tmp_path):

@@ -10,6 +10,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any, Literal, get_args
 
 from dispatch.checks import check_count
@@ -119,7 +120,7 @@ class RowReader:
             IndexError: the position is after the last epoch.
         """
         with self._lock:
-            return self._at(position)
+            return self._at(index(position))  # the order is computed with integers of any size
 
     def take(self, count: int) -> list[Any]:
         """Return the next rows, at most ``count``: fewer, or none, at the end of the last epoch.
