@@ -232,14 +232,15 @@ class RayTrainGroup:
         )
         self._made: int | None = self._group.generation
         self._asleep = False
-        if self._with_ref is None:
-            return None
-        self.weight_version = max(self.weight_version, self._tried)  # some rollout workers may have these weights
+        begin: list[int] | None = None
         try:
-            begin = self._init_again()
-            if self._rollout is not None:
-                self._rollout.forget()
-                self._rollout.rewind(begin[0])
+            if self._with_ref is not None:
+                # Some rollout workers may have these weights.
+                self.weight_version = max(self.weight_version, self._tried)
+                begin = self._init_again()
+                if self._rollout is not None:
+                    self._rollout.forget()
+                    self._rollout.rewind(begin[0])
             if self._pair is not None and all(group._alive for group in self._pair.groups):
                 actor, critic = self._pair.groups
                 try:
@@ -252,6 +253,8 @@ class RayTrainGroup:
         except BaseException:
             self._group.close()  # the group is released again, as before the call
             raise
+        if begin is None:
+            return None
         self.next_rollout_id = begin[0]
         self._leave()
         if self._rollout is not None and self.weight_version:
