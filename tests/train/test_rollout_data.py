@@ -134,3 +134,13 @@ def test_rows_of_several_entries_move_with_the_others():
     found = rows_of({**rows(), "teacher": teacher}, [1, 0])["teacher"]
     assert (found["ref_log_probs"][:, 0].tolist(), found["names"]) == ([1.0, 0.0], ["b", "a"])
     assert rows_of({**rows(), "numbers": range(2)}, [1, 0])["numbers"] == [1, 0]
+
+
+def test_driver_knows_the_entries_of_a_dict():
+    """As a teacher's method returns them."""
+    args = read_args({"hf_config": MODEL, "kl_loss_coef": 0.1})
+    PolicyTrainWorker.check_rows(args, {**rows(), "teacher": {"ref_log_probs": torch.zeros(2, 3)}}, "actor", ())
+    with pytest.raises(RolloutDataError, match=r"ref_log_probs is .*expected the shape of input_ids"):
+        PolicyTrainWorker.check_rows(args, {**rows(), "teacher": {"ref_log_probs": torch.zeros(2, 2)}}, "actor", ())
+    with pytest.raises(RolloutDataError, match="rewards twice: also in 'teacher'"):
+        PolicyTrainWorker.check_rows(args, {**rows(), "teacher": {"rewards": torch.zeros(2)}}, "actor", ())

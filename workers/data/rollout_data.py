@@ -251,6 +251,23 @@ def require_entries(data: Any, names: Sequence[str] = ()) -> None:
             raise RolloutDataError(f"rollout data has no {name!r}; it has {', '.join(has) or 'no entries'}")
 
 
+def entries_of(data: Any) -> dict[str, Any]:
+    """Return rollout data as a dict. The entries of a dict in it, which a future of several became, are its own.
+
+    Raises:
+        RolloutDataError: it is no mapping, or an entry is there twice.
+    """
+    require_entries(data)
+    entries: dict[str, Any] = {}
+    for name in data.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
+        entry = data[name]
+        several = {str(one): entry[one] for one in entry.keys()} if hasattr(entry, "keys") else {str(name): entry}  # noqa: SIM118
+        if twice := entries.keys() & several.keys():
+            raise RolloutDataError(f"rollout data has {', '.join(sorted(twice))} twice: also in {str(name)!r}")
+        entries |= several
+    return entries
+
+
 def check_rollout_data(
     data: Mapping[str, Any], vocab_size: int | None = None, routing: RoutingShape | None = None
 ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 
 from single_controller import Broadcast, WorkerFuture
 from workers.data.balance import Balance, balanced_rows
+from workers.data.rollout_data import entries_of
 from workers.hf_files import known_config
 from workers.recovery.train_recovery import TrainGroup
 from workers.train.args import TrainArgsError
@@ -209,7 +210,7 @@ class SharedRollout(Generic[G]):
             wanted.append(("old_log_probs", "actor", "compute_old_log_prob"))
         if args.kl_coef:
             wanted.append(("ref_log_probs", "actor", "compute_ref_log_prob"))
-        has = given.keys() if hasattr(given, "keys") else ()
+        has: Collection[str] = entries_of(given) if hasattr(given, "keys") else ()
         return [
             (name, method, group)
             for name, role, method in wanted

@@ -42,9 +42,9 @@ from workers.data.rollout_data import (
     REWARD_PART,
     RolloutDataError,
     check_rollout_data,
+    entries_of,
     is_tensor,
     of_rollouts,
-    require_entries,
     rows_of,
     sizes_of_steps,
     step_numbers,
@@ -103,12 +103,13 @@ class PolicyTrainWorker(ModelWorker):
         if args.rollout_data_postprocess_path is None:
             replays = _replays_rollout(args, role)
             config = known_config(args) if replays or args.vocab_size is None else None
-            read = rows if replays or not hasattr(rows, "keys") else without_routes(rows)
+            rows = entries_of(rows)
+            read = rows if replays else without_routes(rows)
             routing = RoutingShape.of(config) if replays and config is not None else None
             check_rollout_data(read, args.vocab_size or (config and tokens_of(config)), routing)
-            check_entries({*rows.keys(), *computed}, args, role)
+            check_entries({*rows, *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
-            if compares and "advantages" not in rows.keys():  # noqa: SIM118  (a TensorDict has no `in`)
+            if compares and "advantages" not in rows:
                 check_groups(of_rollouts(rows, "group_ids"), args.advantage_estimator)
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
@@ -743,18 +744,9 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 def _tensors(given: Any) -> Data:
-    require_entries(given)
-    entries: dict[str, Any] = {}
-    for name in given.keys():  # noqa: SIM118
-        entry = given[name]
-        # What a future of several entries became.
-        several = {str(one): entry[one] for one in entry.keys()} if hasattr(entry, "keys") else {str(name): entry}  # noqa: SIM118
-        if twice := entries.keys() & several.keys():
-            raise RolloutDataError(f"rollout data has {', '.join(sorted(twice))} twice: also in {str(name)!r}")
-        entries |= several
     kept: dict[str, Any] = {
         name: value
-        for name, value in entries.items()
+        for name, value in entries_of(given).items()
         # An array stays where it is an error, which the check then says.
         if (isinstance(value, torch.Tensor) and value.dim()) or (isinstance(value, np.ndarray) and is_tensor(name))
     }
