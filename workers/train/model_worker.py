@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from single_controller.ray.results import fetch
 from workers.data.balance import sequence_cost
@@ -181,7 +182,13 @@ class ModelWorker(TrainWorker):
                 self.backup.copy("ref")
         position = self.checkpoints.find()
         if position is not None:
-            self.model.load(position.folder, optimizer=not self.args.no_load_optim)
+            try:
+                self.model.load(position.folder, optimizer=not self.args.no_load_optim)
+            except CheckpointException as error:  # not an Exception subclass; torch raises it on all ranks
+                raise CheckpointError(
+                    f"{str(position.folder)!r} cannot be read, and may be damaged; to load another checkpoint, set "
+                    f"ckpt_step: {error}"
+                ) from error
             if not self.args.no_load_optim:
                 self.optimizer_step = position.optimizer_step
                 if position.kl_coef is not None and self.args.kl_target is not None:

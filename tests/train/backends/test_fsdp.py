@@ -154,6 +154,9 @@ def test_complete_checkpoint_is_never_overwritten(fsdp_groups, llama_folder, dat
     expected = whole_weights(group)
     assert begin(group, args) == [4]
     assert distance(whole_weights(group), expected) == 0.0
+    next(tmp_path.glob("*/*.distcp")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="rollout_0000003' cannot be read, and may be damaged"):
+        group.async_init(args).result()
 
 
 def test_rank_that_cannot_copy_its_state_does_not_keep_the_others(fsdp_groups, llama_folder, data, tmp_path):
