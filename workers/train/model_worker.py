@@ -186,8 +186,8 @@ class ModelWorker(TrainWorker):
                 self.model.load(position.folder, optimizer=not self.args.no_load_optim)
             except CheckpointException as error:  # not an Exception subclass; torch raises it on all ranks
                 raise CheckpointError(
-                    f"{str(position.folder)!r} cannot be read, and may be damaged; to load another checkpoint, set "
-                    f"ckpt_step: {error}"
+                    f"{str(position.folder)!r} cannot be read. It may be damaged, or of another model; to load another "
+                    f"checkpoint, set ckpt_step: {error}"
                 ) from error
             if not self.args.no_load_optim:
                 self.optimizer_step = position.optimizer_step
