@@ -207,7 +207,7 @@ def rows_of(data: Any, which: Any) -> Any:
     numbers = range(count)[which] if isinstance(which, slice) else which
 
     def part(name: Any, value: Any) -> Any:
-        if isinstance(value, dict):  # several entries: what the future of a method that returns a dict became
+        if isinstance(value, dict):  # several entries, such as what a method of another group has returned
             return {key: part(key, entry) for key, entry in value.items()}
         held = len(value) if isinstance(value, (list, tuple, range)) else next(iter(_shape(value)), count)
         if held != count:
@@ -252,7 +252,8 @@ def require_entries(data: Any, names: Sequence[str] = ()) -> None:
 
 
 def entries_of(data: Any) -> dict[str, Any]:
-    """Return rollout data as a dict. The entries of a dict in it, which a future of several became, are its own.
+    """Return rollout data as a dict. An entry that is a dict itself, such as what a method of another group has
+    returned, is replaced by its entries.
 
     Raises:
         RolloutDataError: it is no mapping, or an entry is there twice.

@@ -120,7 +120,7 @@ class RowReader:
             IndexError: the position is after the last epoch.
         """
         with self._lock:
-            return self._at(index(position))  # the order is computed with integers of any size
+            return self._at(index(position))  # the order needs larger integers than those of NumPy
 
     def take(self, count: int) -> list[Any]:
         """Return the next rows, at most ``count``: fewer, or none, at the end of the last epoch.

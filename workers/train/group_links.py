@@ -161,7 +161,7 @@ class SharedRollout(Generic[G]):
         self._given: Any = None
         self.data: Any = None
         self._futures: dict[str, WorkerFuture] = {}
-        self._roles: set[str] = set()  # that were given it
+        self._roles: set[str] = set()  # of the groups that were given it
 
     def take(self, rollout_id: int, given: Any, role: str) -> None:
         """Set `data` for a rollout, unless it is the last one again. If the groups are given two objects for one
@@ -178,7 +178,7 @@ class SharedRollout(Generic[G]):
         if self._rollout_id == rollout_id and role not in self._roles and self.to_compute(given):
             logger.warning(
                 "actor and critic were given two objects as data of rollout %s. What they compute for each other is "
-                "computed twice, and the second time with weights that may be trained on it; pass both the same object",
+                "then computed again, perhaps after the other group has trained on it; pass the same object to both",
                 rollout_id,
             )
         how, args = None, self.groups[0].args

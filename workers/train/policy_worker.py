@@ -520,8 +520,7 @@ class PolicyTrainWorker(ModelWorker):
 
     def _checked(self, rows: Callable[[], Data]) -> Data:
         """Return this rank's rows if the rows of all ranks are valid. Otherwise raise on all ranks, so that none waits
-        for the others in a collective: also those of the same dp rank, of which one alone may fail to fetch its
-        rows."""
+        for another one in a collective: of the ranks with the same rows too, one alone may fail to fetch them."""
         data: Data = {}
         error: Exception | None = None
         try:

@@ -632,7 +632,7 @@ class RayTrainGroup:
             RuntimeError: in an event loop, a future of `RolloutManager.generate_async` that is not done: await it.
         """
         workers = self.ready_workers("async_train")
-        rollout_id = index(rollout_id)  # JSON, as which snapshots and checkpoints note it, has no numbers of NumPy
+        rollout_id = index(rollout_id)  # snapshots and checkpoints write it as JSON, which takes no NumPy number
         if self.args.debug_rollout_only:
             return ReferencedFuture(workers.train.remote(rollout_id, None), _wait_for)
         _check_references("async_train", rollout_data_ref, workers.dp_size)
