@@ -5,6 +5,8 @@ import base64
 import io
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from array import array
@@ -836,6 +838,30 @@ def test_a_gateway_is_started_once_and_again_after_its_stop():
         gateway.stop()
         gateway.start()
         assert httpx.get(f"{gateway.address}/health").status_code < 500
+
+
+def test_a_fork_does_not_hide_the_end_of_its_parents_gateway():
+    """Neither from clients that are connected, nor from those that connect."""
+    began, begins = os.pipe()
+    with serving(ScriptEngine(lambda *_: "fine")) as gateway:
+        _, token = gateway.open()
+        assert chat(gateway, token, [user("x")]).status_code == 200  # and its connection stays open
+        fork = os.fork()
+        if not fork:
+            os.write(begins, b"x")
+            time.sleep(60)
+            os._exit(0)
+        try:
+            os.read(began, 1)
+            assert chat(gateway, token, [user("y")]).status_code == 200
+            gateway.stop()
+            with pytest.raises(httpx.ConnectError):
+                chat(gateway, token, [user("z")], timeout=5)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+            os.close(began)
+            os.close(begins)
 
 
 def test_limits_of_a_session_that_continues_count_what_it_had():

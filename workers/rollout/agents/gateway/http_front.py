@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
@@ -196,6 +198,7 @@ class HTTPFront:
 
     address: str = ""
     loop: asyncio.AbstractEventLoop
+    _listening: socket.socket
 
     def __init__(self, player: Player, limits: GatewayLimits, host: str = "127.0.0.1", port: int = 0) -> None:
         self.player, self.limits, self.host, self.port = player, limits, host, port
@@ -241,7 +244,8 @@ class HTTPFront:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
         )
-        self._server = uvicorn.Server(config)
+        self._server, self._listening = uvicorn.Server(config), listening
+        _started.add(self)
         started, failed = threading.Event(), []
 
         async def serve() -> None:
@@ -280,6 +284,15 @@ class HTTPFront:
             self._server.force_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(START_SECONDS)
+
+    def _leave_to_parent(self) -> None:
+        """In a fork: give up its copies of the sockets, which would hide from others that the parent has ended."""
+        connections = [one.transport for one in self._server.server_state.connections if one.transport is not None]
+        sockets = [self._listening, *(one.get_extra_info("socket") for one in connections)]
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in [one.fileno() for one in sockets if one.fileno() >= 0]:
+            os.dup2(nothing, number, inheritable=False)  # asyncio's objects keep the number, and may still close it
+        os.close(nothing)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the server's loop, from another thread, and return its result."""
@@ -401,6 +414,18 @@ class HTTPFront:
 
     async def send_part(self, send: Send, body: bytes, more: bool) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+_started: weakref.WeakSet[HTTPFront] = weakref.WeakSet()
+"""Those that have a socket, or had one."""
+
+
+def _leave_all_to_parent() -> None:
+    for one in _started:
+        one._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class _Pings:
