@@ -535,13 +535,14 @@ def test_groups_of_one_name_are_all_recorded(tmp_path):
             two.nap(0.02)
             log.log(step, {})
         assert len(log._watchers) == 2
+        one.nap(0.04)  # nobody has looked since
         one.close()
         with LocalWorkerGroup(1, made) as train_groups[0].worker_group:  # as after a restart
             log.log(3, {})
             train_groups[0].worker_group.nap(0.03)
             log.log(4, {})
     naps = [part for part in lines(tmp_path, TIMELINE) if part["rank"] is None]
-    assert [part["call"] for part in naps] == [0, 0, 1, 1, 2, 2, 3] and naps[-1]["end"] - naps[-1]["start"] >= 0.03
+    assert [part["call"] for part in naps] == [0, 0, 1, 1, 2, 2, 3, 4] and naps[-1]["end"] - naps[-1]["start"] >= 0.03
     assert read_run(tmp_path)["groups"] == [one.name] == [two.name]
 
 

@@ -323,6 +323,8 @@ class RunLog(Closing):
         with self._lock:
             if any(_same(known, group) for known, _, _ in self._groups):
                 return
+            with self._saving():
+                self._look()  # or the last calls of a group that is forgotten here would be lost
             # A closed group of this name is the one that this one replaces: its calls are counted on.
             ended = [one for one in self._groups if one[0].name == group.name and one[0].closed]
             first = max((lines.count for _, lines, _ in ended), default=0)
