@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import gateway_helpers  # noqa: F401 - a gateway ends at once
@@ -316,3 +317,25 @@ def test_a_session_of_a_program_is_no_waiting_request_once_a_call_was_answered()
     engine.resume()
     assert session.result(20).info["turns"] == 2
     engine.close()
+
+
+def test_a_session_begins_while_others_have_all_threads_of_the_event_loop():
+    """As calls of `asyncio.to_thread` that hang, in programs that were cancelled long ago."""
+    blocks, goes_on = threading.Event(), threading.Event()
+
+    async def agent(row, base_url, api_key):
+        if row["blocks"]:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            blocks.set()
+            await asyncio.to_thread(goes_on.wait)
+        return 1
+
+    engine = engine_of(agent)
+    try:
+        first = engine.submit(PROMPT, SamplingParams(9), "a", seed=1, extras={"blocks": True})
+        assert blocks.wait(20)
+        assert engine.submit(PROMPT, SamplingParams(9), "b", seed=1, extras={"blocks": False}).result(20).info["reward"]
+        assert not first.done()
+    finally:
+        goes_on.set()
+        engine.close()

@@ -133,7 +133,9 @@ class ProgramEnvironment(Environment):
         Returns:
             What it has told, with "reward".
         """
-        gateway = await asyncio.to_thread(self._programs.gateway)  # the start blocks, and so may the lock
+        gateway = self._programs._gateway
+        if gateway is None:  # the start blocks, and so may the lock. Later sessions need no thread: others may have all
+            gateway = await asyncio.to_thread(self._programs.gateway)
         base_url, token = gateway.open(
             name, seed=seed, sampling_params=how, trajectory=self.tree, limits=limits, expires=False
         )
