@@ -1,7 +1,9 @@
 """What the samples say of rows besides their numbers: finish reasons, columns, sessions."""
 
+import gc
 import json
 import pickle
+import weakref
 
 import numpy as np
 import torch
@@ -119,3 +121,20 @@ def test_large_values_of_a_prompt_are_cut():
         "id": 7,
     }
     assert row["info"] == {"turns": 3, "log": "bytes... (100000 bytes)"}
+
+
+def test_notes_are_kept_as_long_as_their_batch():
+    """Of any number of batches that wait for their training, and of none that is gone."""
+
+    class Image:
+        pass
+
+    notes, completion, image = RowNotes(), Completion([2], [-0.5], "stop"), Image()
+    batches = [collate([[1]], [completion]) for _ in range(12)]
+    for number in range(12):
+        notes.put(batches[number], [completion], [{"number": number, "image": image}])
+    assert [notes.of(batch)[0].columns["number"] for batch in batches] == list(range(12))
+    gone = weakref.ref(image)
+    del image, batches[:]
+    gc.collect()
+    assert gone() is None

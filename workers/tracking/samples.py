@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,10 +50,10 @@ class RowNote(NamedTuple):
 
 
 class RowNotes:
-    """The notes of the latest batches, each for as long as the batch exists."""
+    """The notes of batches, each for as long as the batch exists."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[weakref.ref[Any], list[RowNote]]] = deque(maxlen=8)
+        self._kept: dict[int, tuple[weakref.ref[Any], list[RowNote]]] = {}  # by the id of the batch
 
     def put(self, batch: Any, completions: Sequence[Completion], columns: Sequence[Mapping[str, Any]]) -> None:
         """Note the rows of a batch that `collate` has made.
@@ -69,17 +68,22 @@ class RowNotes:
             for one, of_prompt in zip(completions, columns, strict=True)
             for _ in one.rows or (None,)
         ]
-        self._kept.append((weakref.ref(batch), notes))
+        self._keep(batch, notes)
 
     def same(self, batch: Any, other: Any) -> None:
         """Note that another batch has the same rows. Plain dicts have no notes."""
         notes = self.of(batch)
         if notes is not None and not isinstance(other, dict):
-            self._kept.append((weakref.ref(other), notes))
+            self._keep(other, notes)
 
     def of(self, batch: Any) -> list[RowNote] | None:
         """Return the notes of a batch's rows."""
-        return next((notes for kept, notes in reversed(self._kept) if kept() is batch), None)
+        found = self._kept.get(id(batch))
+        return None if found is None else found[1]
+
+    def _keep(self, batch: Any, notes: list[RowNote]) -> None:
+        kept, key = self._kept, id(batch)
+        kept[key] = weakref.ref(batch, lambda _: kept.pop(key, None)), notes
 
 
 def with_record_rows(batch: Any, limit: int | None, step: int) -> Any:
