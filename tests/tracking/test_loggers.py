@@ -219,9 +219,9 @@ def test_resumed_run_has_no_step_twice(tmp_path, monkeypatch):
         for step in (4, 5, 4, 5, 6):
             log.log(step, {"reward": step})
     assert [step for step, _ in of_json(folder)["reward"]] == list(range(7)) == [step for step, _ in sent]
-    write(folder, loggers, [{"reward": 1.0}], args={"load": None})  # another run
-    assert of_json(folder) == {"reward": [(0, 1.0)]} and sent[-1] == (0, 1.0)
-    assert {name: values for name, values in of_tensorboard(folder).items() if values} == {"reward": [(0, 1.0)]}
+    write(folder, loggers, [{"reward": 1.0}], first=2, args={"load": None})  # another run
+    assert of_json(folder) == {"reward": [(2, 1.0)]} and sent[-1] == (2, 1.0)
+    assert {name: values for name, values in of_tensorboard(folder).items() if values} == {"reward": [(2, 1.0)]}
 
 
 def test_tensorboard_alone_has_no_step_twice(tmp_path):

@@ -30,7 +30,7 @@ class RunAbout:
         project: what the run is grouped under.
         name: of the run.
         id: the same when the run is resumed.
-        resumed: whether a run of before goes on.
+        resumed: whether a run of before goes on. Also for a folder outside that of the run, which may be of any runs.
         folder: for the logger's files.
         config: the configuration.
     """
@@ -78,7 +78,7 @@ class TensorBoardLogger(Logger):
     """Event files in the folder ``tensorboard``. Of a step that is repeated, TensorBoard shows the later values."""
 
     _writer: Any = None
-    _last = -1
+    _last: int | None = None
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
@@ -90,10 +90,12 @@ class TensorBoardLogger(Logger):
             self._writer = SummaryWriter(str(about.folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None or step <= self._last:  # the steps from this one on, of before, are not shown any more
+        if self._writer is None or (self._last is not None and step <= self._last):
             if self._writer is not None:
                 self._writer.close()
-            self._writer = self._make(str(self.about.folder), purge_step=step)
+            another = self._last is None and not self.about.resumed
+            # Of before, the steps from this one on are not shown any more; of another run, none is.
+            self._writer = self._make(str(self.about.folder), purge_step=min(step, 0) if another else step)
         self._last = step
         try:
             for name, value in metrics.items():

@@ -314,7 +314,7 @@ class RunLog(Closing):
             project,
             run["name"] or "run",
             run.get("id", "run"),
-            self._folder is not None and self._folder.resumed,
+            where is not None or (self._folder is not None and self._folder.resumed),
             (where or (self.run_dir or Path()) / logger_name).absolute(),
             self._config,
         )
