@@ -613,6 +613,7 @@ def test_what_a_kill_leaves_is_cleared(tmp_path):
         with open(file, "ab") as torn:
             torn.write(b'{"step": 3, "time": 17')
     (tmp_path / "samples" / ".step_00000009.npz.new").write_bytes(b"PK")
+    (tmp_path / ".timeline.jsonl.new").write_bytes(b"{")  # the later half of the file
     with RunLog(run_dir=tmp_path) as log:
         log.log(3, {"value": 9}, log.mark(3, batch_of(3)))
     check_clean(tmp_path, 4)

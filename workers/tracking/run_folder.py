@@ -276,7 +276,8 @@ class RunFolder(Closing):
         }
         folder = self.path / SAMPLES
         alone = [file for file in folder.glob("step_*.json") if not file.with_suffix(".npz").exists()]
-        for left in (self.path / f".{RUN}.new", *folder.glob(".step_*.new"), *alone):  # of a process that was killed
+        fresh = [self.path / f".{name}.new" for name in (RUN, METRICS, EVENTS, TIMELINE)]  # see `_write`
+        for left in (*fresh, *folder.glob(".step_*.new"), *alone):  # of a process that was killed
             left.unlink(missing_ok=True)
         for name, most in ((EVENTS, _LOG_BYTES), (TIMELINE, _LOG_BYTES), (VOCABULARY, None)):
             self._files.append(_Lines(self.path / name, most))
