@@ -276,6 +276,25 @@ def test_a_driver_knows_of_a_programs_session_which_begins_again():
     engine.close()
 
 
+def test_a_program_that_was_aborted_before_its_first_call_begins_again():
+    """And so does its time."""
+    begun = threading.Event()
+
+    async def agent(row, base_url, api_key):
+        begun.set()
+        await asyncio.sleep(row["seconds"])
+        return 1
+
+    engine = engine_of(agent)
+    first = engine.submit(PROMPT, SamplingParams(9), "a", seed=1, extras={"seconds": 1000})
+    assert begun.wait(20)
+    engine.abort(["a"])
+    told = first.result(20)
+    again = engine.submit(PROMPT, SamplingParams(9), "b", seed=1, partial=told, extras={"seconds": 0})
+    assert (told.finish_reason, again.result(20).info["restarts"]) == ("abort", 1)
+    engine.close()
+
+
 def test_limits_of_other_peoples_sessions_are_none_of_a_rollouts_programs():
     """However many there are, and however long they are silent."""
 

@@ -174,7 +174,7 @@ class Session:
         self._begin(state or SessionState())
 
     def _begin(self, state: SessionState) -> None:
-        if state.nodes and state.environment is None:
+        if state.environment is None and (state.nodes or state.number):  # a program may not have asked anything yet
             state = SessionState(counts={"restarts": state.counts.get("restarts", 0) + 1})
         self._number, self._turns, self._invalid = state.number, state.turns, state.invalid
         self._rewards, self._info = dict(state.rewards), dict(state.info)
