@@ -177,6 +177,25 @@ def test_verification_of_a_programs_calls_fails_the_rollout():
         play(engine, [{"row": 0}])
 
 
+def test_a_program_whose_engine_loses_its_weights_fails_the_rollout():
+    """Which is generated again, with others, whatever the program has made of the error that its call got."""
+
+    def script(prompt, seed):
+        inner.abandon_update()  # as HTTPEngine does when its server was restarted
+        raise RolloutError("the server was restarted")
+
+    async def agent(row, base_url, api_key):
+        with suppress(openai.InternalServerError):
+            await ask(base_url, api_key)
+        return 0.0
+
+    inner = ScriptEngine(script)
+    program = AgentProgram(agent, limits=GatewayLimits(wait_seconds=0.1))
+    engine = AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters()))
+    with pytest.raises(RolloutError, match="has lost its weights meanwhile: an update was abandoned"):
+        play(engine, [{"row": 0}])
+
+
 async def counts(row, base_url, api_key):
     """Asks until it is told to stop, by ``row`` or by an error, and returns how many answers it got."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

@@ -166,7 +166,12 @@ class AgentEngine(RolloutEngine):
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
                 row = {name: of[number] for name, of in (extras or {}).items()}
                 futures.append(self.submit(prompt, sampling_params, names[number], seed=seed, extras=row))
-            return [future.result() for future in futures]
+            done = [future.result() for future in futures]
+            failed = any((one.info or {}).get("failed") for one in done)  # calls of programs, which only got an error
+            if failed and self.engine.weight_version is None and isinstance(self.environment, Programs):
+                why = self.engine.lost_because
+                raise RolloutError(f"AgentEngine.generate(): the engine has lost its weights meanwhile: {why}")
+            return done
         finally:
             self._blocking.difference_update(names)
             self.abort(names)  # those that are left when one fails, or after Ctrl-C
