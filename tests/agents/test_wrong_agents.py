@@ -295,6 +295,15 @@ def test_wrong_use_is_an_error_at_start(name):
         wrong()
 
 
+@pytest.mark.parametrize("environment", [lambda: 3, AgentProgram(lambda row, base_url, api_key: 1)])
+def test_wrong_environment_is_told_before_the_engine_is_made(environment):
+    """Nobody could close it, and its model may take minutes."""
+    made = []
+    with pytest.raises(TypeError, match=r"expected an Environment|pass a renderer"):
+        AgentEngine(lambda: made.append("an engine"), environment=environment)
+    assert made == []
+
+
 class ReadsAnswer(Environment):
     async def step(self, action):
         return self.row["answer"]

@@ -97,6 +97,8 @@ class AgentEngine(RolloutEngine):
     ) -> None:
         if not isinstance(environment, AgentProgram):
             check_call("AgentEngine", "environment", environment, (), "a class or a function that makes an Environment")
+        elif renderer is None:
+            raise TypeError("AgentEngine: an AgentProgram sends messages: pass a renderer")
         if limits is not None and not isinstance(limits, SessionLimits):
             raise TypeError(f"AgentEngine: limits={limits!r:.80}; expected SessionLimits(...)")
         number = isinstance(turn_discount, (int, float)) and not isinstance(turn_discount, bool)
@@ -106,10 +108,15 @@ class AgentEngine(RolloutEngine):
             given = [*map(repr, args), *kwargs]
             raise TypeError(f"AgentEngine: the engine exists already, so nothing takes the argument {given[0]:.80}")
         self.limits = limits or SessionLimits()
-        self.renderer: Renderer | None = None if renderer is None else made_renderer("AgentEngine", renderer)
+        own: Any = None if renderer is None else made_renderer("AgentEngine", renderer)
+        self.renderer: Renderer | None = own
         self.turn_discount, self.train_failed = turn_discount, train_failed
         if not (isinstance(engine, RequestEngine) or callable(engine)):
             raise TypeError(f"AgentEngine: engine={engine!r:.80}; pass the class of the engine, such as HFEngine")
+        self._spare: Environment | None = None  # of the first session: a mistake in it is an error at start
+        if not isinstance(environment, AgentProgram):  # before the engine, which nobody could close then
+            self._spare = environment()
+            _check_environment(self._spare, environment, own)
         made = engine if isinstance(engine, RequestEngine) else engine(*args, **kwargs)
         if not isinstance(made, RequestEngine):
             raise TypeError(f"AgentEngine: {engine!r:.80} made a {type(made).__name__}, which is no RequestEngine")
@@ -118,14 +125,10 @@ class AgentEngine(RolloutEngine):
         if verify:
             made.echo_prompts = True
         self.environment = environment
-        self._spare: Environment | None = None  # of the first session: a mistake in it is an error at start
         if isinstance(environment, AgentProgram):
-            self.environment = Programs(environment, made, self.renderer)
+            self.environment = Programs(environment, made, own)
             # Its one call is the whole session.
             self.limits = replace(self.limits, silence=None, seconds=self.limits.seconds or PROGRAM_SECONDS)
-        else:
-            self._spare = environment()
-            _check_environment(self._spare, environment, self.renderer)
         self._lock = threading.Condition()
         self._sessions: dict[str, Session] = {}
         """By request id, those that have not ended."""

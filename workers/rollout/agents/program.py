@@ -64,15 +64,9 @@ class AgentProgram:
 
 
 class Programs:
-    """Makes the environments of the sessions of one engine, which share a gateway. ``_lock`` protects its start.
+    """Makes the environments of the sessions of one engine, which share a gateway. ``_lock`` protects its start."""
 
-    Raises:
-        TypeError: there is no renderer.
-    """
-
-    def __init__(self, program: AgentProgram, engine: RequestEngine, renderer: Renderer | None) -> None:
-        if renderer is None:
-            raise TypeError("AgentEngine: an AgentProgram sends messages: pass a renderer")
+    def __init__(self, program: AgentProgram, engine: RequestEngine, renderer: Renderer) -> None:
         self.program, self._engine, self._renderer = program, engine, renderer
         self._lock = threading.Lock()
         self._gateway: Gateway | None = None
