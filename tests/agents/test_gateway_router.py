@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from urllib.parse import quote
 
+import numpy
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, user
 from gateway_helpers import CLIENT, chat, httpx, routing, serving
@@ -53,7 +54,7 @@ def fast():
 
 def test_sessions_go_where_there_are_fewest_and_stay_there():
     with serving(fast()) as one, serving(fast()) as two, routing(one.endpoint, two.endpoint) as router:
-        tokens = [router.open(seed=number)[1] for number in range(6)]
+        tokens = [router.open(seed=number)[1] for number in numpy.arange(6)]
         for token in tokens:
             messages = [user("abc")]
             for _ in range(2):

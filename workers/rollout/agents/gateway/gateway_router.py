@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from operator import index
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -313,7 +314,7 @@ class GatewayRouter:
         address, token = self.address, f"sk-{secrets.token_urlsafe(24)}"
         head = {
             "row_id": row_id or token[:8],
-            "seed": secrets.randbits(62) if seed is None else seed,
+            "seed": secrets.randbits(62) if seed is None else index(seed),  # it goes through JSON
             "sampling_params": None if sampling_params is None else asdict(sampling_params),
             "token_ids": token_ids,
         }
