@@ -3,12 +3,14 @@ OPENENV_PYTHON, or this one), and against a stand-in that speaks the same messag
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,7 @@ async def play(socket_):
         elif data["number"] == 13:
             reply = {"type": "error", "data": {"message": "thirteen", "code": "EXECUTION_ERROR"}}
         else:
+            time.sleep(0.5 * (data["number"] == 14))  # the whole server waits
             steps += 1
             hint = "right" if data["number"] == number else "higher" if data["number"] < number else "lower"
             right = data["number"] == number
@@ -149,6 +152,22 @@ def test_errors(url):
         await environment.close()
 
     asyncio.run(run())
+
+
+def test_a_server_that_is_busy_answers_no_pings_and_is_waited_for(monkeypatch):
+    from websockets.asyncio import client as sockets
+
+    impatient = functools.partial(sockets.connect, ping_interval=0.05, ping_timeout=0.05)
+    monkeypatch.setattr(sockets, "connect", impatient)
+
+    async def run(url):
+        environment = client(url)
+        await environment.reset({"seed": 14})
+        assert (await environment.step(guess(14))).done
+        await environment.close()
+
+    with stand_in() as url:
+        asyncio.run(run(url))
 
 
 def test_server_that_is_not_there():

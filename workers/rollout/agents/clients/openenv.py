@@ -75,6 +75,7 @@ class OpenEnvClient(Environment):
             self.url,
             additional_headers=self._headers,
             open_timeout=self._connect_seconds,
+            ping_timeout=None,  # a server that is busy may answer late: `SessionLimits.silence` says how late
             max_size=MESSAGE_BYTES,
             proxy=None,
         )
