@@ -25,7 +25,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.counters, self.verified, self.broken, self.seconds = {}, [], False, 0.0
+        self.counters, self.verified, self.broken, self.seconds, self.tool_seconds = {}, [], False, 0.0, 0.0
         self.down = False
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -45,6 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/seed_session":
             of.counters[session] = body["initial_count"]
         elif self.path == "/increment_counter" and isinstance(body.get("count"), int):
+            time.sleep(of.tool_seconds)
             of.counters[session] += body["count"]
             reply = {"success": True}
         elif self.path == "/get_counter_value" and not of.down:
@@ -152,6 +153,13 @@ def test_verifying_has_a_limit_of_its_own(seconds, reason):
         server.seconds = 0.9
         (done,) = play(server, lambda *_: "8", [row(3, 8, 5)], SessionLimits(silence=0.6), verify_seconds=seconds)
     assert done.info["end_reason"] == reason
+
+
+def test_tools_may_take_longer_than_verifying():
+    with serving() as server:
+        server.tool_seconds = 1.2
+        (done,) = play(server, counts, [row(3, 8, 5)], verify_seconds=0.8)
+    assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)
 
 
 def test_a_server_that_fails_ends_its_session_with_a_reason():

@@ -67,9 +67,8 @@ class NemoGymClient(Environment):
         self._ask = _DIALECT.read(self._row["responses_create_params"])
         # What the renderer needs of a `Tool`; the functions are the server's.
         self.tools = [SimpleNamespace(schema=schema) for schema in self._ask.tools or ()]  # type: ignore[misc]
-        self._client = httpx.AsyncClient(
-            base_url=self.url, headers=self._headers, timeout=self._verify_seconds, trust_env=False
-        )
+        # No limit of its own: tools have that of the session, and `step` has one for /verify.
+        self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=None, trust_env=False)
         await self._post("/seed_session", self._row)
         return self._ask.messages if self._shows_input else None
 
