@@ -225,7 +225,7 @@ def test_old_samples_are_dropped(tmp_path):
 
 
 def test_two_processes_cannot_write_one_folder(tmp_path):
-    with RunLog(run_dir=tmp_path), pytest.raises(RunFolderInUse, match="is written by another process; pass another"):
+    with RunLog(run_dir=tmp_path), pytest.raises(RunFolderInUse, match="by a log of this one that was not closed"):
         RunLog(run_dir=tmp_path)
     RunLog(run_dir=tmp_path).close()
 

@@ -51,7 +51,7 @@ _TOKEN = re.compile(rb'^\{"id": (\d+),', re.MULTILINE)
 
 
 class RunFolderInUse(RuntimeError):
-    """Another process writes the folder."""
+    """Another process, or another log of this one, writes the folder."""
 
 
 class _Lines:
@@ -250,7 +250,8 @@ class RunFolder(Closing):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunFolderInUse(
-                f"{self.path} is written by another process; pass another run_dir, or end that process"
+                f"{self.path} is written by another process, or by a log of this one that was not closed; pass another "
+                "run_dir, or end the one that writes it"
             ) from None
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s cannot be locked (%s); let no other run write it", self.path, error)
