@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from run_batches import batch_of, check_clean, check_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from waits import wait_until
+from waits import wait_collected, wait_until
 
 from single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, WorkerDiedError, colocate, register
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats
@@ -396,6 +397,21 @@ def test_a_closed_folder_is_free_although_a_fork_has_not_left_it(tmp_path):
     finally:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
+
+
+def test_a_log_that_nobody_closes_leaves_no_file_open(tmp_path):
+    def open_files():
+        found = 0
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # that of this list
+                found += str(tmp_path) in os.readlink(f"/proc/self/fd/{number}")
+        return found
+
+    log = RunLog(run_dir=tmp_path, loggers=["json"])
+    log.log(0, {"value": 0})
+    assert open_files() == 6
+    del log
+    wait_collected(lambda: not open_files())
 
 
 def test_secrets_are_not_recorded(tmp_path, monkeypatch):

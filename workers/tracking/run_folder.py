@@ -62,6 +62,8 @@ class _Lines:
         most: size in bytes at which the older half is dropped; None for no limit.
     """
 
+    _file = -1
+
     def __init__(self, path: Path, most: int | None = None) -> None:
         self._path, self._most = path, most
         self._open()
@@ -98,7 +100,7 @@ class _Lines:
     def replace(self, data: bytes) -> None:
         """Replace the whole content."""
         _write(self._path, data)
-        os.close(self._file)
+        self.close()
         self._open()
         self.size = len(data)
 
@@ -110,6 +112,9 @@ class _Lines:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class StepLines(_Lines):
