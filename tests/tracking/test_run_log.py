@@ -400,6 +400,8 @@ def test_a_closed_folder_is_free_although_a_fork_has_not_left_it(tmp_path):
 
 
 def test_a_log_that_nobody_closes_leaves_no_file_open(tmp_path):
+    """Although a group that it watches is open."""
+
     def open_files():
         found = 0
         for number in os.listdir("/proc/self/fd"):
@@ -407,11 +409,13 @@ def test_a_log_that_nobody_closes_leaves_no_file_open(tmp_path):
                 found += str(tmp_path) in os.readlink(f"/proc/self/fd/{number}")
         return found
 
-    log = RunLog(run_dir=tmp_path, loggers=["json"])
-    log.log(0, {"value": 0})
-    assert open_files() == 6
-    del log
-    wait_collected(lambda: not open_files())
+    with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group:
+        log = RunLog(run_dir=tmp_path, loggers=["json"])
+        log.watch(group)
+        log.log(0, {"value": 0})
+        assert open_files() == 6
+        del log
+        wait_collected(lambda: not open_files())
 
 
 def test_secrets_are_not_recorded(tmp_path, monkeypatch):

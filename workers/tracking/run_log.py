@@ -332,7 +332,13 @@ class RunLog(Closing):
             self._groups.append((group, CallLines(group, first), group.generation))
         # A rank takes 400 bytes of each call.
         group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))))
-        self._watchers.append(group.watch(lambda error: self._died(group.name, error)))
+        log, watched = weakref.ref(self), group.name
+
+        def died(error: Any) -> None:  # weak, or the watcher's thread would keep the log, and with it all of its groups
+            if (one := log()) is not None:
+                one._died(watched, error)
+
+        self._watchers.append(group.watch(died))
         for name, one in self._loggers.items():
             self._tell(name, partial(one.watch, group))
 
