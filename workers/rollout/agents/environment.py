@@ -221,7 +221,8 @@ class Environment(ABC):
         """Begin.
 
         Args:
-            row: the columns of the prompt that ``RolloutManager(engine_extras=...)`` names.
+            row: the columns of the prompt that ``RolloutManager(engine_extras=...)`` names. Their values are objects
+                that other sessions of the prompt have too: copy what you change.
 
         Returns:
             What follows the prompt. By default nothing.
