@@ -497,3 +497,13 @@ def test_a_worker_that_was_replaced_is_not_looked_at(monkeypatch):
             wait_until(lambda: tasks_of(router, "look") == 1, 10)
             router.set_workers([])
             wait_until(lambda: not tasks_of(router, "look"), 10)
+
+
+def test_workers_are_set_although_the_router_is_stopped_meanwhile(monkeypatch):
+    monkeypatch.setattr(gateway_router, "FORGET_SECONDS", 20)
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor() as pool:  # it never answers
+        with routing((f"http://127.0.0.1:{silent.getsockname()[1]}", "key")) as router:
+            setting = pool.submit(router.set_workers, [])
+            wait_until(lambda: not router._workers, 10)  # it tells the one that was replaced
+            router.stop()
+            assert setting.result(10) is None and router._workers == []

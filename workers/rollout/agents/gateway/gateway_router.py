@@ -18,6 +18,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Any
@@ -291,9 +293,10 @@ class GatewayRouter:
                     late.cancel()
 
         if self._front.running:
-            self._front.run(change_and_tell())
-        else:
-            change()
+            with suppress(CancelledError):  # the server is stopped meanwhile
+                self._front.run(change_and_tell())
+                return
+        change()  # twice changes no more than once
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
