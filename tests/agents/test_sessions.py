@@ -361,6 +361,16 @@ def test_session_that_was_aborted_in_a_turn_continues_elsewhere(make, moment):
     check(again)
 
 
+def test_turn_that_somebody_else_aborts_goes_on(make):
+    """As the request of an `HTTPEngine`, at the server."""
+    whole = play(make(), length=40)
+    engine = make(delay=0.002)
+    future = submit(engine, length=40)
+    wait_until(lambda: engine.engine.steps >= 50)
+    engine.engine.abort()
+    assert future.result(SECONDS) == whole
+
+
 class Once(Counting):
     """Its second step takes long, in the first process."""
 

@@ -360,7 +360,10 @@ class Session:
                 if not await self._waited(turn, self._seconds_left()):
                     self._engine.abort([name])
                 completion = await turn
-                break
+                if completion.finish_reason != "abort" or self.aborting or self._out_of_time:
+                    break
+                self._partial = completion if completion.token_ids else None  # somebody else has ended it: it goes on
+                continue
             except PromptError as error:  # an observation with tokens that the model does not have
                 raise _Ended("error", error) from error
             except RolloutError:  # some engines learn in the turn that they have no weights
@@ -369,7 +372,7 @@ class Session:
             if not await self._waited(asyncio.sleep(RETRY_SECONDS), self._seconds_left()):
                 raise _Ended("abort" if self._is_aborted else "seconds")
         self._has_turn = True
-        if completion.finish_reason == "abort" and (self.aborting or not self._out_of_time):
+        if completion.finish_reason == "abort" and self.aborting:
             self._partial = completion if completion.token_ids else None
             raise _Ended("abort")
         self._partial = None
