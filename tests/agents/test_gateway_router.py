@@ -233,6 +233,22 @@ def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there
         assert not gateway.engine.seen and router._workers[0].sessions == set()
 
 
+def test_a_session_that_is_closed_as_its_worker_is_noted_is_closed_there():
+    with gateways() as (gateway, router), ThreadPoolExecutor() as pool:
+
+        class Closing(dict):
+            def get(self, token):
+                found = super().get(token)
+                if found is not None and gateway.sessions:  # the router looks whether the session is still open
+                    pool.submit(router.close, token).result()
+                return found
+
+        _, token = router.open()
+        router._sessions = Closing(router._sessions)
+        assert chat(router, token, [user("a")]).status_code == 401
+        wait_until(lambda: not gateway.sessions, 10)
+
+
 def test_a_reply_that_comes_after_its_session_was_closed_is_an_error():
     """What a client has seen is in the session's tree."""
     made, closed = threading.Event(), threading.Event()

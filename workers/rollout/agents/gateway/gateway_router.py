@@ -482,10 +482,10 @@ class GatewayRouter:
             if status != 200:
                 worker.sessions.discard(token)
                 raise GatewayError("unavailable", f"the worker at {worker.address} does not open it: {said[:500]!r}")
+            session.worker = worker  # before this look: `close`, in another thread, looks here after it
             if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
                 await self._leave(worker, token)
                 return
-            session.worker = worker
             self.moved += session.moves > 1
 
     async def _leave(self, worker: _Worker, token: str) -> None:
