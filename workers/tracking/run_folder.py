@@ -109,9 +109,9 @@ class _Lines:
         self.replace(later[later.index(b"\n") + 1 :])
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        file, self._file = self._file, -1  # first: the number is free also if closing fails, as on a full network disk
+        if file >= 0:
+            os.close(file)
 
     def __del__(self) -> None:
         self.close()
