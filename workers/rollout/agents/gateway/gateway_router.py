@@ -292,11 +292,11 @@ class GatewayRouter:
                 for late in (await asyncio.wait(looks, timeout=FORGET_SECONDS))[1]:
                     late.cancel()
 
-        if self._front.running:
-            with suppress(CancelledError):  # the server is stopped meanwhile
+        while self._front.running:
+            with suppress(CancelledError):  # the server was stopped meanwhile
                 self._front.run(change_and_tell())
                 return
-        change()  # twice changes no more than once
+        change()  # perhaps for the second time, which changes nothing
 
     # --- sessions -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from concurrent.futures import wait
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -295,8 +296,18 @@ class HTTPFront:
         os.close(nothing)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the server's loop, from another thread, and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        """Run a coroutine in the server's loop, from another thread, and return its result.
+
+        Raises:
+            CancelledError: of concurrent.futures. The server was stopped before the coroutine ended, and its thread has
+                ended too.
+        """
+        thread, future = self._thread, asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        while not future.done() and thread is not None and thread.is_alive():
+            wait((future,), 0.1)  # not for ever: a loop that ends may leave it undone
+        if future.cancel() and thread is not None:  # it was left undone, or the loop has cancelled it
+            thread.join(START_SECONDS)
+        return future.result()
 
     async def _expire(self) -> None:
         while True:
