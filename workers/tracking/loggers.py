@@ -30,7 +30,7 @@ class RunAbout:
         project: what the run is grouped under.
         name: of the run.
         id: the same when the run is resumed.
-        resumed: whether a run of before goes on. Also for a folder outside that of the run, which may be of any runs.
+        resumed: whether a run of before goes on; True for a folder outside that of the run, which may have any runs.
         folder: for the logger's files.
         config: the configuration.
     """
