@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -612,7 +613,8 @@ class WorkerGroup(VerlGroup, Closing):
         with state.lock:
             if not state.unsent:
                 # Before anything is queued: a thread that cannot start must leave nothing behind.
-                thread = threading.Thread(target=_send_all, args=(state,), name="send-later", daemon=True)
+                about = state, weakref.ref(send)  # the thread may outlive the call, and must not keep its arguments
+                thread = threading.Thread(target=_send_all, args=about, name="send-later", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # the process has as many threads as it may have
@@ -1008,8 +1010,11 @@ class RoleGroup(WorkerGroup):
         return f"<{self._role} of {self._whole!r}>"
 
 
-def _send_all(state: GroupState) -> None:
-    """The thread "send-later": send the calls that event loops have left to it, in their order."""
+def _send_all(state: GroupState, first: weakref.ref[Callable[[], None]]) -> None:
+    """The thread "send-later": send the calls that event loops have left to it, in their order, from ``first`` on."""
+    with state.lock:
+        if not state.unsent or state.unsent[0] is not first():
+            return  # Ctrl-C came before it was queued, and another thread may send what was queued since
     while True:
         with state.lock:
             send = state.unsent[0]

@@ -1031,6 +1031,30 @@ class TestUnsentCalls:
 
         assert asyncio.run(main()) == [[1, 5]] * 2
 
+    def test_interrupted_start_of_their_thread_sends_none_twice(self, plain, monkeypatch):
+        start, started = threading.Thread.start, []
+
+        def interrupted(thread):
+            start(thread)
+            if thread.name == "send-later":
+                started.append(thread)
+                if len(started) == 1:
+                    raise KeyboardInterrupt
+
+        async def main():
+            sending_held(plain)
+            with plain._state.lock:  # another event loop comes before the thread
+                with pytest.raises(KeyboardInterrupt):
+                    plain.see.remote(1)
+                second = plain.see.remote(2)
+            return await second
+
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        assert asyncio.run(main()) == [[2]] * 2
+        for thread in started:
+            thread.join(5)
+        assert plain.see(3) == [[2, 3]] * 2
+
     def test_error_of_sending_is_told_as_it_is(self, plain, caplog):
         async def main():
             sending_held(plain)
