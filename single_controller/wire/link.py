@@ -143,14 +143,19 @@ class Link:
             reply.number = number = self._sent
             if before is not None:
                 before(self.session, number)
-            # Before it is sent, so that a connection that is lost meanwhile sends it again. The reply itself is held by
-            # the call alone: one that nobody has any more is not fetched.
-            self._unanswered[number] = kind, payload, weakref.ref(reply)
-            if self._closed:
-                self._give_up(*self._closed)
-            elif self._connection is not None:
-                self._unacknowledged = [0, 0]
-                self._connection.send(kind, number, payload, next(iter(self._unanswered)) - 1)
+            try:
+                # Before it is sent, so that a connection that is lost meanwhile sends it again. The reply itself is
+                # held by the call alone: one that nobody has any more is not fetched.
+                self._unanswered[number] = kind, payload, weakref.ref(reply)
+                if self._closed:
+                    self._give_up(*self._closed)
+                elif self._connection is not None:
+                    self._unacknowledged = [0, 0]
+                    self._connection.send(kind, number, payload, next(iter(self._unanswered)) - 1)
+            except BaseException:  # Ctrl-C: nobody knows whether it was sent, so the next connection finds out
+                if self._connection is not None:
+                    self._connection._shut()
+                raise
 
     def tell(self, kind: int, number: int, payload: bytes = b"") -> bool:
         """Send a note about a call that has not been answered. Returns whether there was one to send.

@@ -365,6 +365,17 @@ class TestLostConnections:
         (session,) = rank.listener._sessions.values()
         wait_until(lambda: not session.replies, 5)
 
+    def test_interrupted_call_leaves_no_number_open(self, rank, to_rank, monkeypatch):
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(to_rank._connection, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call(to_rank, b"interrupted")
+        assert answered([call(to_rank, b"next")]) and to_rank._acknowledged == 2
+        assert rank.ran == [(1, b"interrupted"), (2, b"next")], "it is sent again: its arguments may be on their way"
+
     def test_rank_notes_no_fetched_result_for_as_long_as_an_earlier_call_runs(self, rank, to_rank):
         rank.delay = 30
         long, *others = [call(to_rank, b"x") for _ in range(4)]
