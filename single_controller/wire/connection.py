@@ -21,8 +21,8 @@ import ssl
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import cast
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ which other threads change meanwhile."""
 class Hub:
     """Reads connections, and runs timers. `hub` is the process's instance.
 
+    Attributes:
+        sockets: those of the wire, which a fork of this process closes. Each is added as soon as it exists.
+
     Locks: ``_starting`` protects the start of the thread. It is a leaf. The selector needs none: the
     kernel's own may be changed while another thread waits in it, and Python's dictionary beside it changes atomically.
     """
@@ -60,6 +63,7 @@ class Hub:
     def _reset(self) -> None:
         self._starting = threading.Lock()
         self._selector = selectors.DefaultSelector()
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap, of the thread alone
         self._new: queue.SimpleQueue[tuple[float, int, Callable[[], None]]] = queue.SimpleQueue()
@@ -71,14 +75,14 @@ class Hub:
 
     def _leave_to_parent(self) -> None:
         # Without shutdown: the connections are the parent's. A fork that kept one would hide the parent's death.
-        for key in list(self._selector.get_map().values()):
-            cast(socket.socket, key.fileobj).close()
-        self._wake.close()
+        for sock in (*self.sockets, self._wake, self._woken):
+            sock.close()
         self._selector.close()
         self._reset()
 
     def add(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
         """Call a function with the events of a socket."""
+        self.sockets.add(sock)
         self.start()
         self._selector.register(sock, events, ready)
 
@@ -301,7 +305,9 @@ def encrypted(sock: socket.socket, *, server: bool) -> socket.socket:
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
     context.load_verify_locations(os.environ["RAY_TLS_CA_CERT"])
-    return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+    wrapped = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+    hub.sockets.add(wrapped)
+    return wrapped
 
 
 hub = Hub()

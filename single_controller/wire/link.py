@@ -285,6 +285,7 @@ class Link:
             except OSError as error:  # too many open files
                 self._redial(str(error), tried=False)
                 return
+            hub.sockets.add(sock)
             sock.setblocking(False)
             code = sock.connect_ex(self.address[:2])
             self._dialling = sock

@@ -185,10 +185,11 @@ def accept_from(listening: socket.socket, accepted: Callable[[socket.socket], No
             sock = listening.accept()[0]
         except OSError:  # the process has too many open files, for example: look again later
             logger.debug("cannot accept a connection", exc_info=True)
-            # Not removed meanwhile, so that a fork closes it. A socket that listens is never ready for writing.
+            # Not removed meanwhile, because `StreamListener.close` may come first. It is never ready for writing.
             hub.change(listening, selectors.EVENT_WRITE)
             hub.later(1.0, lambda: hub.change(listening, selectors.EVENT_READ))
             return
+        hub.sockets.add(sock)
         accepted(sock)
 
     listening.setblocking(False)

@@ -143,7 +143,9 @@ class StreamListener:
 def connect(address: WireAddress, end: float) -> Stream:
     """Connect to a `StreamListener`, and give up at ``end``, as `time.monotonic` counts. An OSError if nobody listens
     there, it does not know the key, or the time is over."""
-    stream = Stream(socket.create_connection(address[:2], _left(end)), server=False, end=end)
+    sock = socket.create_connection(address[:2], _left(end))
+    hub.sockets.add(sock)
+    stream = Stream(sock, server=False, end=end)
     try:
         of_listener, nonce, session = stream.read(NONCE_BYTES), new_nonce(), new_nonce()
         stream.write(hello(address.key, of_listener, nonce, session))

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import random
 import selectors
@@ -296,8 +297,24 @@ class TestLostConnections:
             opening.close()
             listening.close()
 
+    def test_fork_has_no_socket_that_has_just_been_connected(self, rank, monkeypatch):
+        """The hub has removed it, to add it again as a connection."""
+        closed = []
+
+        def fork_and_connect(sock, *args):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if sock.fileno() == -1 else 1)
+            closed.append(os.waitpid(child, 0)[1] == 0)
+            return connection.Connection(sock, *args)
+
+        monkeypatch.setattr(link, "Connection", fork_and_connect)
+        one = Link(rank.listener.address)
+        assert one.opened.wait(5) and closed == [True]
+        one.close()
+
     def test_rank_that_could_not_accept_a_connection_does_so_later(self, rank, monkeypatch):
-        """It has too many open files. A fork meanwhile still has to find the socket, to close it."""
+        """It has too many open files."""
         accept, failed = socket.socket.accept, []
 
         def fail_once(sock):
@@ -594,6 +611,14 @@ class TestStreams:
         with pytest.raises(TimeoutError):
             connect(address, time.monotonic())
         assert time.monotonic() - begun < 5
+
+    def test_fork_has_neither_end(self, streams):
+        with connect(streams[0], time.monotonic() + 5):
+            ends = [one for one in gc.get_objects() if type(one) is stream.Stream]
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if all(one._sock.fileno() == -1 for one in ends) else 1)
+            assert os.waitpid(child, 0)[1] == 0 and sum(one._sock.fileno() >= 0 for one in ends) >= 2
 
     def test_peer_that_does_not_read(self, streams):
         with socket.create_server(("127.0.0.1", 0)) as deaf:
