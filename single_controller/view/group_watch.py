@@ -188,9 +188,11 @@ class GroupWatch(Closing):
         self._links = {}
 
     def _connect(self, addresses: set[WireAddress]) -> None:
-        for address in self._links.keys() - addresses:
-            self._links.pop(address).close()
-            self._dumps.pop(address, None)
+        for address, link in list(self._links.items()):
+            # A rank whose connection was lost gets as long for another one as for the first.
+            if address not in addresses or (link.opened.is_set() and not link.connected):
+                self._links.pop(address).close()
+        self._dumps = {address: dump for address, dump in self._dumps.items() if address in addresses}
         new = [self._links.setdefault(address, Link(address)) for address in addresses - self._links.keys()]
         wait_open(new, OPEN_SECONDS)
 

@@ -73,6 +73,12 @@ class TestStuckGroup:
         monkeypatch.setattr(Link, "_dial", lambda link: hub.later(1.1, lambda: dial(link)))
         with GroupWatch("stuck_") as watch:
             (look,) = watch.look(1.0)
+            assert look.problems() == [] and look.stacks == {}
+            monkeypatch.setattr(Link, "_dial", lambda link: hub.later(0.5, lambda: dial(link)))
+            for link in watch._links.values():
+                link._connection._shut()
+            wait_until(lambda: not any(link.connected for link in watch._links.values()), 5)
+            (look,) = watch.look(1.0)
         assert look.problems() == [] and look.stacks == {}
 
     def test_another_cluster_is_not_taken_for_that_of_this_process(self, stuck):
