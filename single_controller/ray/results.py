@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
 import time
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class RankReply(Reply):
     result: RankResult | None = None  # the result, once it has arrived
     kept: Any = None  # Ray's reference to what `RankActor._sc_result` returns, once somebody has asked for it
     fetched: Kept | None = None  # what that task has returned, once it was read
+    lost: str = ""  # why its value is lost, if it died with its rank
 
     def arrive(self) -> None:
         reason = "its reference could not be requested"
@@ -121,6 +123,11 @@ class RankReply(Reply):
             if self.kept is None and (self.kind in (Kind.KEPT, Kind.BESIDE) or self.link.tell(Kind.WANT, self.number)):
                 self.kept = self._task("_sc_result").remote(self.link.session, self.number)
             return self.kept
+
+    @property
+    def of_dead(self) -> bool:
+        """Whether the rank has replied, kept the value, and died."""
+        return self.link.dead is not None and self.result is not None and self.result.kept
 
     def fetch(self) -> Kept:
         """What the rank keeps of a call that has ended; a `RayError` if it is lost."""
@@ -194,6 +201,7 @@ class RayResults:
                 raise self._late(told, timeout) from None
             if failed is not None:
                 raise copy.copy(failed()) from failed().__cause__
+            self._find_lost(range(self._count))  # for those that are made by `only`, which are sent one by one
             return [entry.result for entry in self._entries[: self._count] if entry.result is not None]  # type: ignore
         found: dict[int, RankResult] = {}
         end = None if timeout is None else time.monotonic() + timeout
@@ -245,13 +253,13 @@ class RayResults:
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         encoded: dict[int, Encoded | None] = {}
         refs: dict[int, Any] = {}
+        self._find_lost(which)
         for k in which:
             result, kept = self._kept(k)
             if result.failure is not None:  # of a value that died with its rank: see `_elsewhere`
                 raise result.failure.error()
             if result.kept and kept is not None:
                 refs[k] = kept[0]
-                self._refuse_dead(k, kept[0])
             else:
                 encoded[k] = result.value
         if refs:
@@ -263,13 +271,19 @@ class RayResults:
         label, ranks, shared = self.label, self._ranks, self.shared
         return [decode_result(label, ranks[k], encoded[k], private=private, shared=shared) for k in which]
 
-    def _refuse_dead(self, k: int, ref: ray.ObjectRef) -> None:
-        """Raise if a value died with its rank. A value that is on this host can be read all the same; for another, Ray
-        itself would ask the lost host for 20 seconds."""
-        entry = self._entries[k]
-        dead = entry.link.dead if isinstance(entry, RankReply) else None
-        if dead is not None and not ray.wait([ref], timeout=DEAD_SECONDS)[0]:
-            raise self._lost(k, f"is lost with its rank, which has died: {dead}")
+    def _find_lost(self, which: Iterable[int]) -> None:
+        """Note which values died with their ranks. A value that is on this host can be read all the same; for another,
+        Ray itself would ask the lost host for 20 seconds. All are waited for at once."""
+        refs: dict[Any, RankReply] = {}
+        for k in which:
+            entry = self._entries[k]
+            if isinstance(entry, RankReply) and entry.of_dead and not entry.lost:
+                with contextlib.suppress(RayError):  # which is told when the value is read
+                    if (kept := entry.fetch()[1]) is not None:
+                        refs[kept[0]] = entry
+        if refs:
+            for ref in ray.wait(list(refs), num_returns=len(refs), timeout=DEAD_SECONDS)[1]:
+                refs[ref].lost = f"is lost with its rank, which has died: {refs[ref].link.dead}"
 
     def _kept(self, k: int) -> Kept:
         """The result of a rank that has ended, and the reference to its value where the rank keeps it."""
@@ -281,6 +295,8 @@ class RayResults:
             return entry
         if entry.result is not None and not entry.result.kept:
             return entry.result, None
+        if entry.lost:
+            raise self._lost(k, entry.lost)
         try:
             return entry.fetch()
         except RayError as error:
@@ -317,17 +333,16 @@ class RayResults:
         entry = self._entries[k]
         if not isinstance(entry, RankReply):
             return entry
-        if entry.link.dead is not None and entry.result is not None and entry.result.kept:
+        if entry.of_dead:
             try:
-                kept = self._kept(k)[1]
-                if kept is not None:
-                    self._refuse_dead(k, kept[0])
+                self._kept(k)
             except ResultError as error:
                 failure = Failure.of(error, entry.rank, entry.host, self.label, None, in_process=False)
                 return RankResult(entry.rank, failure=failure), None
         return entry.elsewhere()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._find_lost(range(len(self._entries)))
         entries = [self._elsewhere(k) for k in range(len(self._entries))]
         return RayResults, (self.label, self._ranks, entries, self._count, self._hosts)
 

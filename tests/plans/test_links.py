@@ -14,12 +14,15 @@ import time
 import timeit
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waits import wait_until, within
 
+from dispatch.errors import ResultError
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.call.joining import RankResult
 from single_controller.ray.rank.call_thread import CallThread
@@ -680,6 +683,26 @@ def test_wait_that_ends_names_the_ranks_that_have_not_answered():
     with pytest.raises(CallTimeoutError, match="still running: ranks 0, 2") as caught:
         results.wait(0.01)
     assert caught.value.ranks == (0, 2)
+
+
+def test_values_that_died_with_their_ranks_are_waited_for_at_once(monkeypatch):
+    """Also if each of them is sent by itself, to the rank that needs it."""
+    told, waited, outcome = Told(), [], Future()
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: waited.append(refs) or ([], refs))
+    dead = SimpleNamespace(dead="its host is gone")
+    replies = [RankReply(dead, rank, "here", None, weakref.ref(told)) for rank in range(3)]
+    for reply in replies:
+        reply.result = RankResult(reply.rank, kept=True)
+        reply.fetched = reply.result, [f"value {reply.rank}"]
+    source = RayResults("work", range(3), replies, 3, ["here"] * 3, outcome)
+    outcome.set_result(None)
+    assert [result.rank for result in source.wait()] == [0, 1, 2]
+    for rank in range(3):
+        _, (_, _, ((sent, _),), *_) = source.only([rank]).__reduce__()
+        assert f"rank {rank} of work() (here) is lost with its rank" in sent.failure.message
+    with pytest.raises(ResultError, match=r"rank 2 of work.*which has died: its host is gone"):
+        source.values([2], private=True)
+    assert waited == [["value 0", "value 1", "value 2"]]
 
 
 def test_function_that_raises_in_the_hub_keeps_no_other_from_running():
