@@ -18,6 +18,7 @@ from rollout_helpers import LLAMA, EchoEngine, ToolEngine, plain_log_probs, plai
 from single_controller import (
     Broadcast,
     Dispatch,
+    DispatchError,
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
@@ -574,7 +575,7 @@ def test_async_rollout_uses_the_weights_at_the_time_of_the_call(on_ray):
     on_ray.set_version([0, 0])
 
 
-def test_future_of_a_rollout_is_a_future_of_this_library(on_ray, echoes):
+def test_future_of_a_rollout_is_a_future_of_this_library(on_ray, echoes, monkeypatch):
     manager = RolloutManager(on_ray, SamplingParams(2), length_reward)
     expected = manager.generate([[1], [2]])
     future = manager.generate_async([[1], [2]])
@@ -593,6 +594,11 @@ def test_future_of_a_rollout_is_a_future_of_this_library(on_ray, echoes):
     same(found["data"], expected)
     with pytest.raises(PromptError):
         manager.generate_async([[]])
+    in_process = RolloutManager(echoes, SamplingParams(2)).generate_async([[1]])
+    assert in_process.result(timeout=20) is in_process.result()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(DispatchError, match=r"generate\(\) has no references without Ray; pass future.result\(\)"):
+        _ = in_process.refs
 
 
 def test_async_rollouts_are_rewarded_one_at_a_time(echoes):

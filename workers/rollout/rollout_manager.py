@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from dispatch.checks import check_count, check_seconds, is_count, naming_keywords
+from dispatch.errors import DispatchError
 from single_controller import WorkerFuture
 from single_controller.call.future import ComputedFuture
 from workers.background import in_thread
@@ -438,6 +439,8 @@ class RolloutManager:
 def _put(value: Any) -> Any:
     import ray
 
+    if not ray.is_initialized():  # with a local group; `ray.put` would start a cluster
+        raise DispatchError("the future of generate() has no references without Ray; pass future.result()")
     return ray.put(value)
 
 
