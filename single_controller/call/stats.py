@@ -15,6 +15,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,14 +126,18 @@ class CallStats:
     """The records of one group. A call appends its record to `calls` and fills it in: that is all that recording costs.
 
     No lock: calls are appended and trimmed by one thread at a time (`GroupState.sending`), and filled in under
-    `GroupState.lock`. Any thread may read.
+    `GroupState.lock`. Any thread may read: `trim` replaces all parts at once, so that each call is in one of them.
     """
 
     def __init__(self) -> None:
-        self.calls: deque[CallRecord] = deque()  # the latest calls, oldest first
         self.recorded = 0  # how many of the latest calls keep their ranks
-        self._methods: dict[str, MethodStats] = {}  # of the calls that are not in `calls` any more
-        self._unsettled: list[CallRecord] = []  # those of them that had no outcome yet
+        # The latest calls; the sums of earlier ones; and those of the earlier ones that had no outcome yet
+        self._parts: tuple[deque[CallRecord], dict[str, MethodStats], list[CallRecord]] = deque(), {}, []
+
+    @property
+    def calls(self) -> deque[CallRecord]:
+        """The latest calls, oldest first."""
+        return self._parts[0]
 
     def record_ranks(self, calls: int) -> None:
         """Keep the ranks of that many of the latest calls, from the next call on; 0 drops those that are kept.
@@ -146,28 +151,32 @@ class CallStats:
             record.ranks = {}
 
     def trim(self) -> None:
-        """Keep no more than the latest calls, and no more of their ranks than was asked for."""
-        calls, recorded = self.calls, self.recorded
+        """Keep no more than the latest calls and as many again, and no more of their ranks than was asked for."""
+        (calls, methods, unsettled), recorded = self._parts, self.recorded
         if recorded and len(calls) > recorded:
             calls[-recorded - 1].ranks = {}
-        while len(calls) > max(KEPT_CALLS, recorded):
-            self._unsettled.append(calls.popleft())
-        still = []
-        for record in self._unsettled:
+        if (most := max(KEPT_CALLS, recorded)) + KEPT_CALLS > len(calls):
+            return
+        methods, still = _copies(methods), list[CallRecord]()
+        for record in (*unsettled, *islice(calls, len(calls) - most)):
             if record.settled:
-                _add(self._methods, record)
+                _add(methods, record)
             else:
                 still.append(record)
-        self._unsettled = still
+        self._parts = deque(islice(calls, len(calls) - most, None)), methods, still
 
     def stats(self) -> Stats:
         """A snapshot."""
-        methods = {name: replace(stats, seconds=dict(stats.seconds)) for name, stats in list(self._methods.items())}
-        calls = list(self.calls)
-        for record in (*self._unsettled, *calls):
+        latest, sums, unsettled = self._parts
+        methods, calls = _copies(sums), list(latest)
+        for record in (*unsettled, *calls):
             if record.settled:
                 _add(methods, record)
         return Stats(methods, calls[-max(KEPT_CALLS, self.recorded) :])
+
+
+def _copies(methods: Mapping[str, MethodStats]) -> dict[str, MethodStats]:
+    return {name: replace(stats, seconds=dict(stats.seconds)) for name, stats in methods.items()}
 
 
 def _add(methods: dict[str, MethodStats], record: CallRecord) -> None:

@@ -11,10 +11,11 @@ from group_workers import Counter
 from dispatch.plan import CallPlan
 from dispatch.register import registered_methods
 from single_controller import WorkerError
+from single_controller.call import stats as call_stats
 from single_controller.call.call import Call
 from single_controller.call.joining import RankResult
 from single_controller.call.state import GroupState
-from single_controller.call.stats import CallStats, Clock, write_trace
+from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, Clock, write_trace
 from single_controller.call.transport import Sent, Transport
 
 TRANSPORTS = ("ray", "local", "local-threads")
@@ -235,6 +236,22 @@ def test_records_of_ranks_are_bounded():
     print(f"\n{kept * 20 / 5 / 1024:.0f} bytes are kept of each rank and call")
     assert 5 * 1024 * 100 < kept * 20 < 5 * 1024 * 600
     assert [len(call.ranks) for call in stats.stats().calls] == [0] * 16 + [1024] * 5
+
+
+def test_each_call_is_counted_once_while_earlier_ones_are_added_up(monkeypatch):
+    """Another thread may ask then, such as that of `GroupMetrics`."""
+    stats, add, seen = CallStats(), call_stats._add, []
+
+    def add_and_ask(methods, record):
+        monkeypatch.setattr(call_stats, "_add", add)
+        add(methods, record)
+        seen.append(stats.stats().methods["m"].calls)
+
+    stats.calls.extend(CallRecord("m", 0.0, settled=1.0) for _ in range(2 * KEPT_CALLS))
+    monkeypatch.setattr(call_stats, "_add", add_and_ask)
+    stats.trim()
+    assert seen == [2 * KEPT_CALLS] and len(stats.calls) == KEPT_CALLS
+    assert stats.stats().methods["m"].calls == 2 * KEPT_CALLS
 
 
 def test_trace_is_written_without_building_it_in_memory(tmp_path):
