@@ -98,6 +98,8 @@ class TestValues:
             group.unpicklable()
         assert caught.value.cause_type == "TypeError"
         assert group.echo(None) == [None] * 2 and group.echo(b"") == [b""] * 2
+        uneven = {"k" * 600_000: [1], "l" * 600_000: [1, 2]}  # why it has no rows is longer than a frame may be
+        assert group.echo(uneven) == [uneven] * 2
 
     @pytest.mark.parametrize("nbytes", [10_000, 3_000_000])
     def test_errors_of_all_sizes(self, group, nbytes):

@@ -238,7 +238,7 @@ class Executor:
                 try:
                     length = batch.batch_type(value).length(value)
                 except BatchError as error:
-                    not_rows = str(error)
+                    not_rows = shortened(str(error))  # which may name keys of any length, and travels in the frame
                 try:
                     encoded = encode(value, in_process=self._in_process)
                 except Exception as error:
