@@ -192,6 +192,7 @@ class Call:
     @property
     def results(self) -> CallResults:
         """Where any process can fetch the results."""
+        self.check_process()
         with self._lock:
             if self._source is None:
                 if self._sent is None:
@@ -201,11 +202,12 @@ class Call:
 
     def refs(self) -> list[Any]:
         """The transport's references to the results, to be handed out."""
+        results = self.results  # before the lock, which may be held for ever in a fork
         self.reported = True  # Ray tells whoever has them
         with self._lock:
             if not self.settled:  # `WorkerGroup._check` then looks for deaths before each call
                 self._state.referred.add(self)
-        return self.results.refs()
+        return results.refs()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has an outcome. Arguments and errors as of `value`, without the call's own error."""

@@ -517,6 +517,8 @@ class TestFork:
                 running.result,
                 running.done,
                 done.result,
+                lambda: running.refs,
+                lambda: pickle.dumps(done),
                 group.alive,
                 group.restart,
                 group.watch,
@@ -529,7 +531,7 @@ class TestFork:
             return " ".join(found)
 
         with within(10), held_by_another_thread(group._state.lock):
-            assert in_fork(use).split() == ["ForkedProcessError"] * 11
+            assert in_fork(use).split() == ["ForkedProcessError"] * 13
         running.result()
         assert group.ping() == [0, 1, 2, 3] and group.alive() == [True] * 4
 
