@@ -22,7 +22,8 @@ MAX_HANDSHAKE_BYTES = 128
 
 
 class Kind:
-    """Kinds of frames. ``KEPT``: a reply whose value stays on the rank. ``BESIDE``: a reply that stays there whole."""
+    """Kinds of frames. ``KEPT``: a reply whose value is large and stays on the rank, or of which the rank keeps a copy
+    because of a ``WANT`` frame. ``BESIDE``: a reply that stays there whole."""
 
     NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN = range(6)
     REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, INPUTS, COMMAND, ANSWER = range(6, 16)

@@ -236,7 +236,7 @@ class Link:
         asked, self._asked = self._asked, {}
         for _, _, weak in unanswered.values():
             reply = weak()
-            if reply is not None:
+            if reply is not None and not reply.kind:  # see `_take`
                 hub.soon(functools.partial(reply.lose, reason, dead=dead))  # not now: the caller holds the lock
         for answer in asked.values():
             hub.soon(functools.partial(_no_answer, answer, reason))
@@ -255,25 +255,32 @@ class Link:
         if kind not in (Kind.REPLY, Kind.KEPT, Kind.BESIDE):
             raise HandshakeError(f"it has sent a frame of kind {kind}")
         with self.lock:
-            call = self._unanswered.pop(number, None)
+            call = self._unanswered.get(number)
             if call is None:  # a copy of a reply that has arrived before; what said so may have been lost
                 self._send(Kind.ACK, number)
                 return
-            for note in (Kind.WANT, Kind.CANCEL, Kind.INPUTS) if self._notes else ():
-                self._notes.pop((note, number), None)
-            self._unacknowledged[0] += 1
-            self._unacknowledged[1] += len(payload)
-            if number > self._acknowledged:  # an earlier call goes on, for which the rank would keep this reply, too
-                self._send(Kind.ACK, number)
-            elif self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
-                self._send(Kind.ACK, 0)
-            reply = call[2]()
-            if reply is not None:
-                reply.kind, reply.payload = kind, payload
-            elif kind != Kind.REPLY:
-                self._send(Kind.DROP, number)  # if it is lost, the rank keeps the value as long as the session
-        if reply is not None:
-            reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
+            reply, wanted = call[2](), (Kind.WANT, number) in self._notes
+            # If it was sent before the rank had the note, which may be lost, it comes again, as ``KEPT``.
+            if kind != Kind.REPLY or not wanted:
+                self._answered(number, len(payload))
+                if reply is None and kind != Kind.REPLY and not wanted:  # otherwise a task takes it
+                    self._send(Kind.DROP, number)  # if it is lost, the rank keeps the value as long as the session
+            if reply is None or reply.kind:
+                return
+            reply.kind, reply.payload = kind, payload
+        reply.arrive()  # outside the lock, because it acquires those of groups, which come before it
+
+    def _answered(self, number: int, nbytes: int) -> None:
+        """A reply has arrived for good. The caller holds the lock."""
+        del self._unanswered[number]
+        for note in (Kind.WANT, Kind.CANCEL, Kind.INPUTS) if self._notes else ():
+            self._notes.pop((note, number), None)
+        self._unacknowledged[0] += 1
+        self._unacknowledged[1] += nbytes
+        if number > self._acknowledged:  # an earlier call goes on, for which the rank would keep this reply, too
+            self._send(Kind.ACK, number)
+        elif self._unacknowledged[0] >= ACK_REPLIES or self._unacknowledged[1] >= ACK_BYTES:
+            self._send(Kind.ACK, 0)
 
     def _dial(self) -> None:
         with self.lock:
@@ -441,7 +448,7 @@ class Session:
             if kept is not None:
                 self.kept[number] = kept
             elif number in self.wanted:
-                self.kept[number] = payload, None
+                kind, self.kept[number] = Kind.KEPT, (payload, None)
             self.wanted.discard(number)
             self.cancelled.discard(number)
             self.replies[number] = kind, payload

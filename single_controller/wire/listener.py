@@ -120,11 +120,9 @@ class Listener:
                 session.cancelled.add(number)
                 session.changed.notify_all()
             elif kind == Kind.WANT and number not in session.kept and number not in session.given:
-                if number in session.replies:
-                    session.kept[number] = session.replies[number][1], None
-                    session.changed.notify_all()
-                else:
-                    session.wanted.add(number)
+                session.wanted.add(number)
+                if number in session.replies:  # it was sent before, and the driver waits for one that it can fetch
+                    session.reply(Kind.REPLY, number, session.replies[number][1])
             elif kind == Kind.INPUTS:
                 session.give_parts(number + INPUTS_OF, (data,) if data else ())
             elif kind == Kind.ACK:

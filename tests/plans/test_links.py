@@ -347,6 +347,40 @@ class TestLostConnections:
         (session,) = rank.listener._sessions.values()
         wait_until(lambda: session.cancelled == {waiting.number}, 5)
 
+    def test_wanted_reply_is_kept_although_it_crosses_a_request_that_is_lost(self, rank, to_rank, monkeypatch):
+        rank.delay = 30
+        reply = call(to_rank, b"x")
+        wait_until(lambda: rank.ran)
+        (session,) = rank.listener._sessions.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(to_rank._connection, "send", lambda *frame: None)
+            assert to_rank.tell(Kind.WANT, reply.number)
+        session.reply(Kind.REPLY, reply.number, b"x")
+        assert answered([reply]) and reply.payload == b"x"
+        reply.told.clear()
+        to_rank._connection._shut()
+        wait_until(lambda: not to_rank._unanswered, 5)
+        assert session.kept == {reply.number: (b"x", None)}
+        assert not to_rank._notes and not reply.told.is_set(), "it has arrived once"
+
+    @pytest.mark.parametrize("replied", [False, True])
+    def test_wanted_reply(self, rank, to_rank, replied):
+        rank.delay = 30
+        reply = call(to_rank, b"x")
+        wait_until(lambda: rank.ran)
+        (session,) = rank.listener._sessions.values()
+        with to_rank.lock if replied else contextlib.nullcontext():  # the hub cannot take the reply meanwhile
+            if replied:
+                session.reply(Kind.REPLY, reply.number, b"x")
+            assert to_rank.tell(Kind.WANT, reply.number)
+        if not replied:
+            wait_until(lambda: session.wanted)
+            session.reply(Kind.REPLY, reply.number, b"x")
+        assert answered([reply]) and reply.payload == b"x"
+        wait_until(lambda: session.kept, 5)
+        assert session.take_kept(reply.number) == (b"x", None) and not session.wanted
+        wait_until(lambda: not to_rank._unanswered, 5)
+
     def test_rank_waits_for_no_driver_that_is_gone(self, rank, to_rank, monkeypatch):
         monkeypatch.setattr(link, "RETURN_SECONDS", 0.3)
         monkeypatch.setattr(link, "LOOK_SECONDS", 0.1)
