@@ -339,8 +339,9 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
 
     def _filled(self) -> list[Any]:
         if not list.__len__(self):
-            list.extend(self, self.refs)
-            for ref in list.__iter__(self):
+            refs = self.refs
+            list.__setitem__(self, slice(None), refs)  # not `extend`: another thread may do the same
+            for ref in refs:
                 self._made(ref)
         return self
 
@@ -405,7 +406,7 @@ class ComputedFuture(Future[R], WorkerFuture[R]):
         if self._put is None:
             raise DispatchError(f"the future of {self.label}() has no references; pass future.result()")
         if not self._refs:
-            self._refs.append(self._put(self.result()))
+            self._refs = [self._put(self.result())]
         return self._refs
 
     @property

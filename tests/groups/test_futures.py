@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from single_controller import (
     Worker,
     WorkerDiedError,
     WorkerError,
+    WorkerFuture,
     collect_all_to_all,
     register,
     register_batch_type,
@@ -1016,6 +1018,21 @@ class TestUnsentCalls:
         made = []
         seen = plain.see(ReferencedFuture(plain.see.remote(1), made.append))
         assert seen == [[1, [[1], [1]]]] * 2 and made == []
+
+    def test_references_that_two_threads_ask_for_at_once(self, plain, monkeypatch):
+        both, refs = threading.Barrier(2, timeout=10), WorkerFuture.refs.fget
+
+        def refs_for_both(future):
+            both.wait()
+            return refs(future)
+
+        monkeypatch.setattr(WorkerFuture, "refs", property(refs_for_both))
+        sent = ReferencedFuture(plain.see.remote(1), lambda ref: None)
+        computed = ComputedFuture("compute", lambda value: both.wait())
+        computed.set_result(1)
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(len, [sent, sent])) == [2, 2] and len(sent) == 2
+            assert [len(found) for found in pool.map(lambda one: one.refs, [computed] * 2)] == [1, 1]
 
     def test_argument_that_a_call_of_the_same_group_computes(self, plain):
         computed = ComputedFuture("compute")
