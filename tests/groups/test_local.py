@@ -124,6 +124,15 @@ class Probe(Worker):
             raise Probe.raised
 
     @register(Dispatch.ONE_TO_ALL)
+    async def stop_in_a_task(self, wait):
+        async def leave():
+            sys.exit(3)
+
+        self.task = asyncio.create_task(leave())
+        if wait:
+            await self.task
+
+    @register(Dispatch.ONE_TO_ALL)
     def sleep(self, seconds, ranks=None):
         if ranks is None or self.rank in ranks:
             time.sleep(seconds)
@@ -695,6 +704,14 @@ def test_sys_exit_in_a_method_is_a_death(make):
     assert told[0].ranks == (1,)
     group.restart()
     assert group.sleep(0) == [0, 1, 2, 3] and group.alive() == [True] * 4
+
+
+def test_sys_exit_in_a_task_ends_the_method_that_waits_for_it(make):
+    group = make(world_size=2)
+    group.stop_in_a_task(wait=False)
+    assert group.thread_async() == ["worker-loop"] * 2, "the event loop goes on"
+    with within(5), pytest.raises(WorkerDiedError, match=r"died during stop_in_a_task\(\).*sys\.exit\(3\)"):
+        group.stop_in_a_task(wait=True)
 
 
 def test_death_reaches_the_consumers_of_a_future(make):

@@ -433,7 +433,12 @@ def _clean_up(workers: Iterable[Worker]) -> None:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt):
+            continue  # a task raised it, and asyncio lets it through; a method that waits for the task gets it too
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
