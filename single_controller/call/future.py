@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import copy
 import functools
 import logging
@@ -307,7 +308,8 @@ def off_loop(function: Callable[[], R_co]) -> asyncio.Future[R_co]:
 
 
 def in_own_thread(function: Callable[[], R]) -> Future[R]:
-    """Run a function in a thread "future-wait", which then ends. A `StartError` if it cannot be started."""
+    """Run a function in a thread "future-wait", which then ends, in the caller's context. A `StartError` if it cannot
+    be started."""
     done: Future[R] = Future()
     done.set_running_or_notify_cancel()  # cancelling the task must not make the thread's result an error
 
@@ -317,7 +319,8 @@ def in_own_thread(function: Callable[[], R]) -> Future[R]:
         except BaseException as error:
             done.set_exception(error.with_traceback(None))
 
-    thread = threading.Thread(target=run, name="future-wait", daemon=True)
+    context = contextvars.copy_context()  # in which a rank finds the call for which the thread waits
+    thread = threading.Thread(target=context.run, args=(run,), name="future-wait", daemon=True)
     start_thread(thread.start, "waits in the place of an event loop")
     return done
 

@@ -390,6 +390,8 @@ def test_timeout_of_the_producer_leaves_the_consumers_as_they_are(transport, mak
         with pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded") as caught:
             keeping.result()
         assert caught.value.consumer == "take_future"
+        with within(5), pytest.raises(GroupBrokenError, match=r"sleep_on\(\) exceeded"):
+            counters.await_futures([behind])
     assert busy.result() == [0, 1, 2, 3] and consumer.pid() == pids and consumer.broken is None
     assert counters.add(0) == [100, 101, 102, 103] and counters.broken is None
     assert time.monotonic() - begin < 10

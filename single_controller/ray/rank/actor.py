@@ -184,7 +184,7 @@ class RankActor:
         """Run a call, and send its reply. A large value stays here, and so does one with references, which Ray must
         see."""
         received = time.time()
-        current.call = session, number  # for `call_cancelled`
+        current.set((session, number))  # for `call_cancelled`
         call = CallMessage("__init__")  # what errors name until the message is read; a JOIN runs the constructors
         try:
             if kind == Kind.JOIN:

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from single_controller.wire.link import Session
@@ -20,8 +21,8 @@ MAX_CONCURRENT_CALLS = 64
 LOOK_SECONDS = 0.2
 """Time between two looks of Ray's thread whether the call thread still runs."""
 
-current = threading.local()
-"""``call``: session and number of the call that the thread runs."""
+current: ContextVar[tuple[Session, int] | None] = ContextVar("current", default=None)
+"""Session and number of the call that runs: also in its coroutines, and in threads that wait in their place."""
 
 
 class CallThread:
@@ -60,7 +61,7 @@ class CallThread:
         done: cf.Future[Any] = cf.Future()
 
         def job(done: cf.Future[Any] = done) -> None:
-            current.call = None
+            current.set(None)
             try:
                 done.set_result(function())
             except BaseException as error:
@@ -93,6 +94,6 @@ class CallThread:
 
 
 def call_cancelled() -> bool:
-    """Whether a call has failed whose future is an argument of the call that this thread runs, if it runs one."""
-    call: tuple[Session, int] | None = getattr(current, "call", None)
+    """Whether a call has failed whose future is an argument of the call that runs here, if one does."""
+    call = current.get()
     return call is not None and call[0].withdrawn(call[1])
