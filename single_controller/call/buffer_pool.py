@@ -8,6 +8,7 @@ with its pages already mapped.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -72,6 +73,10 @@ class BufferPool:
         if self._idle_bytes + self._returned_bytes + memory.nbytes <= MAX_IDLE_BYTES:
             self._returned_bytes += memory.nbytes
             self._returned.append((time.monotonic(), memory))
+
+    def unlock(self) -> None:
+        """Forget who holds the lock: in a fork, it may be a thread of the parent, which does not exist here."""
+        self._lock = threading.RLock()
 
     def clear(self) -> None:
         """Free all idle buffers."""
@@ -153,5 +158,6 @@ def cat_tensors(tensors: list[Any], dim: int = 0) -> Any:
 
 
 buffer_pool = BufferPool()
+os.register_at_fork(after_in_child=buffer_pool.unlock)
 
 concatenate_tensors_with(cat_tensors, MIN_BYTES)

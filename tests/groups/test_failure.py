@@ -30,6 +30,7 @@ from single_controller import (
     WorkerError,
     attach,
 )
+from single_controller.call.buffer_pool import MIN_BYTES, buffer_pool
 from single_controller.ray.transport import RayTransport
 from single_controller.wire.link import Link
 
@@ -579,6 +580,10 @@ class TestFork:
         with within(10):
             assert in_fork(use) == str(["before", "in the fork"])
         assert group.read()[3] == ["before"]
+
+    def test_memory_is_taken_although_a_thread_of_the_parent_was_taking_some(self):
+        with within(10), held_by_another_thread(buffer_pool._lock):
+            assert in_fork(lambda: str(buffer_pool.take(MIN_BYTES).nbytes)) == str(MIN_BYTES)
 
     def test_fork_may_have_a_group_with_threads_of_its_own(self, fragile):
         future = fragile.sleep.remote(0.5)  # the monitor watches it
