@@ -92,8 +92,8 @@ class RankReply(Reply):
             self.lose(f"its reply cannot be read here: {reason}", dead=False)
 
     def lose(self, reason: str, *, dead: bool) -> None:
-        if dead:
-            self._tell(RankResult(self.rank, died=reason))
+        if dead:  # the monitor tells the call. That breaks its group, whose log calls handlers that may wait
+            self.result = RankResult(self.rank, died=reason)
         else:
             self._tell(RankResult(self.rank, failure=Failure.lost_contact(self.rank, self.host, reason)))
 

@@ -308,9 +308,9 @@ class RayTransport(Transport):
         for number, rank in enumerate(self.ranks):
             if number in self._deaths:
                 continue
-            reason = None
+            reason = self._links[number].dead  # another transport of the group may know of it already
             try:
-                reason = death_of(rank.actor)
+                reason = reason or death_of(rank.actor)
             except ControlStoreError:  # a later look asks again; what else is due, such as timeouts, must not wait
                 logger.debug("nothing is known of rank %d", number, exc_info=True)
             if reason is not None:

@@ -223,11 +223,14 @@ class TestThreadsAndProcesses:
         assert group.count() == [before + 3] * 2
 
     @pytest.mark.parametrize("how", ["kill -9", "sys.exit(3)", "sys.exit(0)", "exit_actor"])
-    def test_ends_of_processes_are_told(self, group, how):
+    def test_ends_of_processes_are_told(self, group, how, caplog):
         group.ping()
         with within(5), pytest.raises(WorkerDiedError, match=r"rank 1 died during end\(\)") as caught:
             group.end(1, how)
         assert caught.value.ranks == (1,)
+        wait_until(lambda: "is broken" in caplog.text, 5)
+        threads = {record.threadName for record in caplog.records if "is broken" in record.getMessage()}
+        assert threads == {"call-monitor"}, "a handler that waits for a call would wait for the thread that reads it"
 
 
 def test_dropped_group_closes_its_connections(group):

@@ -703,6 +703,13 @@ def test_reply_that_cannot_be_read_is_a_lost_result():
     assert told.results[0].failure.no_contact and "cannot be read" in told.results[0].failure.message
 
 
+def test_death_is_not_told_in_the_thread_that_reads_connections():
+    told = Told()
+    reply = RankReply(None, 0, "here", None, weakref.ref(told))
+    reply.lose("it was killed", dead=True)
+    assert told.results == [] and reply.result.died == "it was killed"
+
+
 def test_result_of_a_dead_rank_is_an_error_elsewhere():
     results = RayResults("work", [0], [(RankResult(0, died="it was killed"), None)], 1, ["here"])
     with pytest.raises(WorkerDiedError, match=r"rank 0 died during work\(\) \(here\): it was killed"):
