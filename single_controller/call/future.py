@@ -41,14 +41,15 @@ class WorkerFuture(Deferred, Generic[R_co]):
         call: the call, in the process that sent it.
         source: the call's results and how they are joined, in any other process.
         sending: for a call that another thread sends, because the caller's event loop must not wait until it can be
-            sent: the method, and what is done when it was, with the call, or could not be, with the error.
+            sent: the method; what is done when it was, with the call, or could not be, with the error; and what raises
+            in a fork, which does not have that thread.
     """
 
     def __init__(
         self,
         call: Call | None,
         source: tuple[CallResults, Join] | None = None,
-        sending: tuple[str, Future[Call | BaseException]] | None = None,
+        sending: tuple[str, Future[Call | BaseException], Callable[[], None]] | None = None,
     ) -> None:
         self._call = call
         self._elsewhere = source
@@ -71,7 +72,9 @@ class WorkerFuture(Deferred, Generic[R_co]):
     def _sent(self, timeout: float | None = None) -> Call | None:
         """The call, in the process that sent it. It is waited for until it was."""
         if self._sending is not None and self._call is None:
-            label, sending = self._sending
+            label, sending, check_process = self._sending
+            if self.unsent:
+                check_process()
             self._told = True
             try:
                 found = sending.result(timeout)
@@ -174,7 +177,11 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     def wait_sent(self) -> Call | BaseException | None:
         """Wait until it was sent, or could not be."""
-        return self._call if self._sending is None else self._sending[1].result()
+        if self._sending is None:
+            return self._call
+        if self.unsent:
+            self._sending[2]()
+        return self._sending[1].result()
 
     def wait(self) -> None:
         """Wait until the call has ended, with or without an error."""

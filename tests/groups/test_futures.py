@@ -24,6 +24,7 @@ import torch
 from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
 from ray.exceptions import RayError
 from tensordict import TensorDict
+from test_failure import errors_of, in_fork
 from waits import wait_collected, within
 
 from single_controller import (
@@ -949,6 +950,18 @@ class TestUnsentCalls:
             return plain.see(2)
 
         assert asyncio.run(main()) == [[1, 2]] * 2
+
+    def test_in_a_fork(self, plain):
+        """Which does not have the thread that sends them."""
+
+        async def main():
+            sending_held(plain)
+            unsent = plain.see.remote(1)
+            found = in_fork(lambda: " ".join(errors_of(unsent.result, unsent.wait)))
+            assert found == "ForkedProcessError ForkedProcessError"
+            return await unsent
+
+        assert asyncio.run(main()) == [[1]] * 2
 
     def test_blocking_calls_come_after_them_in_a_restart(self):
         with LocalWorkerGroup(2, ClassWithInitArgs(SlowAgain, {"dp": [0, 1]}), threads=True) as group:
