@@ -122,22 +122,33 @@ class Stats:
         return "\n".join([*lines, "bytes over all calls and ranks; times are means over calls, of the slowest rank"])
 
 
+class _Latest(deque[CallRecord]):
+    """The latest calls, oldest first, with what is kept of earlier ones.
+
+    Args:
+        calls: the latest calls.
+        methods: the sums of earlier ones.
+        unsettled: those of the earlier ones that had no outcome yet.
+    """
+
+    def __init__(
+        self, calls: Iterable[CallRecord], methods: dict[str, MethodStats], unsettled: list[CallRecord]
+    ) -> None:
+        super().__init__(calls)
+        self.methods, self.unsettled = methods, unsettled
+
+
 class CallStats:
     """The records of one group. A call appends its record to `calls` and fills it in: that is all that recording costs.
 
     No lock: calls are appended and trimmed by one thread at a time (`GroupState.sending`), and filled in under
-    `GroupState.lock`. Any thread may read: `trim` replaces all parts at once, so that each call is in one of them.
+    `GroupState.lock`. Any thread may read: `trim` replaces `calls` with all that it has, so that a reader finds each
+    call once.
     """
 
     def __init__(self) -> None:
+        self.calls = _Latest((), {}, [])
         self.recorded = 0  # how many of the latest calls keep their ranks
-        # The latest calls; the sums of earlier ones; and those of the earlier ones that had no outcome yet
-        self._parts: tuple[deque[CallRecord], dict[str, MethodStats], list[CallRecord]] = deque(), {}, []
-
-    @property
-    def calls(self) -> deque[CallRecord]:
-        """The latest calls, oldest first."""
-        return self._parts[0]
 
     def record_ranks(self, calls: int) -> None:
         """Keep the ranks of that many of the latest calls, from the next call on; 0 drops those that are kept.
@@ -152,24 +163,24 @@ class CallStats:
 
     def trim(self) -> None:
         """Keep no more than the latest calls and as many again, and no more of their ranks than was asked for."""
-        (calls, methods, unsettled), recorded = self._parts, self.recorded
+        calls, recorded = self.calls, self.recorded
         if recorded and len(calls) > recorded:
             calls[-recorded - 1].ranks = {}
         if (most := max(KEPT_CALLS, recorded)) + KEPT_CALLS > len(calls):
             return
-        methods, still = _copies(methods), list[CallRecord]()
-        for record in (*unsettled, *islice(calls, len(calls) - most)):
+        methods, still = _copies(calls.methods), list[CallRecord]()
+        for record in (*calls.unsettled, *islice(calls, len(calls) - most)):
             if record.settled:
                 _add(methods, record)
             else:
                 still.append(record)
-        self._parts = deque(islice(calls, len(calls) - most, None)), methods, still
+        self.calls = _Latest(islice(calls, len(calls) - most, None), methods, still)
 
     def stats(self) -> Stats:
         """A snapshot."""
-        latest, sums, unsettled = self._parts
-        methods, calls = _copies(sums), list(latest)
-        for record in (*unsettled, *calls):
+        latest = self.calls
+        methods, calls = _copies(latest.methods), list(latest)
+        for record in (*latest.unsettled, *calls):
             if record.settled:
                 _add(methods, record)
         return Stats(methods, calls[-max(KEPT_CALLS, self.recorded) :])
