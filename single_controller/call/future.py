@@ -9,6 +9,7 @@ import contextvars
 import copy
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +21,7 @@ from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
 from single_controller.call.call import Call
 from single_controller.call.codec import MAX_INLINE_BYTES
-from single_controller.call.errors import CallTimeoutError, StartError, start_thread
+from single_controller.call.errors import CallTimeoutError, ForkedProcessError, StartError, start_thread
 from single_controller.call.joining import CallResults, join_results
 from single_controller.call.transport import Outcome
 
@@ -41,19 +42,19 @@ class WorkerFuture(Deferred, Generic[R_co]):
         call: the call, in the process that sent it.
         source: the call's results and how they are joined, in any other process.
         sending: for a call that another thread sends, because the caller's event loop must not wait until it can be
-            sent: the method; what is done when it was, with the call, or could not be, with the error; and what raises
-            in a fork, which does not have that thread.
+            sent: the method, and what is done when it was, with the call, or could not be, with the error.
     """
 
     def __init__(
         self,
         call: Call | None,
         source: tuple[CallResults, Join] | None = None,
-        sending: tuple[str, Future[Call | BaseException], Callable[[], None]] | None = None,
+        sending: tuple[str, Future[Call | BaseException]] | None = None,
     ) -> None:
         self._call = call
         self._elsewhere = source
         self._sending = sending
+        self._pid = os.getpid()  # a fork does not have the thread that sends the call
         self._told = False  # whether somebody was told of an error of sending
         self._value: list[R_co] = []  # a list, because of two threads that join, the first to append must win
 
@@ -69,12 +70,16 @@ class WorkerFuture(Deferred, Generic[R_co]):
         """Whether the call has yet to be sent."""
         return self._sending is not None and not self._sending[1].done()
 
+    def _check_unsent(self) -> None:
+        """Raise in a fork if the call has yet to be sent: nobody will do so there."""
+        if self.unsent and os.getpid() != self._pid:
+            raise ForkedProcessError.of(f"the future of {self.label}()")
+
     def _sent(self, timeout: float | None = None) -> Call | None:
         """The call, in the process that sent it. It is waited for until it was."""
         if self._sending is not None and self._call is None:
-            label, sending, check_process = self._sending
-            if self.unsent:
-                check_process()
+            label, sending = self._sending
+            self._check_unsent()
             self._told = True
             try:
                 found = sending.result(timeout)
@@ -177,11 +182,8 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     def wait_sent(self) -> Call | BaseException | None:
         """Wait until it was sent, or could not be."""
-        if self._sending is None:
-            return self._call
-        if self.unsent:
-            self._sending[2]()
-        return self._sending[1].result()
+        self._check_unsent()
+        return self._call if self._sending is None else self._sending[1].result()
 
     def wait(self) -> None:
         """Wait until the call has ended, with or without an error."""
@@ -264,6 +266,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
 
     async def _outcome(self) -> R_co:
         if self._sending is not None:
+            self._check_unsent()
             await asyncio.wrap_future(self._sending[1])
         call = self._sent()
         if call is None:  # in another process, only a thread can wait

@@ -624,7 +624,7 @@ class WorkerGroup(VerlGroup, Closing):
                         method=spec.name,
                     ) from error
             state.unsent.append(send)
-        return WorkerFuture(None, sending=(spec.label, sent, state.check_process))
+        return WorkerFuture(None, sending=(spec.label, sent))
 
     def _execute(self, plan: Planner, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
         """Call a method, registered or not; return its value, or, without ``wait``, the references to its results."""
