@@ -33,7 +33,7 @@ def waits_of_any_number_of_micro_batches(start, waits=waits):
         The waits of each function.
     """
     found = []
-    for most in (10_000, 32):  # all rows at once; two to four at a time
+    for most in (10_000, 64):  # all rows at once; four to eight at a time
         with start(most) as calls:
             of_calls = []
             for call in calls:

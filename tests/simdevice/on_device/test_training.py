@@ -20,8 +20,11 @@ WAYS = {
     "offloaded": {"fsdp_cpu_offload": True},
     "lora": {"lora_rank": 4},
     "checkpointed": {"gradient_checkpointing": True},
+    "offloaded, checkpointed": {"fsdp_cpu_offload": True, "gradient_checkpointing": True},
     "exact": {"exact": True},
 }
+QUICK = ("bf16", "offloaded, checkpointed", "exact")
+"""The second has the same kernels as "plain"."""
 
 
 class OnCpu(FSDPTrainWorker):
@@ -50,11 +53,11 @@ def worker(cls=FSDPTrainWorker):
 
 
 def trained(cls, args, data, role="actor"):
-    """Log-probabilities, the metrics of three steps, and the weights afterwards."""
+    """Log-probabilities, the metrics of two steps, and the weights afterwards."""
     with worker(cls) as group:
         group.init(args, role)
         outputs = None if role == "critic" else group.compute_log_prob(data).cpu()
-        steps = [group.train(step, data)[0] for step in range(3)]
+        steps = [group.train(step, data)[0] for step in range(2)]
         of_worker = group.execute_with_func_generator(weights)[0]
     return outputs, [{**metrics, "seconds": 0.0} for metrics in steps], of_worker
 
@@ -65,8 +68,12 @@ def weights(worker):
 
 @pytest.mark.parametrize(
     "way",
-    [way for way in WAYS if way != "lora"]
-    + [pytest.param("lora", marks=pytest.mark.full("steps with LoRA on the simulated device"))],
+    [
+        pytest.param(
+            way, marks=() if way in QUICK else pytest.mark.full("steps on the simulated device with one option")
+        )
+        for way in WAYS
+    ],
 )
 def test_steps_are_those_of_the_cpu(args, data, way):
     given = args | WAYS[way]
