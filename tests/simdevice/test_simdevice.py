@@ -26,7 +26,7 @@ ELSEWHERE = (HERE / "files.txt").read_text().split()[1:]
 """Those of ``make test-device`` that are not in `on_device`."""
 RARE = {
     "both_backends": [
-        "three_grpo_steps_match_a_plain_loop",
+        "grpo_steps_match_a_plain_loop",
         "output_layer_in_float32_under_bfloat16",
         "critic_learns_the_expected_values",
         "checkpoint_resumes_with_another_layout",
