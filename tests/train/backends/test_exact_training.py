@@ -20,7 +20,7 @@ from workers.weight_sync.sync_protocol import WeightSyncError
 
 pytestmark = pytest.mark.timeout(240)
 
-SAMPLES, ROLLOUTS = 3, 8 if depth.full else 4
+SAMPLES, ROLLOUTS = 3, 8 if depth.full else 3
 HOW = SamplingParams(9, temperature=0.9, stop_token_ids=(6, 17))
 ARGS = {**PLAIN, "temperature": HOW.temperature, "exact": True, "max_tokens_per_micro_batch": 40}
 
@@ -122,7 +122,7 @@ def test_asynchronous_at_staleness_0_equals_synchronous_with_any_workers(fsdp_gr
 
 
 def test_a_killed_and_replaced_run_equals_the_other(fsdp_groups, rollout_of, synchronous):
-    victims = (3, 6) if depth.full else (1, 3)
+    victims = (3, 6) if depth.full else (1, 2)
     assert_same_run(
         synchronous, trained(fsdp_groups(2), rollout_of(2), peer_snapshot_interval=1, victims=victims, stream=True)
     )
@@ -209,13 +209,12 @@ def test_corrections_on_policy_do_nothing(fsdp_groups, synchronous, case):
     _, data, metrics = synchronous
     group = fsdp_groups(2)
     begin(group, {**ARGS, **case})
-    for step in range(2):
-        found = learn(group, step, data[step])
-        for name in ("loss", "grad_norm", "rollout_log_prob_diff"):
-            assert found[name] == metrics[step][name], name
-        bounds = {"correction_ratio": 1.0, "correction_ratio_max": 1.0, "correction_weight": 1.0,
+    found = learn(group, 0, data[0])
+    for name in ("loss", "grad_norm", "rollout_log_prob_diff"):
+        assert found[name] == metrics[0][name], name
+    bounds = {"correction_ratio": 1.0, "correction_ratio_max": 1.0, "correction_weight": 1.0,
                   "correction_rejected": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0}  # fmt: skip
-        assert {name: found.get(name, value) for name, value in bounds.items()} == bounds
+    assert {name: found.get(name, value) for name, value in bounds.items()} == bounds
 
 
 def test_an_engine_that_is_not_exact_is_refused_before_anything_is_sent(fsdp_groups, train_pool):

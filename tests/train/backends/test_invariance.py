@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from unittest import mock
 
+import depth
 import pytest
 import torch
 from reference import ReferenceGRPO, random_prompts, sample, small_llama
@@ -95,8 +96,8 @@ CRITIC_CASES = {
 CASES_OF = {"actor": CASES, "critic": CRITIC_CASES}
 """All names of losses, estimators and corrections are in one of them."""
 
-SAMPLE = ("gspo", "dppo_tv", "clip_cov", "kl_cov", "rejected")
-"""Those of `make test`: whole sequences, rejected rows, and tokens that are chosen for the whole step."""
+SAMPLE = ("gspo", "dppo_tv", "clip_cov", "kl_cov", "dpo", "value", "rejected")
+"""Those of `make test`: whole sequences, rejected rows, tokens that are chosen for the whole step, and pairs."""
 
 # An Adam step of lr / eps * gradient, to one part in a million: the weights show the gradient on any backend.
 EXPOSED = {"lr": 1e6, "adam_eps": 1e6, "adam_beta1": 0.0, "clip_grad": 0.0, "rollout_max_response_len": 8}
@@ -221,12 +222,13 @@ def computed(group_of, off_policy, folders):
 
 @pytest.fixture(scope="module")
 def one_process(computed):
-    """Role -> case -> (metrics, micro-batches, gradients): all rows in one padded micro-batch."""
-    made = {}
+    """Role -> case -> (metrics, micro-batches, gradients): all rows in one padded micro-batch. The cases that are
+    compared with it."""
+    made, names = {}, None if depth.full else SAMPLE
 
     def of(role):
         if role not in made:
-            made[role] = computed(FSDP1, False, role, [Layout(ALL)])[0]
+            made[role] = computed(FSDP1, False, role, [Layout(ALL)], names)[0]
         return made[role]
 
     return of
@@ -250,8 +252,7 @@ def full(way, packed, layouts):
 @pytest.mark.parametrize(
     ("way", "packed", "layouts", "names"),
     [
-        sampled(FSDP2, True, PACKED[:1], (*SAMPLE, "value", "dpo")),
-        sampled(PP2, False, PADDED[:1], SAMPLE),
+        sampled(FSDP2, True, PACKED[:1], SAMPLE),
         *(full(*group) for group in GROUPS),
     ],
 )
