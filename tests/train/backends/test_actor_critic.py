@@ -184,7 +184,7 @@ def test_entries_in_the_data_are_not_recomputed(pair_of, llama_folder, data):
     assert critic.worker_group.stats().methods["compute_values"].calls == before
 
 
-@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("balance", [False, pytest.param(True, marks=pytest.mark.full("references, balanced"))])
 def test_references_instead_of_data(pair_of, llama_folder, data, balance):
     found = []
     given = [data, ray.put(data)] + ([] if balance else [[ray.put(data[:5]), ray.put(data[5:])]])
