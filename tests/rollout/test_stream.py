@@ -185,7 +185,7 @@ def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mo
     manager = managed(request.getfixturevalue(workers), LONG)
     batches = []
     with streaming(manager, mode=mode, max_staleness=2, requests_per_worker=2 * SAMPLES) as stream:
-        for version in range(1, 6):  # nothing else here, so that updates find requests in flight
+        for version in range(1, 5):  # nothing else here, so that updates find requests in flight
             update(stream, manager, version)
             batches.append(stream.take(30))
     found, mixed = [], 0
@@ -196,7 +196,7 @@ def test_each_token_is_of_the_weights_that_its_version_says(request, workers, mo
             mixed += of[0] != of[-1]
         assert data["min_weight_versions"].min() >= version - 2
         assert data["completion_lengths"].unique().tolist() == [60]
-    assert found == list(range(5 * B))
+    assert found == list(range(4 * B))
     assert mixed > 0 if mode == "interrupt" else mixed == 0
 
 
@@ -316,7 +316,7 @@ def test_update_is_given_up_in_time_while_requests_run(group):
     manager = managed(group, LONG)
     with streaming(manager) as stream:
         update(stream, manager, 1)
-        group.set_delay([0.03, 0.03])  # a group takes nearly two seconds
+        group.set_delay([0.02, 0.02])  # a group takes more than a second
         wait_until(lambda: any(worker.running for worker in group.execute_all_sync("load_of_engine")))
         with (
             pytest.raises(WeightSyncError, match=r"within 0.4 s.*requests that are running .*update_mode='interrupt'"),
@@ -339,7 +339,7 @@ def test_slow_worker_gets_fewer_groups(group):
 
 def test_groups_that_become_too_old_are_aborted_and_begin_again(group):
     manager = managed(group, LONG)
-    group.set_delay([0.0002, 0.05])  # the slow worker needs three seconds for a group
+    group.set_delay([0.0002, 0.03])  # the slow worker needs two seconds for a group
     options = {"max_staleness": 1, "order": "window", "on_stale": "drop", "mode": "interrupt"}
     with streaming(manager, requests_per_worker=SAMPLES, **options) as stream:
         found = []
