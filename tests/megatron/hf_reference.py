@@ -100,7 +100,7 @@ def assert_training_continues(four, checkpoint, make_again):
     assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
 
 
-def steps(four, model, loss, count=3, rows=7, lr=1e-3, within=1e-5, first=0, make=None):
+def steps(four, model, loss, count=2, rows=7, lr=1e-3, within=1e-5, first=0, make=None):
     """Take the same steps on both sides, and compare the reports."""
     make = make or batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)

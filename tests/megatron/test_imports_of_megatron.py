@@ -105,7 +105,7 @@ class TestWithoutMegatron:
 
     def test_error_says_what_to_install(self, tmp_path):
         """With nothing of that name; then with a folder called megatron, such as a checkout of its sources, which is
-        importable but is not megatron-core."""
+        importable but is not megatron-core. Then without transformers, which activations other than "silu" need."""
         (tmp_path / "megatron").mkdir()
         code = """
             import workers
@@ -118,13 +118,18 @@ class TestWithoutMegatron:
                     except ImportError as error:
                         print(name, type(error).__name__, error)
             print("megatron" in sys.modules)
+            BLOCKED = ("transformers",)
+            from workers.megatron.config import activation
+            print(activation("silu").__name__)
+            activation("gelu")
         """
         done = python(code, tmp_path, ("megatron",))
         names = ("MegatronWorker", "init_model_parallel_config", "ParallelLlamaMLP")
         said = done.stdout.splitlines()
-        assert [said[0], said[4], said[8:]] == ["False", "False", ["True"]], done.stderr  # the folder
+        assert [said[0], said[4], said[8:]] == ["False", "False", ["True", "silu"]], done.stderr  # the folder
         for name, line in zip(2 * names, [*said[1:4], *said[5:8]], strict=True):
             assert line.startswith(f"{name} ImportError ") and self.INSTALL in line, done.stderr
+        assert "pip install 'single-controller[hf]'" in done.stderr.splitlines()[-1]
 
     def test_driver_does_not_need_megatron(self, tmp_path):
         code = "import single_controller, workers; from workers import MegatronWorker; print(MegatronWorker.__name__)"
@@ -139,20 +144,6 @@ class TestWithoutMegatron:
         (core / "__init__.py").write_text("import no_such_package")
         done = python("sys.path.insert(0, '.')\nfrom workers import MegatronWorker; MegatronWorker()", tmp_path)
         assert "No module named 'no_such_package'" in done.stderr and self.INSTALL not in done.stderr
-
-
-def test_activation_without_transformers_says_what_to_install(tmp_path):
-    done = python(
-        """
-        from workers.megatron.config import activation
-        print(activation("silu").__name__)
-        activation("gelu")
-        """,
-        tmp_path,
-        ("transformers",),
-    )
-    assert done.stdout.strip() == "silu"
-    assert "pip install 'single-controller[hf]'" in done.stderr.splitlines()[-1]
 
 
 def test_worker_without_a_group(said):

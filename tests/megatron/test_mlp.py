@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from single_controller import WorkerError
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1376}
+SIZES = {"hidden_size": 128, "intermediate_size": 344}
 SMALL = {"hidden_size": 8, "intermediate_size": 24}
 
 
@@ -94,7 +94,7 @@ class TestAgainstTheDenseLayer:
     def test_bf16(self, four):
         reference = dense(**SIZES).bfloat16()
         parallel(four, reference, SIZES, param_dtype="bf16")
-        x = torch.randn(16, 4, 512, dtype=torch.bfloat16)
+        x = torch.randn(16, 4, 128, dtype=torch.bfloat16)
         (y,) = four.run_layer([x])
         assert y.dtype == torch.bfloat16
         assert distance(y.float(), reference(x).float()) < 0.02
@@ -119,7 +119,7 @@ class TestAgainstTheDenseLayer:
     def test_two_batches_on_two_replicas_with_megatron_compute(self, four):
         reference = dense(**SIZES)
         parallel(four, reference, SIZES, tp=2)
-        batches = list(torch.randn(2, 16, 4, 512))
+        batches = list(torch.randn(2, 16, 4, 128))
         for x, y in zip(batches, four.run_layer(batches), strict=True):
             assert distance(y, reference(x)) < 1e-5
 

@@ -79,10 +79,12 @@ INTERLEAVED = pytest.param(VPP, id="interleaved pipeline")
         pytest.param(QWEN2, {**TP2, **PP2}, {}, id="tp2 pp2, Qwen2"),
         pytest.param(LLAMA, TP2, {}, id="dp2 tp2", marks=rare),
         pytest.param(TIED, PP2, {}, id="dp2 pp2, tied"),
-        pytest.param(LLAMA, {}, {"optimizer": {**ADAM, "distributed": True}}, id="dp4, distributed optimizer"),
+        pytest.param(
+            LLAMA, {}, {"optimizer": {**ADAM, "distributed": True}}, id="dp4, distributed optimizer", marks=rare
+        ),
     ],
 )
-def test_log_probs_entropy_and_three_steps_match_hugging_face(four, saved, config, parallel, options):
+def test_log_probs_entropy_and_steps_match_hugging_face(four, saved, config, parallel, options):
     model, folder = saved(config)
     four.run(on_ranks.make, config, parallel, **{"optimizer": ADAM, **options})
     four.run(on_ranks.load_hf, folder)
@@ -102,11 +104,11 @@ def test_every_model_type_is_among_these():
     ("name", "parallel"),
     [
         *((name, {}) for name in MODELS),  # tp1 pp1
-        ("mistral", TP2),
-        ("qwen3, yarn", TP2),
         ("mistral", {**TP2, **PP2}),
         ("qwen2", {**TP2, **PP2}),
         ("qwen3", {**TP2, **PP2}),
+        pytest.param("mistral", TP2, marks=rare),
+        pytest.param("qwen3, yarn", TP2, marks=rare),  # test_gradients.py has them
         pytest.param("qwen3", PP4, marks=rare),
         pytest.param("llama, llama3", PP4, marks=rare),
         pytest.param("mistral, yarn", PP4, marks=rare),
@@ -129,7 +131,8 @@ def test_model_type_gives_transformers_log_probs(four, saved, name, parallel):
     assert effect > 0.05 or name in ("llama", "qwen3"), "a window or a scaling that is ignored would not be noticed"
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=rare) for name in ("mistral", "qwen3")), "qwen3, yarn"])
+@rare
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen3, yarn"])
 def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path, name):
     model, folder = saved(MODELS[name])
     four.run(on_ranks.make, MODELS[name], {**TP2, **PP2}, optimizer=ADAM)
@@ -142,7 +145,8 @@ def test_export_has_the_same_tensors_and_training_matches(four, saved, tmp_path,
     check_weights(four, model)
 
 
-@pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, pytest.param(VPP, id="interleaved pipeline", marks=rare)])
+@rare  # the next test has their gradients too
+@pytest.mark.parametrize("parallel", [DP2_TP2, TP2_PP2, INTERLEAVED])
 def test_candidates_with_a_split_vocabulary(four, saved, parallel):
     """Log-probabilities of other tokens, and their gradients, from 131 tokens over two ranks."""
 
