@@ -77,7 +77,11 @@ def test_roles_and_what_happens_on_death(pool, on_death):
 
 
 @pytest.mark.parametrize(
-    "change", ["replace", "shrink", pytest.param("restart", marks=pytest.mark.full("results of ranks that have ended"))]
+    "change",
+    [
+        "replace",
+        *(pytest.param(of, marks=pytest.mark.full("results of ranks that have ended")) for of in ("shrink", "restart")),
+    ],
 )
 def test_abandoned_large_results_do_not_outlive_a_change_of_ranks(pool, change):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Heavy)) as group:

@@ -314,7 +314,7 @@ def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
         os.kill(pids[2], signal.SIGKILL)
         print("answer", *pids)
     """)
-    monkeypatch.setattr("single_controller.ray.attach.IDENTITY_SECONDS", 1.0)
+    monkeypatch.setattr("single_controller.ray.attach.IDENTITY_SECONDS", 0.5)
     with pytest.raises((CallTimeoutError, ValueError), match=r"end_detached|all 3 ranks"):
         attach("stuck_Fragile")
     with pytest.raises(ValueError, match="nowhere in this Ray"):
@@ -390,8 +390,8 @@ def test_detached_group_requires_a_detached_pool(pool):
 
 def test_ambiguous_prefix_is_rejected(pool):
     with (
-        RayWorkerGroup(pool, RayClassWithInitArgs(Counter), name_prefix="twin"),
-        RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="twin_two"),
+        RayWorkerGroup(pool[:1], RayClassWithInitArgs(Counter), name_prefix="twin"),
+        RayWorkerGroup(pool[:1], RayClassWithInitArgs(Fragile), name_prefix="twin_two"),
     ):
         with pytest.raises(ValueError, match=r"several groups.*twinCounter_.*twin_twoFragile_"):
             RayWorkerGroup.from_detached(name_prefix="twin")

@@ -66,7 +66,7 @@ def kill(group, *ranks):
         os.kill(group.status().ranks[rank].process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.full("deaths of other ranks than the first"))])
 def test_group_goes_on_without_a_dead_rank_and_takes_it_back(four, victim, pool):
     before, generation = four.me(), four.generation
     with pytest.raises(WorkerDiedError), within(5):

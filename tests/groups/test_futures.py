@@ -314,7 +314,7 @@ def test_materialize_futures_false_passes_the_future(counters, smaller):
 @pytest.mark.transports("ray")
 def test_future_as_an_argument_in_another_process(fragile, smaller):
     for threads in (True, False):
-        future = fragile.sleep_on.remote([1], 0.5)
+        future = fragile.sleep_on.remote([1], 0.3)
         assert smaller[2].pass_on(future, threads) == [[[0, 1, 2, 3]] * 2] * 2
         with pytest.raises(WorkerError, match="the true cause"):
             smaller[2].pass_on(fragile.fail.remote([1]), threads)

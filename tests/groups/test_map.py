@@ -103,7 +103,8 @@ def test_modes(unharmed, collectives):
 
 def test_rows_of_living_ranks_are_not_lost(transport, scorers, tmp_path):
     ordered = transport.name != "local-threads"  # the transport has no part in the order of the results
-    group = scorers(0.0 if transport.name == "local" else 0.03, collectives=False)
+    delay = {"ray": 0.03, "local-threads": 0.01, "local": 0.0}[transport.name]
+    group = scorers(delay, collectives=False)
     batches = [list(range(8 * number, 8 * number + 8)) for number in range(6)]
     for row in (18, 36, 39):  # two batches; in the second, two ranks
         (tmp_path / f"die-{row}").touch()
@@ -143,7 +144,7 @@ def test_on_death_is_obeyed(scorers, tmp_path, on_death, collectives):
 
 
 def test_batch_that_kills_its_rank_each_time(transport, scorers, tmp_path):
-    retries = 0 if transport.name == "local-threads" else 2
+    retries = {"ray": 1, "local-threads": 0, "local": 2}[transport.name]
     group = scorers(collectives=False)
     (tmp_path / "poison-12").touch()
     batches = [list(range(8 * number, 8 * number + 8)) for number in range(3)]

@@ -102,7 +102,7 @@ def make_calls(group, count, senders, seed):
 @pytest.mark.timeout(400 if depth.full else 120)
 @pytest.mark.usefixtures("frequent_switches")
 def test_results_and_order(pool, lost, interrupts, ranks, threads):
-    count = 6700 if depth.full else 200
+    count = 6700 if depth.full else 100
     seed = new_seed()
     with RayWorkerGroup(pool[:ranks], RayClassWithInitArgs(ConcurrentJournal)) as group:
         with no_hang(group, 360 if depth.full else 80):

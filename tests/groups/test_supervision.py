@@ -193,7 +193,7 @@ def test_watcher_reports_a_death_while_no_call_runs(make_group):
 def test_watcher_reports_a_death_that_restart_already_repaired(make_group):
     group = make_group(Fragile)
     told = []
-    group.watch(told.append, interval=1.0)
+    group.watch(told.append, interval=0.7)
     for victim in (2, 0):
         os.kill(group.pid()[victim], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
@@ -201,7 +201,7 @@ def test_watcher_reports_a_death_that_restart_already_repaired(make_group):
         group.restart()
     wait_until(lambda: len(told) == 2, 5)
     assert [error.ranks for error in told] == [(2,), (0,)]
-    time.sleep(1.2)
+    time.sleep(0.8)
     assert len(told) == 2
 
 
