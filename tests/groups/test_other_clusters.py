@@ -86,7 +86,7 @@ def test_cluster_that_was_killed_is_not_waited_for(monkeypatch, tmp_path, caplog
 
 
 @pytest.mark.timeout(180)
-def test_groups_after_ray_shutdown_and_on_nodes_of_unequal_size_of_which_one_dies():
+def test_groups_after_ray_shutdown_and_on_nodes_of_unequal_size_of_which_one_dies(pytestconfig, tmp_path):
     """The results are in the memory of the former store. Ray aborts a process that uses it while it shuts down, so the
     monitor of the calls that nobody waits for must not. The next Ray has several nodes."""
     code = """
@@ -149,8 +149,10 @@ def test_groups_after_ray_shutdown_and_on_nodes_of_unequal_size_of_which_one_die
         print("> lost:", type(error).__name__, error.method, error.rank in (1, 2), error.host in str(error))
         ray.shutdown()
         cluster.shutdown()
+        print("> ended")
     """
-    out = run(code, timeout=150)
+    text = run_forked(pytestconfig, tmp_path, code)
+    out = marked(text)
     assert out[:7] == [
         "> references: [0]",
         "> broken: True False",
@@ -159,12 +161,13 @@ def test_groups_after_ray_shutdown_and_on_nodes_of_unequal_size_of_which_one_die
         "> broken in the next Ray",
         "> the pool is gone",
         "> closed without a word",
-    ]
-    refused, sizes, _, died, lost = out[7:]
+    ], text
+    refused, sizes, _, died, lost, ended = out[7:]
     assert refused == "> refused: True"
     assert sizes in ("> local sizes: [(0, 2), (1, 2), (0, 1)]", "> local sizes: [(0, 1), (0, 2), (1, 2)]")
-    assert died.endswith("True"), out
+    assert died.endswith("True"), text
     assert lost == "> lost: ResultError execute_with_func_generator True True"
+    assert ended == "> ended"
 
 
 @pytest.mark.full("a full store on a full disk, in its own Ray cluster")
