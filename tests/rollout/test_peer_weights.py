@@ -319,7 +319,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
                 os.kill(pids[killed], signal.SIGKILL)
                 if flag == "DELAY_START":
                     take_until(lambda: len(ask("version_of_weights")) == 2)
-                    take(5)
+                    take(2)
                     assert ask("version_of_weights") == [version] * 2
                     flags[flag].unlink()
                 take_until(lambda: ask("version_of_weights") == [manager.weight_version] * 3)
