@@ -1,6 +1,7 @@
 """What docstrings refer to exists: `Class.name` in backticks, for every exported class."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -32,12 +33,15 @@ def references(nodes):
     return found
 
 
+source = functools.cache(inspect.getsource)
+
+
 def has(cls, name):
     """Whether instances of a class have an attribute, as far as the source of the class and its bases says so."""
     return any(
         name in vars(base)
         or name in getattr(base, "__annotations__", {})
-        or (base.__module__.partition(".")[0] in PACKAGES and f"self.{name}" in inspect.getsource(base))
+        or (base.__module__.partition(".")[0] in PACKAGES and f"self.{name}" in source(base))
         for base in cls.__mro__
     )
 

@@ -29,11 +29,13 @@ def functions_for_cuda(path):
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(is_for_cuda, child.body)):
                 yield prefix + child.name
 
-    return visit(ast.parse(path.read_text()), "")
+    text = path.read_text()
+    return visit(ast.parse(text), "") if HAS_ONE.search(text) else ()
 
 
 NAMES = ("cuda", "accelerator", "has_cuda", "has_accelerator", "on_accelerator", "pin_memory", "nccl")
 """What such lines have as a name, an attribute or a string, unless they compare a device's type."""
+HAS_ONE = re.compile("|".join([r"\.type\b", *NAMES]))
 
 
 def is_for_cuda(statement):
