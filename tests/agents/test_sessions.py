@@ -47,7 +47,7 @@ def subject():
 
 
 class TestContract(EngineContract):
-    pass
+    long = 100
 
 
 class Counting(Environment):

@@ -45,6 +45,8 @@ CONFIGS = {
 }  # fmt: skip
 CPU = torch.device("cpu")
 threads = pytest.mark.full("exact mode with several threads, in bf16 and with experts")
+IN_BF16 = ("llama", "qwen3_moe")
+"""In float32, each of the models shows more than where results are rounded."""
 
 
 def prompts(count, seed=0, longest=70):
@@ -54,7 +56,11 @@ def prompts(count, seed=0, longest=70):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "fp32_lm_head"),
-    [*((name, dtype, False) for name in CONFIGS for dtype in ("fp32", "bf16")), ("llama", "bf16", True)],
+    [
+        *((name, "fp32", False) for name in CONFIGS),
+        *(pytest.param(name, "bf16", False, marks=() if name in IN_BF16 else threads) for name in CONFIGS),
+        ("llama", "bf16", True),
+    ],
 )
 def test_decoding_equals_forward_passes_over_any_rows(name, dtype, fp32_lm_head):
     torch.manual_seed(1)

@@ -504,7 +504,7 @@ def test_request_that_was_turned_away_does_not_count_for_weights_that_are_lost(
 
 def test_server_that_never_tells_its_version_is_an_error(server, engine_of, monkeypatch):
     server.delay = 0.01
-    engine = engine_of(timeout=1.5)
+    engine = engine_of(timeout=1.0)
     load(engine)
     running = engine.submit([1], SamplingParams(500), "a", seed=0)
     begun(engine)

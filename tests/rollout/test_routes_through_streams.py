@@ -145,7 +145,7 @@ class Once(Turns):
 
 def test_session_that_was_aborted_in_a_later_turn_continues(folder):
     """The experts of that turn are of its whole prompt, which is longer than the session's."""
-    how, seconds = SamplingParams(100), 30
+    how, seconds = SamplingParams(40), 30
     first = AgentEngine(HFEngine, folder, return_routed_experts=True, environment=Once)
     second = AgentEngine(HFEngine, folder, return_routed_experts=True, environment=Once)
     record = first.engine.record
