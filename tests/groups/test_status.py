@@ -25,11 +25,16 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def command(*arguments):
-    """Run ``python -m single_controller``. Returns (exit code, what it printed)."""
+    """Start ``python -m single_controller``. Returns a function that returns (exit code, what it printed)."""
     address = ray.get_runtime_context().gcs_address
     line = [sys.executable, "-m", "single_controller", *arguments, "--address", address]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def ended():
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out + err
+
+    return ended
 
 
 def records_of(name):
@@ -66,11 +71,12 @@ class TestHungGroup:
         assert re.search(r"^2 .* alive +no answer", text, re.MULTILINE)
 
     def test_status_and_stacks_from_another_process(self, hung):
-        code, text = command("status", "hung_Fragile")
+        status, stacks = command("status", "hung_Fragile"), command("stacks", "hung_", "--ranks", "1,2")
+        code, text = status()
         assert code == 0 and f"driver: {socket.gethostname()}, pid {os.getpid()}\n" in text
         assert re.search(rf"^1 .* {hung.pids[1]} +alive +hang_in_c_on\(\) for", text, re.MULTILINE)
         assert re.search(r"^2 .* alive +no answer", text, re.MULTILINE)
-        code, text = command("stacks", "hung_", "--ranks", "1,2")
+        code, text = stacks()
         assert code == 0 and "rank 0" not in text
         by_rank = dict(re.findall(r"rank (\d) is at:\n((?:  .*\n?)+)", text))
         assert "time.sleep(600)" in by_rank["1"]
