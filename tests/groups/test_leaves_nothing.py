@@ -114,7 +114,10 @@ def test_pool_of_a_dropped_worker_is_freed_for_the_next_pool(before):
     before.wait_same()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.full("drivers that are killed while they start")), signal.SIGINT],
+)
 def test_driver_that_ends_during_the_start(before, start_driver, how):
     def starting():
         return any(name.startswith("Slow") for _, name in Footprint.now().actors)
