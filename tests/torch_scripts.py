@@ -1,6 +1,8 @@
 """Scripts in a process of their own that import torch and what is made of it, which takes seconds."""
 
+import contextlib
 import os
+import select
 import subprocess
 import sys
 import textwrap
@@ -27,3 +29,23 @@ def printed(config, code, folder, environment=None):
         while process.recv(64):  # until it and all that it has forked have ended
             pass
     return output.read_text()
+
+
+@contextlib.contextmanager
+def driver(config, script, *arguments, environment, said):
+    """Start a script as a driver, which writes what it prints to the file ``said``. Yields a function that returns
+    whether it has ended.
+
+    In `make test` it is a fork, as in `printed`.
+    """
+    command = str(script), *map(str, arguments)
+    if server := origin(config):
+        wait_until(server.exists, 100, "the server to fork from")
+        with fork_script(server, *command, environment=environment, output=said) as process:
+            yield lambda: select.select([process], [], [], 0)[0]
+    else:
+        with (
+            open(said, "a") as file,
+            subprocess.Popen([sys.executable, *command], env=environment, stdout=file, stderr=file) as process,
+        ):
+            yield lambda: process.poll() is not None

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import select
 import signal
 import statistics
 import subprocess
@@ -20,9 +19,9 @@ from pathlib import Path
 import killed_driver
 import pytest
 from devices import ON_DEVICE
-from fork_workers import fork_script, origin
 from rollout_helpers import BigramEngine, Toy
 from session_helpers import Agents, Diary, NoDiary, Slow, check_rows, check_said, numbers, said_reward
+from torch_scripts import driver
 from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -95,7 +94,7 @@ def test_updates_of_a_stream(mode):
         manager = managed(group)
         buffer = SampleBuffer(B, max_staleness=0 if mode == "wait" else 2)
         with RolloutStream(manager, prompts, buffer, update_mode=mode) as stream:
-            for version in range(1, 5 if mode == "wait" else 7):
+            for version in range(1, 4 if mode == "wait" else 6):
                 update(stream, manager, version)
                 data = stream.take(60)
                 _, versions = check(data)
@@ -188,7 +187,7 @@ def test_sessions_survive_the_death_of_the_driver(request, tmp_path, monkeypatch
     environment = {**os.environ, **others}
     draw, in_flight, script = random.Random(kills), [], Path(killed_driver.__file__)
     for kill in range(kills):
-        with driver(request.config, script, tmp_path, environment) as ended:
+        with driver(request.config, script, tmp_path, environment=environment, said=tmp_path / "said") as ended:
             wait_until(lambda kill=kill: len(lines(tmp_path / "starts.jsonl")) > kill or ended(), 120)
             begun = time.time()
             time.sleep(draw.uniform(0.0, 1.0))
@@ -334,20 +333,6 @@ def test_group_of_which_a_session_ends_three_workers_is_an_error():
             is_last = losses == 2
             with pytest.raises(RolloutError, match="to 3 workers that died") if is_last else contextlib.nullcontext():
                 router._give_back_lost(worker.running.pop(attempt))
-
-
-@contextlib.contextmanager
-def driver(config, script, folder, environment):
-    """Start a driver, in `make test` as a fork of a process that has imported torch. Yields a function that returns
-    whether it has ended."""
-    if server := origin(config):
-        wait_until(server.exists, 100, "the server to fork from")
-        command = str(script), str(folder)
-        with fork_script(server, *command, environment=environment, output=folder / "said") as process:
-            yield lambda: select.select([process], [], [], 0)[0]
-    else:
-        with subprocess.Popen([sys.executable, str(script), str(folder)], env=environment) as process:
-            yield lambda: process.poll() is not None
 
 
 def lines(file):

@@ -1,15 +1,15 @@
 """A train group whose driver was killed continues in another driver."""
 
 import os
+import re
 import signal
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
 import pytest
 import ray
 from plain_train_workers import Manager
+from torch_scripts import driver
 from waits import wait_until
 
 from single_controller import WorkerError
@@ -23,29 +23,31 @@ def rows(step):
     return {"x": np.arange(4) + step}
 
 
-def killed(folder, code):
+def killed(config, folder, code):
     """Run a script as another driver of this Ray, kill it when it prints "ready", and return what it printed there."""
     context = ray.get_runtime_context()
-    script = folder / "driver.py"
-    script.write_text(
-        f"import ray, time\nray.init({context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False)\n"
-        + textwrap.dedent(code)
-        + "\ntime.sleep(60)\n"
-    )
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    try:
-        return next(line for line in driver.stdout if line.startswith("ready ")).split()[1:]
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stdout.close()
+    script, said = folder / "driver.py", folder / "said"
+    where = f"{context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False"
+    script.write_text(f"import os, ray, time\nray.init({where})\n" + textwrap.dedent(code) + "\ntime.sleep(60)\n")
+
+    def ready():
+        return re.search(r"^ready (.*)\n", said.read_text(), re.M) if said.exists() else None
+
+    with driver(config, script, environment=dict(os.environ), said=said) as ended:
+        wait_until(lambda: ready() or ended(), 100)
+        assert ready(), said.read_text()
+        pid, *found = ready()[1].split()
+        os.kill(int(pid), signal.SIGKILL)
+        wait_until(ended)
+    return found
 
 
 @pytest.fixture(scope="module")
-def killed_driver(other_drivers, tmp_path_factory):
+def killed_driver(pytestconfig, other_drivers, tmp_path_factory):
     """Kill a driver after three steps of two groups, "going_" and "losing_". Returns the pids of the latter's ranks."""
     folder = tmp_path_factory.mktemp("killed")
     said = killed(
+        pytestconfig,
         folder,
         f"""
         import numpy as np
@@ -63,7 +65,7 @@ def killed_driver(other_drivers, tmp_path_factory):
                 group.update_weights()
                 if step == 1:
                     group.save_model(step)
-        print("ready", *(said["pid"] for said in group.worker_group.said()), flush=True)
+        print("ready", os.getpid(), *(said["pid"] for said in group.worker_group.said()), flush=True)
         """,
     )
     return [int(pid) for pid in said]
@@ -120,7 +122,7 @@ def test_dead_rank_means_the_last_checkpoint(killed_driver, monkeypatch):
     ],
     ids=["fsdp", "fsdp and a rank", "megatron"],
 )
-def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path, way, rank_dies):
+def test_model_goes_on_bit_for_bit(pytestconfig, ray_cluster, tmp_path, way, rank_dies):
     """Two ranks train three steps, the last one after their driver was killed, and possibly a rank too, which continues
     from memory. Weights and optimizer are those of a run that nobody disturbed."""
     from reference import small_llama
@@ -128,6 +130,7 @@ def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path, way, rank_dies):
 
     args = {**way, "hf_checkpoint": saved(small_llama(), tmp_path), "lr": 1e-2}
     (pid,) = killed(
+        pytestconfig,
         tmp_path,
         f"""
         from reference import small_llama
@@ -137,7 +140,7 @@ def test_model_goes_on_bit_for_bit(ray_cluster, tmp_path, way, rank_dies):
         ray.get(group.async_init())
         for step in range(2):
             learn(group, step, rollout(small_llama(), seed=step))
-        print("ready", group.worker_group.status().ranks[1].process.pid, flush=True)
+        print("ready", os.getpid(), group.worker_group.status().ranks[1].process.pid, flush=True)
         """,
     )
     if rank_dies:
