@@ -317,7 +317,11 @@ SUPERVISED = {
 }
 
 
-@pytest.mark.parametrize(("way", "most"), [(FSDP2, 40), (PP2, 1000)], ids=called)
+@pytest.mark.parametrize(
+    ("way", "most"),
+    [(FSDP2, 40), pytest.param(PP2, 1000, marks=pytest.mark.full("gradients in every parallel configuration"))],
+    ids=called,
+)
 def test_supervised_losses_match_plain_loops(start, off_policy, way, most):
     """The two rows of each pair are on different dp ranks, and in different micro-batches."""
     count = len(off_policy) // 2 * 2

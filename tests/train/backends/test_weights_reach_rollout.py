@@ -310,12 +310,13 @@ def test_rollout_manager_as_ray_actor(trainer, rollout):
     assert set(ray.get(manager.generate.remote(PROMPTS))["max_weight_versions"].tolist()) == {2}
 
 
+@pytest.mark.full("deaths in an update of models")
 @pytest.mark.parametrize(
     ("layout", "transport", "told"),
     [
         ("fsdp", "group", False),
-        pytest.param("pp2", "store", True, marks=pytest.mark.full("deaths in an update over each transport")),
-        pytest.param("tp2", "device", True, marks=pytest.mark.full("deaths in an update over each transport")),
+        ("pp2", "store", True),
+        ("tp2", "device", True),
     ],
 )
 def test_worker_death_during_an_update_is_an_error_and_the_next_update_works(trainer, rollout, layout, transport, told):
