@@ -222,7 +222,10 @@ class TestThreadsAndProcesses:
         assert pickle.loads(pickle.dumps(group)).count() == [before + 2] * 2
         assert group.count() == [before + 3] * 2
 
-    @pytest.mark.parametrize("how", ["kill -9", "sys.exit(3)", "sys.exit(0)", "exit_actor"])
+    @pytest.mark.parametrize(
+        "how",
+        ["kill -9", "sys.exit(0)", "exit_actor", pytest.param("sys.exit(3)", marks=pytest.mark.full("an exit code"))],
+    )
     def test_ends_of_processes_are_told(self, group, how, caplog):
         group.ping()
         with within(5), pytest.raises(WorkerDiedError, match=r"rank 1 died during end\(\)") as caught:
