@@ -43,6 +43,7 @@ PRELOADED = (
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
+    "peft",
     "workers.fsdp.fsdp_worker",
     "workers.megatron.megatron_train_worker",
     "workers.megatron.lm_worker",
@@ -72,7 +73,7 @@ WITHOUT_RAY = (
 )
 """What it imports for workers of several jobs."""
 
-FOR_SERVERS = (*WITHOUT_RAY, *(name for name in PRELOADED if name.startswith(("transformers.", "megatron."))))
+FOR_SERVERS = (*WITHOUT_RAY, *(name for name in PRELOADED if name.startswith(("transformers.", "peft", "megatron."))))
 """What the server imports that servers are forked from."""
 
 CAN_FORK = all(map(importlib.util.find_spec, {name.partition(".")[0] for name in PRELOADED}))

@@ -60,16 +60,17 @@ PLAIN = (*SETS, *CANDIDATES)
 SIX_HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
 CASES = {
     "4, fewer groups of heads, sampling sets, candidates": Case(4, limit=20),
-    "4, padded": Case(4, options={"sequence_packing": False}),
     "2x2, three groups of heads, hsdp, recomputed": Case(
         2, fields=SIX_HEADS, options={"shard_size": 2, "gradient_checkpointing": True}
     ),
     "2x2, adapter, offloaded": Case(
         2, "qwen2", without=SETS, options={"lora": LoraSettings(2, 4), "cpu_offload": True}
     ),
-    "4, critic": Case(4, role="critic", without=PLAIN, limit=20),
+    "4, critic, padded": Case(4, role="critic", without=PLAIN, options={"sequence_packing": False}),
 }
 MORE = {
+    "4, padded": Case(4, options={"sequence_packing": False}),
+    "4, critic": Case(4, role="critic", without=PLAIN, limit=20),
     "2x2, hsdp, recomputed": Case(2, options={"shard_size": 2, "gradient_checkpointing": True}),
     "2x2, three groups of heads": Case(2, fields=SIX_HEADS, without=PLAIN, limit=1000),
     "4, sliding window": Case(4, "mistral", {"sliding_window": 8}, without=SETS),
