@@ -400,7 +400,7 @@ def hangs_or_dies(prompt_ids, completion_ids, folder):
 
 def test_process_that_hangs_is_killed_and_one_that_dies_is_named(ray_cluster, tmp_path):
     extras = {"folder": [str(tmp_path)] * 5}
-    with RewardRunner(hangs_or_dies, workers=2, timeout=1.0, on_timeout=-1.0) as runner:
+    with RewardRunner(hangs_or_dies, workers=2, timeout=0.6, on_timeout=-1.0) as runner:
         assert runner.compute(group(1, 4), extras) == [1.0, -1.0, 1.0, 1.0]
         assert runner.metrics()["rewards/timeouts"] == 1
         wait_gone([(tmp_path / "1").read_text()])
@@ -416,8 +416,8 @@ def test_process_that_hangs_is_killed_and_one_that_dies_is_named(ray_cluster, tm
         assert isinstance(caught.value.__cause__, LookupError)
         assert "in hangs_or_dies" in "".join(caught.value.__cause__.__notes__)  # the traceback in the process
         assert runner.compute(group(0, 3), extras) == [1.0] * 3
-    with RewardRunner(hangs_or_dies, workers=1, timeout=1.0) as runner:
-        with pytest.raises(RewardError, match=r"exceeded reward_timeout=1 s for row 1: prompt 1, sample 1"):
+    with RewardRunner(hangs_or_dies, workers=1, timeout=0.6) as runner:
+        with pytest.raises(RewardError, match=r"exceeded reward_timeout=0.6 s for row 1: prompt 1, sample 1"):
             runner.compute(group(1, 2), extras)
 
 
