@@ -453,11 +453,13 @@ class Model:
 
     # -- exploration
 
-    def explore(self, draw=None):
+    def explore(self, draw=None, deaths=None):
         """Visit all states, those with the fewest steps first.
 
         Args:
             draw: a seed: after a crash, try one step of one who can go on, both drawn, instead of all.
+            deaths: how many participants die in each state, one in each order of steps; they are drawn, too. All by
+                default.
 
         Raises:
             Violation: a property does not hold, with the steps.
@@ -479,7 +481,8 @@ class Model:
             if drawn is not None and found:
                 found = [drawn.choice(found)]
             if state.crashed is None and state.phase < self.updates:
-                found += [(f"{name_of(who)} dies", self.crash(state, who)) for who in range(DRIVER)]
+                dying = range(DRIVER) if deaths is None else drawing.sample(range(DRIVER), deaths)
+                found += [(f"{name_of(who)} dies", self.crash(state, who)) for who in dying]
             self.steps += len(found)
             for label, after in found:
                 known = len(trace)

@@ -295,7 +295,7 @@ def test_hostile_text_does_nothing(browser, tmp_path):
         for tab in tabs:
             browser.open(f"{server.url}#{tab}")
             browser.wait("(document.querySelector('main').innerText || 'Loading').startsWith('Loading') === false")
-            browser.js("new Promise((done) => setTimeout(done, 100))")
+            browser.js("new Promise((done) => setTimeout(done, 50))")
             assert browser.js("window.hacked") is None, tab
             assert (
                 browser.js(
