@@ -48,9 +48,6 @@ from folder_scope import leave_folders  # noqa: E402
 from fork_workers import CAN_FORK, FOR_SERVERS, ORIGIN, PRESTART, forked_workers, origin, server  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-settings.register_profile("suite", deadline=None)  # property tests say nothing of time, and a busy machine is slow
-settings.load_profile("suite")
-
 LEFT_OUT = pytest.StashKey[Counter]()
 SHARED = pytest.StashKey[tuple[Path, ExitStack]]()
 durations = Counter()
@@ -66,6 +63,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     depth.full = config.getoption("--full")
+    # Property tests say nothing of time, and a busy machine is slow.
+    settings.register_profile("suite", deadline=None, max_examples=100 if depth.full else 40)
+    settings.load_profile("suite")
     config.stash[LEFT_OUT] = Counter()
     os.environ.pop(ORIGIN, None)  # a process of tests in a test has its own
     if address := origin(config):

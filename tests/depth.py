@@ -1,6 +1,6 @@
 """How deep property tests go: a few examples at up to 512 ranks in `make test`, many at up to 4,096 in `make test-all`.
 
-Examples given with `@example` run at either depth.
+Property tests that say no number draw 40 and 100 (conftest.py). Examples given with `@example` run at either depth.
 """
 
 from hypothesis import HealthCheck, settings

@@ -328,7 +328,7 @@ def restored(filter, size, limit):
     return other
 
 
-@examples(100, 2000)
+@examples(50, 2000)
 @given(
     flat=st.lists(st.booleans(), max_size=20),
     size=st.integers(1, 4),
@@ -608,7 +608,7 @@ def test_a_batch_that_was_not_taken_cannot_be_taken_again():
 # --- Random histories ------------------------------------------------------------------------------------------------
 
 
-@examples(150, 1500)
+@examples(60, 1500)
 @given(how=settings_of_a_buffer(), regular=st.booleans(), seed=st.integers(0, 2**32), length=st.integers(0, 150))
 @example(
     how={"groups_per_batch": 3, "max_staleness": 1, "order": "window", "num_batches": 8},

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatch.batch import cut, join, shard, share_rows
@@ -56,7 +56,6 @@ def expected(of_rows):
     }
 
 
-@settings(max_examples=60)
 @given(completions)
 def test_collated_rows_have_the_sets_of_their_tokens(of_rows):
     data = made(of_rows)
@@ -70,7 +69,6 @@ def test_collated_rows_have_the_sets_of_their_tokens(of_rows):
         assert data["sampling_mask_lengths"].nbytes == 4 * data["input_ids"].numel()
 
 
-@settings(max_examples=60)
 @given(completions, st.integers(1, 3), st.randoms())
 def test_sets_follow_their_rows_through_dispatch_and_balance(of_rows, parts, random):
     data, wanted = made(of_rows), expected(of_rows)
@@ -87,7 +85,6 @@ def test_sets_follow_their_rows_through_dispatch_and_balance(of_rows, parts, ran
     assert sets_in(data) == wanted  # the caller's rows are as they were
 
 
-@settings(max_examples=60)
 @given(completions, st.integers(1, 30), st.integers(0, 4))
 def test_micro_batches_have_the_sets_of_their_rows(of_rows, most, at_least):
     data, wanted = made(of_rows), expected(of_rows)

@@ -82,7 +82,7 @@ def painted(shape, box):
     return array
 
 
-@examples(150, 5000)
+@examples(60, 5000)
 @given(updates())
 def test_every_element_goes_to_every_class_once_from_a_rank_that_has_it(update):
     held, classes, bucket_bytes = update
@@ -100,7 +100,7 @@ def test_every_element_goes_to_every_class_once_from_a_rank_that_has_it(update):
             assert (got[name] == painted(one.shape, slices.get(name, whole))).all(), (index, name)
 
 
-@examples(150, 5000)
+@examples(60, 5000)
 @given(updates())
 def test_rounds_are_at_most_a_bucket_or_a_row(update):
     held, classes, bucket_bytes = update
@@ -139,7 +139,7 @@ def test_stages_send_side_by_side():
         assert {rank for rank, _ in one} == {0, 1}
 
 
-@examples(100, 2000)
+@examples(40, 2000)
 @given(updates(), st.randoms(use_true_random=False))
 def test_what_is_missing_or_held_twice_is_named(update, pick):
     held, classes, bucket_bytes = update
