@@ -29,8 +29,8 @@ def settled(at_most, seconds=10.0):
 
 
 def test_many_64_mb_calls_do_not_grow_store_or_driver(counters):
-    """Two hundred calls with --full, else twenty-four."""
-    calls = 200 if depth.full else 24
+    """Two hundred calls with --full, else sixteen."""
+    calls = 200 if depth.full else 16
     gc.collect()
     before = settled(0)
     batch = torch.ones(16, 1 << 20)

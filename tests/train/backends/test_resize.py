@@ -1,5 +1,6 @@
 """Train groups that go on with fewer data-parallel ranks, and take ranks back, from snapshots in memory."""
 
+import depth
 import pytest
 from test_replace_ranks import EP2, kill, same, states, wait_for_snapshots
 from train_helpers import begin, learn, llamas_rollout
@@ -34,7 +35,7 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(way, group_of, lla
     folder = mixture_folder if args.keys() & EP2.keys() else llama_folder
     args = {**args, "hf_checkpoint": folder, "lr": 3e-3, "kl_loss_coef": 0.01, "weight_decay": 0.1,
             "lr_decay_style": "linear", "num_rollout": 8}  # fmt: skip
-    rollouts = [llamas_rollout(prompts=5, samples=3, seed=seed) for seed in range(5)]
+    rollouts = [llamas_rollout(prompts=5, samples=3, seed=seed) for seed in range(5 if depth.full else 4)]
     begin(group, args, with_ref=True)
     expected = [learn(group, step, rows) for step, rows in enumerate(rollouts)]
     begin(group, {**args, "peer_snapshot_interval": 1}, with_ref=True)
@@ -58,11 +59,12 @@ def test_training_goes_on_with_fewer_ranks_and_with_all_again(way, group_of, lla
     kill(group, 0)
     assert group.replace() == [3] * fewer
     check(3)
-    assert group.grow() == [4] * ranks
-    check(4)
-    wait_for_snapshots(group)
-    kill(group, 0)
-    assert group.replace() == [5] * fewer
+    if depth.full:  # else with the group below, which grows after a step on fewer ranks too
+        assert group.grow() == [4] * ranks
+        check(4)
+        wait_for_snapshots(group)
+        kill(group, 0)
+        assert group.replace() == [5] * fewer
     begin(group, {**args, "peer_snapshot_interval": 1}, with_ref=True)  # a single rank takes no snapshots by itself
     check(0)
     assert group.grow() == [1] * ranks
