@@ -321,7 +321,7 @@ def reads_in_a_step(worker, data, most):
     return len(cut_by_tokens(rows, most)), dict(reads.places)
 
 
-@ways(FSDP2, TP2)
+@ways(FSDP2, rarely=[TP2])  # Megatron: see test_lm.py, and test_train_model.py
 def test_bfloat16_is_close(start, way, data):
     group = start(way, param_dtype="bf16")
     found = group.worker_group.compute_log_prob(data)
@@ -622,7 +622,7 @@ def with_one(data, name, number):
     return data
 
 
-@ways(FSDP2, PP2)
+@ways(FSDP2, rarely=[PP2])  # checked before the backend sees them
 def test_invalid_rollout_data_is_rejected_and_changes_nothing(start, way, data):
     group = start(way)
     before = whole_weights(group)

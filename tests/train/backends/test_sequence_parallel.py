@@ -219,7 +219,7 @@ def saved_bytes(worker, config):
         of = FSDPOptions(sequence_parallel_size=size, seed=5)
         model = FSDPTrainModel(config, "actor", worker.device, of)
         kept = []
-        for length in (256, 512):
+        for length in (128, 256):
             storages = {}
 
             def keep(tensor, storages=storages):
@@ -233,7 +233,7 @@ def saved_bytes(worker, config):
                 outputs = model._outputs(part.to(worker.device), 1.0, True)
             kept.append(sum(storage.nbytes() for storage in storages.values()))
             outputs.log_probs.sum().backward()
-        found[size] = (kept[1] - kept[0]) / 256  # parameters do not count
+        found[size] = (kept[1] - kept[0]) / 128  # parameters do not count
     return found
 
 
