@@ -31,6 +31,11 @@ RARE = {
         "critic_learns_the_expected_values",
         "checkpoint_resumes_with_another_layout",
         "offload_frees_all_memory_and_onload_restores_it",
+        "steps_with_a_sampling_mask_match_a_plain_loop[tp2]",
+        "kl_coef_approaches_the_target[pp2]",
+        "no_number_is_read_per_micro_batch[fsdp2]",
+        "bfloat16_is_close[tp2]",
+        "old_log_probs_use_the_version_that_generated_each_token[pp2]",
     ],
     "replace_ranks": [
         *(
@@ -46,7 +51,8 @@ RARE = {
     ],
 }
 """Tests in `tests/train/backends` that hold other tensors on a device, or move them otherwise, in ways that only
-``--full`` has: HSDP, Megatron's critic, experts, and Megatron on four ranks."""
+``--full`` has: HSDP, Megatron's critic, experts, Megatron on four ranks, and what `make test` has on the other backend
+alone."""
 LONGEST = 200
 """Seconds of one test: the process then prints its stacks, and ends."""
 
