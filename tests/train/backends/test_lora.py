@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from devices import need
@@ -54,6 +53,8 @@ def rollout(train_pool, fsdp_groups):
 
 def with_peft(adapter, **options):
     """The base model in peft, with the tensors of an adapter file."""
+    import peft  # takes a second, which only one of the processes of pytest-xdist needs
+
     config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(small_llama(), config)
     loaded = peft.set_peft_model_state_dict(model, adapter)
@@ -146,6 +147,8 @@ def test_adapter_reaches_the_rollout_and_disk(fsdp_groups, llama_folder, rollout
     assert (log_probs - ReferenceGRPO(small_llama()).log_probs(generated))[counts].abs().max() > 1e-2
 
     # peft loads the export.
+    import peft
+
     assert sorted(file.name for file in (tmp_path / "hf").iterdir()) == ["adapter_config.json",
                                                                         "adapter_model.safetensors"]  # fmt: skip
     loaded = peft.PeftModel.from_pretrained(small_llama(), str(tmp_path / "hf")).eval()

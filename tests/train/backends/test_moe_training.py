@@ -3,7 +3,6 @@ experts are one parameter. The auxiliary losses are written as loops over tokens
 
 import math
 
-import peft
 import pytest
 import torch
 from model_types import config_of, model_of
@@ -197,6 +196,8 @@ def adapted(worker, hf_config, data, targets):
 
 
 def test_adapter_on_attention(groups):
+    import peft  # takes a second, which only one of the processes of pytest-xdist needs
+
     hf_config, data, targets = config("qwen3_moe"), rows(), ("q_proj", "v_proj")
     found = groups(2).execute_with_func_generator(adapted, Broadcast(hf_config), Broadcast(data), Broadcast(targets))
     before, gradients, reports = zip(*found, strict=True)
