@@ -296,6 +296,7 @@ class TestPartialSend:
 
 class TestTimeouts:
     @overlapping
+    @pytest.mark.ray_when_full
     def test_call_timeout_names_the_late_ranks(self, make_group):
         group = make_group(Fragile)
         with within(3):

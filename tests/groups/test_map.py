@@ -114,6 +114,7 @@ def test_rows_of_living_ranks_are_not_lost(transport, scorers, tmp_path):
     assert sorted(rows_run(tmp_path)) == list(range(48))
 
 
+@pytest.mark.ray_when_full
 def test_ranks_with_collectives_are_restarted_together(scorers, tmp_path):
     group = scorers()
     batches = [list(range(8 * number, 8 * number + 8)) for number in range(5)]
@@ -143,6 +144,7 @@ def test_on_death_is_obeyed(scorers, tmp_path, on_death, collectives):
     assert group.world_size == (3 if on_death == "shrink" else 4)
 
 
+@pytest.mark.ray_when_full
 def test_batch_that_kills_its_rank_each_time(transport, scorers, tmp_path):
     retries = {"ray": 1, "local-threads": 0, "local": 2}[transport.name]
     group = scorers(collectives=False)
