@@ -32,7 +32,7 @@ RARE = {
         "checkpoint_resumes_with_another_layout",
         "offload_frees_all_memory_and_onload_restores_it",
         "steps_with_a_sampling_mask_match_a_plain_loop[tp2]",
-        "kl_coef_approaches_the_target[pp2]",
+        "kl_coef_approaches_the_target[fsdp2]",
         "no_number_is_read_per_micro_batch[fsdp2]",
         "bfloat16_is_close[tp2]",
         "old_log_probs_use_the_version_that_generated_each_token[pp2]",

@@ -198,7 +198,7 @@ def test_several_epochs_over_one_rollout(start, way, data):
     assert distance(whole_weights(group), plain.weights()) < 1e-4
 
 
-@ways(FSDP2, rarely=[PP2, TP2, FSDP1])
+@ways(PP2, rarely=[FSDP2, TP2, FSDP1])  # FSDP: see test_training_continues_bit_for_bit
 def test_kl_coef_approaches_the_target(start, way, data, tmp_path):
     """Against a loop over tokens, with a completion that does not count; then from a checkpoint."""
     data = data.clone()
