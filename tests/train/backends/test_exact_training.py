@@ -213,7 +213,7 @@ def test_corrections_on_policy_do_nothing(fsdp_groups, synchronous, case):
     for name in ("loss", "grad_norm", "rollout_log_prob_diff"):
         assert found[name] == metrics[0][name], name
     bounds = {"correction_ratio": 1.0, "correction_ratio_max": 1.0, "correction_weight": 1.0,
-                  "correction_rejected": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0}  # fmt: skip
+              "correction_rejected": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0}  # fmt: skip
     assert {name: found.get(name, value) for name, value in bounds.items()} == bounds
 
 
