@@ -30,7 +30,8 @@ def explore(*mutations, draw=None, deaths=None, **options):
 
 
 def test_each_crash_of_an_update_ends_it_and_the_next_one_succeeds():
-    """At each point of all orders of steps, for two participants that are drawn there; after it, one order is drawn."""
+    """At each point of all orders of steps, for two participants that are drawn there, with --full for all; after it,
+    one order is drawn."""
     assert explore(groups=APART, draw=1, deaths=None if depth.full else 2).states > (10_000 if depth.full else 3_000)
 
 
