@@ -27,7 +27,6 @@ class ChatDialect(Dialect):
     """``POST /v1/chat/completions``."""
 
     def read(self, body: Body) -> Ask:
-        """See `Dialect.read`."""
         check_supported(body)
         limit, options = body.get("max_completion_tokens"), body.get("stream_options")
         if not isinstance(options, dict | None):
@@ -40,7 +39,6 @@ class ChatDialect(Dialect):
         return asked(body, messages, tools, limit, "max_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         calls = answer.message.get("tool_calls")
         message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"] or (None if calls else "")}
         if reasoning := answer.message.get("reasoning_content"):
@@ -68,7 +66,6 @@ class ChatDialect(Dialect):
         }
 
     def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
-        """See `Dialect.events`."""
         choice = reply["choices"][0]
         head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 

@@ -36,7 +36,6 @@ class MessagesDialect(Dialect):
     """``POST /v1/messages``."""
 
     def read(self, body: Body) -> Ask:
-        """See `Dialect.read`."""
         check_supported(body)
         messages: list[dict[str, Any]] = []
         if system := text_of(body.get("system"), "system"):
@@ -51,7 +50,6 @@ class MessagesDialect(Dialect):
         return asked(body, messages, tools, body.get("max_tokens"), "max_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         message = answer.message
         content: list[dict[str, Any]] = []
         if reasoning := message.get("reasoning_content"):
@@ -74,8 +72,6 @@ class MessagesDialect(Dialect):
         } | (answer.training_ids if ask.ids_wanted else {})
 
     def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
-        """See `Dialect.events`."""
-
         def event(name: str, **data: Any) -> tuple[str, Any]:
             return name, {"type": name, **data}
 
@@ -100,13 +96,11 @@ class MessagesDialect(Dialect):
         yield event("message_stop")
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         kind = TYPES.get(error.kind, "invalid_request_error")
         said = f"prompt is too long: {error}" if error.kind == "context" else str(error)
         return {"type": "error", "error": {"type": kind, "message": said}}
 
     def error_event(self, body: Any) -> tuple[str | None, Any]:
-        """See `Dialect.error_event`."""
         return "error", body
 
 

@@ -27,7 +27,6 @@ class ResponsesDialect(Dialect):
     """``POST /v1/responses``. Responses are not stored: send the whole ``input`` each time."""
 
     def read(self, body: Body) -> Ask:
-        """See `Dialect.read`."""
         check_supported(body)
         wanted = body.get("text")
         format_ = wanted.get("format") if isinstance(wanted, dict) else wanted
@@ -50,7 +49,6 @@ class ResponsesDialect(Dialect):
         return asked(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         message, id_ = answer.message, answer.id
         cut = answer.completion.finish_reason == "length"
         status = "incomplete" if cut else "completed"
@@ -98,7 +96,6 @@ class ResponsesDialect(Dialect):
         }
 
     def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
-        """See `Dialect.events`."""
         numbers = iter(range(1_000_000))
 
         def event(kind: str, **data: Any) -> tuple[str, Any]:
@@ -130,7 +127,6 @@ class ResponsesDialect(Dialect):
         yield event(name, response=reply)
 
     def error_event(self, body: Any) -> tuple[str | None, Any]:
-        """See `Dialect.error_event`."""
         said = body.get("error", {})
         event = {"code": said.get("code"), "message": said.get("message"), "param": None}
         return "error", {"type": "error", "sequence_number": 0, **event}

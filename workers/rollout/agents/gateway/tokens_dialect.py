@@ -25,7 +25,6 @@ class TokensDialect(Dialect):
     """``POST /inference/v1/generate``. A prompt continues the session where it begins with its tokens."""
 
     def read(self, body: Body) -> Ask:
-        """See `Dialect.read`."""
         given = body.get("sampling_params") or {}
         if not isinstance(given, dict):
             raise GatewayError("invalid", f"sampling_params={given!r:.80}; expected an object")
@@ -42,7 +41,6 @@ class TokensDialect(Dialect):
         return Ask([], None, limit, False, token_ids, tuple(stops) if stops else None, body=body)
 
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         done = answer.completion
         choice: dict[str, Any] = {
             "index": 0,
@@ -57,7 +55,6 @@ class TokensDialect(Dialect):
         return {"request_id": f"gen-{answer.id}", "choices": [choice], "prompt_logprobs": None}
 
     def events(self, ask: Ask, reply: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
-        """See `Dialect.events`."""
         yield None, json.dumps(reply)
 
 
