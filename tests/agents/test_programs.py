@@ -250,6 +250,28 @@ def test_turns_and_tokens_bound_a_programs_calls(limit, turns):
     assert len(done[0].rows[0].completion.token_ids) == (5 + 4) * (turns - 1) + (2 if cut else 5)
 
 
+def test_a_program_that_raises_behind_the_models_positions_has_used_its_tokens():
+    """`SessionLimits.tokens` says that they are a limit too. A program that has asked something else since is at fault
+    by itself."""
+
+    async def agent(row, base_url, api_key):
+        await ask(base_url, api_key)
+        try:
+            await ask(base_url, api_key, "x" * 300)
+        except openai.BadRequestError:
+            if not row["shortens"]:
+                raise
+            await ask(base_url, api_key, "y")
+        raise KeyError("tool")
+
+    engine = engine_of(agent)
+    engine.engine.max_positions = 250
+    done = play(engine, [{"shortens": False}, {"shortens": True}])
+    assert [(one.info["end_reason"], one.finish_reason) for one in done] == [("tokens", "length"), ("error", "error")]
+    assert [one.info["turns"] for one in done] == [1, 2] and all(one.info["reward"] == 0.0 for one in done)
+    assert "error" not in done[0].info and "tool" in done[1].info["error"]
+
+
 def test_a_program_can_stop_the_run_behind_a_limit_too():
     async def agent(row, base_url, api_key):
         await ask(base_url, api_key)

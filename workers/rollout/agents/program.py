@@ -36,9 +36,10 @@ class AgentProgram:
     calls: the prompt that the rollout is named after is not in it, unless the program asks it. A program that raises
     ends its session with the reason "error", and one that takes longer than `SessionLimits.seconds` is cancelled. A
     call beyond `SessionLimits.turns` or ``tokens`` gets an error, which clients do not retry, and the session ends with
-    that reason: with the reward that the program returns then, or with 0 if it raises. Turns are the calls that were
-    answered, those of subagents too; see `Gateway.open`. The other limits do not apply. When its worker dies, the
-    session begins again.
+    that reason: with the reward that the program returns then, or with 0 if it raises. A program that raises because
+    the prompt of its last call has left no position of the model ends its session with "tokens" too. Turns are the
+    calls that were answered, those of subagents too; see `Gateway.open`. The other limits do not apply. When its worker
+    dies, the session begins again.
 
     Args:
         agent: gets the row of `Environment.reset`, an address and a token. It returns the reward; or a dict with
@@ -108,10 +109,11 @@ class ProgramEnvironment(Environment):
 
     Attributes:
         tree: what the program has asked and got. It grows in the gateway's thread.
-        counters, end_reason, mismatch: see `GatewaySession`; of a program that has ended.
+        counters, end_reason, full, mismatch: see `GatewaySession`; of a program that has ended.
     """
 
     end_reason: str | None = None
+    full = False
     mismatch: PromptMismatchError | None = None
 
     def __init__(self, programs: Programs) -> None:
@@ -149,7 +151,8 @@ class ProgramEnvironment(Environment):
         if self._opened is not None:
             (gateway, token), self._opened = self._opened, None
             closed = gateway.close_session(token)
-            self.counters, self.end_reason, self.mismatch = closed.counters, closed.end_reason, closed.mismatch
+            self.counters, self.end_reason, self.full = closed.counters, closed.end_reason, closed.full
+            self.mismatch = closed.mismatch
 
     async def step(self, action: Action) -> Step:
         """Not called: the program plays the whole session."""

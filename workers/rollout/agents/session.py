@@ -319,8 +319,9 @@ class Session:
         try:
             told = await self._call(environment.play, self._row, self.name, self._seed, self._how, self._limits)
         except _Ended as ended:
-            if environment.end_reason is None or ended.reason != "error":
+            if ended.reason != "error" or not (environment.end_reason or environment.full):
                 raise
+            environment.end_reason = environment.end_reason or "tokens"  # the model has no positions left
             told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
             environment.end()  # a program that was cancelled may still be running

@@ -84,6 +84,7 @@ class GatewaySession:
         closed: whether it was closed.
         limits: of its turns and tokens; see `Gateway.open`.
         end_reason: "turns" or "tokens" once that limit is used up: then each call gets an error.
+        full: whether the last prompt left no position of the model, so that its call got an error.
         mismatch: what ``verify`` has found.
         expires: whether it is closed when it is idle for too long.
         use: its calls.
@@ -100,6 +101,7 @@ class GatewaySession:
     closed: bool = False
     limits: SessionLimits = UNLIMITED
     end_reason: str | None = None
+    full: bool = False
     mismatch: PromptMismatchError | None = None
     expires: bool = True
     use: Use = field(default_factory=Use)
@@ -475,7 +477,8 @@ class Gateway:
     def _how(self, session: GatewaySession, ask: Ask, length: int) -> SamplingParams:
         how, most = session.sampling_params, self.engine.max_positions
         new = min(how.max_new_tokens, ask.max_tokens or how.max_new_tokens)
-        if most is not None and length >= most:
+        session.full = most is not None and length >= most
+        if session.full:
             raise GatewayError("context", f"the prompt has {length} tokens, and the model {most} positions")
         if most is not None:
             new = min(new, most - length)
