@@ -21,6 +21,7 @@ from gateway_helpers import CLIENT, chat, httpx, serving
 from waits import wait_until
 
 from workers.rollout.agents.environment import SessionLimits
+from workers.rollout.agents.gateway import http_front
 from workers.rollout.agents.gateway.gateway import Gateway, read_node, write_node
 from workers.rollout.agents.gateway.http_front import GatewayLimits
 from workers.rollout.agents.rendering import TokenRenderer, load_renderer
@@ -838,6 +839,24 @@ def test_a_gateway_is_started_once_and_again_after_its_stop():
         gateway.stop()
         gateway.start()
         assert httpx.get(f"{gateway.address}/health").status_code < 500
+
+
+def test_a_server_that_starts_too_late_ends(monkeypatch):
+    """Or it would serve for ever, beside the one that the next attempt makes."""
+    monkeypatch.setattr(http_front, "START_SECONDS", 0.05)
+    goes_on = threading.Event()
+
+    class Late(http_front.HTTPFront):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "loop":  # in the server's thread, before it serves
+                goes_on.wait(20)
+
+    front = Late(None, GatewayLimits())
+    with pytest.raises(RolloutError, match=r"did not start at http://127\.0\.0\.1:.*timeout"):
+        front.start()
+    goes_on.set()
+    wait_until(lambda: not front.running)
 
 
 def test_a_fork_does_not_hide_the_end_of_its_parents_gateway():

@@ -270,6 +270,7 @@ class HTTPFront:
         self._thread = threading.Thread(target=run, name="gateway", daemon=True)
         self._thread.start()
         if not started.wait(START_SECONDS) or failed:
+            self.stop()  # a thread that is late would serve beside the gateway of the next attempt
             raise RolloutError(f"the gateway did not start at {self.address}: {failed or 'timeout'}")
         return self.address
 
