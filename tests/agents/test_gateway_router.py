@@ -359,6 +359,17 @@ def test_a_call_that_its_workers_die_of_is_not_given_to_all():
         assert chat(router, good, [user("x")]).text == "fine"
 
 
+def test_a_call_that_breaks_the_connection_of_the_only_worker_gets_an_error(monkeypatch):
+    """The worker itself answers again at once."""
+    monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
+    with Mortal() as one, routing(one.endpoint) as router:
+        (_, bad), (_, good) = router.open(), router.open()
+        died = chat(router, bad, [user("poison")], timeout=20)
+        assert (died.status_code, died.json()["error"]["code"]) == (500, "failed")
+        assert one.read == gateway_router.MAX_LOSSES
+        assert chat(router, good, [user("x")], timeout=20).text == "fine"
+
+
 def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
     async def play():
         worker, seen = gateway_router._Worker(*one.endpoint), []

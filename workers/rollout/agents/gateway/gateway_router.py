@@ -50,7 +50,8 @@ REUSE_SECONDS = 60.0
 on its way, and that would look like the worker's death."""
 
 MAX_LOSSES = 3
-"""A session that as many workers in a row have died of gets errors: a call of its own may be the reason."""
+"""A session whose worker was gone this many times in a row before it had answered gets errors: a call of its own may be
+the reason."""
 
 
 class WorkerGoneError(ConnectionError):
@@ -185,7 +186,7 @@ class _Session:
         journal: a line of JSON for each node.
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
-        lost: the workers that were gone before they had answered, since the last answer.
+        lost: the values of ``moves`` at which its worker was gone before it had answered, since the last answer.
         placing: gets it a worker. All its calls wait for that, and it goes on if their clients leave: a worker that was
             told to open the session has it.
         use: its calls.
@@ -195,7 +196,7 @@ class _Session:
     journal: list[bytes] = field(default_factory=list)
     worker: _Worker | None = None
     moves: int = 0
-    lost: set[_Worker] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     placing: asyncio.Future[None] | None = None
     use: Use = field(default_factory=Use)
 
@@ -421,7 +422,7 @@ class GatewayRouter:
             if session.moves == moves:
                 session.worker = None
             if worker in self._workers:  # not one that was replaced
-                session.lost.add(worker)
+                session.lost.add(moves)
             self._lost(worker, str(error))
             return None
         # Between sending and here the loop ran other calls, which may have moved the session.
