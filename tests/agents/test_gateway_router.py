@@ -302,6 +302,15 @@ def test_a_worker_that_comes_back_forgets_the_sessions_that_have_moved(monkeypat
             assert len(router.close(token).nodes) == 3  # a retry is a branch
 
 
+def test_a_session_that_its_worker_has_forgotten_is_opened_there_again_and_has_not_moved():
+    with gateways() as (gateway, router):
+        _, token = router.open()
+        for text in "ab":
+            assert chat(router, token, [user(text)]).status_code == 200
+            gateway.close(token)
+        assert len(router.close(token).nodes) == 4 and router.moved == 0
+
+
 def test_sessions_can_be_closed_after_the_router_was_stopped():
     with gateways() as (_, router):
         _, token = router.open()

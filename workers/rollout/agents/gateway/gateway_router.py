@@ -186,6 +186,7 @@ class _Session:
         journal: a line of JSON for each node.
         worker: where it is; None if it has to be opened from the journal.
         moves: how often it was opened. A reply from before the last time does not count.
+        opened: the last worker that has opened it.
         lost: the values of ``moves`` at which its worker was gone before it had answered, since the last answer.
         placing: gets it a worker. All its calls wait for that, and it goes on if their clients leave: a worker that was
             told to open the session has it.
@@ -196,6 +197,7 @@ class _Session:
     journal: list[bytes] = field(default_factory=list)
     worker: _Worker | None = None
     moves: int = 0
+    opened: _Worker | None = None
     lost: set[int] = field(default_factory=set)
     placing: asyncio.Future[None] | None = None
     use: Use = field(default_factory=Use)
@@ -487,7 +489,8 @@ class GatewayRouter:
             if self._sessions.get(token) is not session:  # it was closed meanwhile, and so must be what was opened
                 await self._leave(worker, token)
                 return
-            self.moved += session.moves > 1
+            self.moved += session.opened not in (None, worker)
+            session.opened = worker
 
     async def _leave(self, worker: _Worker, token: str) -> None:
         worker.sessions.discard(token)
