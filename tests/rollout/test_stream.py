@@ -268,7 +268,8 @@ def test_update_is_given_up_in_time_while_an_exchange_hangs(group, monkeypatch, 
 
 
 def test_workers_may_be_busy_with_an_update_for_as_long_as_it_may_take(group, monkeypatch):
-    """The timeout of a call begins when it is sent; a worker that loads weights takes its orders later."""
+    """The timeout of a call begins when it is sent; a worker that loads weights takes its orders later. The
+    same holds for the call with which a stream ends."""
     limits, exchange = [], group.exchange
 
     class Noting:
@@ -283,6 +284,11 @@ def test_workers_may_be_busy_with_an_update_for_as_long_as_it_may_take(group, mo
             wait_until(lambda: len(limits) > 1)
             assert set(limits) == {130}
         wait_until(lambda: limits[-1] == 30)
+        monkeypatch.setattr(Router, "due", True)  # or it may have nothing to tell the workers
+        with stream.updating(100):
+            limits.clear()
+            stream.close()
+            assert set(limits) == {130}
 
 
 @pytest.mark.timeout(40)

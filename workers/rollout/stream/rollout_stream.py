@@ -328,16 +328,23 @@ class RolloutStream(Closing):
         except BaseException as error:
             self.buffer.fail(error)  # `take` raises it in the trainer's thread
         finally:
-            self._router.leave()
+            with self._changed:
+                longer = self._longer
+            self._router.leave(longer)
             with self._changed:
                 self._ended = True  # an update must not wait for a router that has ended
                 self._changed.notify_all()
+
+    @property
+    def _longer(self) -> float | None:
+        """See `Router.exchange`. The caller holds ``_changed``."""
+        return self._limit if self._pauses and self._idle else 0.0
 
     def _step(self) -> None:
         with self._changed:
             updating = self._pauses > 0
             waiting = updating and self._update_mode == "wait"
-            longer = self._limit if updating and self._idle else 0.0
+            longer = self._longer
             if waiting and self._idle:
                 # For the end of the update, or of the stream, which may have been closed since `_run` looked.
                 self._changed.wait_for(lambda: self._closed or not self._idle)

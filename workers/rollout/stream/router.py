@@ -298,9 +298,7 @@ class Router:
             )
             for rank, worker in enumerate(self._workers)
         ]
-        timeout = self._manager.timeout  # it counts from now on, also while a worker loads weights
-        limit = None if timeout is None or longer is None else timeout + longer
-        exchange = self._manager.group.exchange.options(timeout=limit)
+        exchange = self._call(longer)
         began = time.monotonic()
         try:
             reports: list[Report] = exchange(orders)
@@ -463,14 +461,20 @@ class Router:
             tokens=len(versions),
         )
 
-    def leave(self) -> None:
-        """Abort what is running; the workers keep nothing of this stream."""
+    def leave(self, longer: float | None = 0.0) -> None:
+        """Abort what is running; the workers keep nothing of this stream. For ``longer`` see `exchange`."""
         if self.due or self._copying:
             try:
-                exchange = self._manager.group.exchange.options(timeout=self._manager.timeout)
-                exchange([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
+                self._call(longer)([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
             except Exception as error:  # the group was closed, or what ended the stream is here again
                 logger.debug("the stream could not take leave of its workers: %s", error)
+
+    def _call(self, longer: float | None) -> Any:
+        """The method `RolloutWorker.exchange` with its limit, which counts from now on, also while a worker loads
+        weights."""
+        timeout = self._manager.timeout
+        limit = None if timeout is None or longer is None else timeout + longer
+        return self._manager.group.exchange.options(timeout=limit)
 
 
 def _tokens_of(completions: Sequence[Completion]) -> int:
