@@ -264,6 +264,21 @@ def test_process_that_has_died_is_replaced():
     assert math_match("4", 4, timeout=20) == 1.0
 
 
+def test_a_fork_does_not_wait_for_a_comparison_of_its_parent(monkeypatch):
+    from workers.rollout.rewards import math_process
+
+    process = math_process._MathProcess()
+    process._process = of_parent = object()
+    monkeypatch.setattr(math_process, "_PROCESS", process)
+    with process._lock:
+        fork = os.fork()
+        if not fork:
+            own = process._lock.acquire(blocking=False) and process._process is None
+            os._exit(0 if own and process._of_parents == [of_parent] else 1)
+        assert os.waitpid(fork, 0)[1] == 0
+    assert process._process is of_parent and process._of_parents == []
+
+
 def test_math_verify_that_is_not_installed_is_named(monkeypatch, tmp_path):
     from workers.rollout.rewards import math_process
 

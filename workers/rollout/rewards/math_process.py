@@ -7,6 +7,7 @@ This file is also the program of that process. It reads a JSON object per line, 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -24,6 +25,9 @@ class _MathProcess:
         self._lock = threading.Lock()
         """Held by the thread that waits for an answer: the process compares one pair at a time."""
         self._process: subprocess.Popen[str] | None = None
+        self._of_parents: list[subprocess.Popen[str] | None] = []
+        """Of the processes that this one is a fork of. Kept, because closing their pipes could write what a thread of
+        the parent has in a buffer."""
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a question; without ``equal`` if the process has ended over it."""
@@ -53,8 +57,16 @@ class _MathProcess:
             answer: dict[str, Any] = json.loads(line) if line else {}
             return answer
 
+    def leave_to_parent(self) -> None:
+        """In a fork: begin anew. A thread that only the parent has may hold the lock."""
+        self._lock = threading.Lock()
+        self._of_parents.append(self._process)
+        self._process = None
+
 
 _PROCESS = _MathProcess()
+
+os.register_at_fork(after_in_child=lambda: _PROCESS.leave_to_parent())
 
 
 def equal_mathematics(completion: str, label: str, timeout: float) -> bool:
