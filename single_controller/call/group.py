@@ -279,19 +279,20 @@ class WorkerGroup(VerlGroup, Closing):
             return {role: one.stats.stats() for role, one in self._worker_classes.items()}
         return {None: self._worker_classes[self._role].stats.stats()}
 
-    def record_ranks(self, calls: int = RECORDED_CALLS) -> None:
+    def record_ranks(self, calls: int = RECORDED_CALLS, *, at_least: bool = False) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`; with roles, in
         all roles' calls, or those of one: ``group.<role>.record_ranks()``. Off by default: each rank takes about 400
         bytes of each call.
 
         Args:
             calls: how many of the latest calls keep their ranks; 0 ends it and drops what was kept.
+            at_least: if more calls keep them already, change nothing.
 
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
         for role in self._worker_classes if self.roles else (self._role,):
-            self._worker_classes[role].stats.record_ranks(calls)
+            self._worker_classes[role].stats.record_ranks(calls, at_least)
 
     def trace(self, path: str | Path) -> None:
         """Write the latest calls as a Chrome trace for Perfetto: a row for the driver, and one for each rank in calls

@@ -150,15 +150,17 @@ class CallStats:
         self.calls = _Latest((), {}, [])
         self.recorded = 0  # how many of the latest calls keep their ranks
 
-    def record_ranks(self, calls: int) -> None:
-        """Keep the ranks of that many of the latest calls, from the next call on; 0 drops those that are kept.
+    def record_ranks(self, calls: int, at_least: bool = False) -> None:
+        """Keep the ranks of that many of the latest calls, or at least of so many, from the next call on; 0 drops those
+        that are kept.
 
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        self.recorded = check_count("record_ranks(): calls", calls, 0, "; 0 keeps none")
+        calls = check_count("record_ranks(): calls", calls, 0, "; 0 keeps none")
+        self.recorded = max(calls, self.recorded) if at_least else calls
         known = list(self.calls)
-        for record in known[: max(0, len(known) - calls)]:
+        for record in known[: max(0, len(known) - self.recorded)]:
             record.ranks = {}
 
     def trim(self) -> None:

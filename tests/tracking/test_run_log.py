@@ -529,6 +529,17 @@ def test_timeline_has_the_calls_of_watched_groups(tmp_path, monkeypatch):
     assert found[3]["failed"] == "WorkerError" and "failed" not in found[0]
 
 
+def test_watching_a_group_keeps_what_the_script_records_of_its_ranks(tmp_path):
+    with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group:
+        group.record_ranks(200)
+        for _ in range(110):
+            group.nap(0.0)
+        log.watch(group)
+        assert [len(call.ranks) for call in group.stats().calls] == [1] * 110
+        group.record_ranks(2)
+        assert [len(call.ranks) for call in group.stats().calls] == [0] * 108 + [1] * 2
+
+
 def test_call_of_a_role_is_in_the_timeline_once(tmp_path):
     made = ClassWithInitArgs(Sleeper)
     with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(1, colocate({"actor": made, "critic": made})) as group:

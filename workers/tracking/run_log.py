@@ -331,7 +331,7 @@ class RunLog(Closing):
             self._groups = [one for one in self._groups if one not in ended]
             self._groups.append((group, CallLines(group, first), group.generation))
         # A rank takes 400 bytes of each call.
-        group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))))
+        group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))), at_least=True)
         log, watched = weakref.ref(self), group.name
 
         def died(error: Any) -> None:  # weak, or the watcher's thread would keep the log, and with it all of its groups
