@@ -24,7 +24,7 @@ from workers.train.group_links import RolloutLink
 from workers.train.model_worker import ModelWorker
 from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError
 from workers.weight_sync.receiver_calls import Receivers, receiver_groups
-from workers.weight_sync.sync_protocol import Budget
+from workers.weight_sync.sync_protocol import Budget, ReceiverClass
 from workers.weight_sync.transports import process_group
 from workers.weight_sync.transports.process_group import AnnouncedRound, Channel, Invitation
 from workers.weight_sync.transports.same_device import DeviceTransport, SharedRound, name_of
@@ -193,6 +193,13 @@ def test_worker_that_joins_while_the_trainer_is_told_is_told_of_next_time():
     assert link.outdated
     link.introduce(lambda manager: None)
     assert not link.outdated
+
+
+def test_worker_that_joins_during_an_update_fails_it_with_a_reason():
+    receivers = Receivers(None)
+    receivers._groups = [SimpleNamespace(world_size=3)]
+    with pytest.raises(WeightSyncError, match="were added to the 2 rollout workers with which the update began"):
+        receivers.start_payloads("key", [ReceiverClass((0, 1), {}, None, False)], {})
 
 
 @ray.remote(num_cpus=0)

@@ -99,13 +99,22 @@ class Receivers:
             key: of the update.
             classes: of the receivers.
             payloads: by class; a class without one gets nothing.
+
+        Raises:
+            WeightSyncError: workers were added since the update began.
         """
         class_of = {member: index for index, one in enumerate(classes) for member in one.members}
         left = self._budget.left()
         futures, first = [], 0
         for group in self._groups:
-            of_ranks = [class_of[first + rank] for rank in range(group.world_size)]
-            first += group.world_size
+            size = group.world_size  # other threads may add ranks
+            if first + size > len(class_of):
+                raise WeightSyncError(
+                    f"workers were added to the {len(class_of)} rollout workers with which the update began. Call "
+                    "update_weights() again"
+                )
+            of_ranks = [class_of[first + rank] for rank in range(size)]
+            first += size
             methods = group.methods
             if len(set(of_ranks)) == 1:
                 if of_ranks[0] in payloads:
