@@ -141,6 +141,17 @@ def test_generate_plays_a_session_per_prompt(make):
         assert other.token_ids[:5] == first.token_ids
 
 
+def test_session_runs_after_a_thread_could_not_be_started(make, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    engine = make()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", fail)
+        submit(engine)
+    assert play(engine).info["turns"] == 3  # its request id is free
+
+
 def test_turns_draw_different_tokens(make):
     ids = play(make(), length=12).token_ids
     assert ids[1:13] != ids[14:26]

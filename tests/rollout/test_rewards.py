@@ -187,6 +187,17 @@ def test_function_that_turns_out_to_be_async_is_submitted_too():
         assert [future.result(20) for future in futures] == [[10, 11], [20, 21]]
 
 
+def test_rewards_are_computed_after_a_thread_could_not_be_started(monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with RewardRunner(asynchronous) as runner:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+            patch.setattr(threading.Thread, "start", fail)
+            runner.submit(group(1, 2))
+        assert runner.submit(group(1, 2)).result(20) == [10, 11]
+
+
 def test_threads_end_with_close_and_when_the_runner_is_collected():
     before = threads("rewards")
     runner = RewardRunner(asynchronous)

@@ -229,11 +229,12 @@ class AgentEngine(RolloutEngine):
                 raise RolloutError("AgentEngine.submit(): the engine was closed") from self._failure
             if request_id in self._sessions:
                 raise ValueError(f"submit(): request_id {request_id!r} is in use; choose another one")
+            loop = self._running_loop()  # first: if no thread can be started, there is no session
             self._sessions[request_id] = session
             if self._draining:
                 self._waiting.append(session)
             else:
-                self._running_loop().call_soon_threadsafe(self._start, session)
+                loop.call_soon_threadsafe(self._start, session)
         return session.future
 
     def _make(self) -> Environment:
@@ -251,9 +252,10 @@ class AgentEngine(RolloutEngine):
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop. The caller holds the lock."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="agents", daemon=True)
-            self._thread.start()
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._serve, args=(loop,), name="agents", daemon=True)
+            thread.start()
+            self._loop, self._thread = loop, thread  # only now: without a thread, it would run nothing
         return self._loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:

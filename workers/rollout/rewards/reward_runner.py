@@ -270,10 +270,11 @@ class RewardRunner(Closing):
             if self._closed:
                 raise RewardError("the reward runner is closed")
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True)
-                self._thread.start()
-                weakref.finalize(self, _stop, self._loop)
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_serve, args=(loop,), name="rewards", daemon=True)
+                thread.start()
+                self._loop, self._thread = loop, thread  # only now: without a thread, it would run nothing
+                weakref.finalize(self, _stop, loop)
             return asyncio.run_coroutine_threadsafe(self._group(calls, begun), self._loop)
 
     async def _group(self, calls: Sequence[RewardCall], begun: Awaitable[Any] | None) -> list[float]:
