@@ -316,6 +316,7 @@ def _plan_lists(spec: MethodSpec, layout: Layout, arguments: dict[Parameter, Any
 
 def _plan_items(spec: MethodSpec, routing: Routing, join: Join, arguments: dict[Parameter, Any]) -> CallPlan:
     count = routing.shards
+    put_back(arguments)  # here a named tuple is a list of items, so a future in it is one of them
     whole: dict[Parameter, Any] = {}
     shards: list[dict[Parameter, Any]] = [{} for _ in range(count)]
     for key, value in arguments.items():

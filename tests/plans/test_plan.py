@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_helpers import arguments, coordinates, declare, layout_of, plain_layout, run, same, simulate
+from plan_helpers import Pair, arguments, coordinates, declare, layout_of, plain_layout, plan_of, run, same, simulate
 
 from dispatch import Broadcast, DispatchError, Layout, collect_all_to_all
+from dispatch.batch import Deferred
 from dispatch.modes import Join
-from dispatch.plan import CallPlan, plan_call, plan_execute, plan_rank_zero
+from dispatch.plan import CallPlan, DeferredArgument, plan_call, plan_execute, plan_rank_zero
 from dispatch.register import method_spec
 
 FOUR = plain_layout(4)
@@ -229,6 +230,12 @@ class TestCallPlan:
     def test_whole_and_split_arguments_keep_their_positions(self):
         made = plan_call(declare("DP_COMPUTE_PROTO"), FOUR, ("a", [1, 2, 3, 4], None, [5, 6, 7, 8], 9), {})
         assert run(made, lambda rank, *args: args)[2] == ("a", [3], None, [7], 9)
+
+    def test_future_in_a_named_tuple_of_items_goes_to_its_rank(self):
+        future = Deferred()
+        made = plan_of("ALL_TO_ALL", plain_layout(2), Pair(future, "b"))
+        assert arguments(made, 0) == ((DeferredArgument(future, "whole"),), {})
+        assert arguments(made, 1) == (("b",), {}) and made.deferred == (future,)
 
     def test_method_is_bound_before_batches_are_split(self):
         spec = declare("DP_COMPUTE_PROTO", lambda self, data: data)
