@@ -29,6 +29,7 @@ from single_controller import (
     split_resource_pool,
 )
 from single_controller.ray import group as ray_group
+from single_controller.ray.placement import manager as manager_module
 from single_controller.ray.placement import reservation as placement_module
 
 
@@ -534,6 +535,25 @@ class Role(enum.Enum):
     REF = 3
 
 
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """What another thread does while a manager that creates its pools asks Ray for the nodes. Returns what it got."""
+    nodes = manager_module.nodes
+
+    def meanwhile(action):
+        got = []
+
+        def nodes_afterwards():
+            monkeypatch.setattr(manager_module, "nodes", nodes)
+            got.append(action())
+            return nodes()
+
+        monkeypatch.setattr(manager_module, "nodes", nodes_afterwards)
+        return got
+
+    return meanwhile
+
+
 class TestManager:
     def test_roles_share_pools_by_name(self, ray_cluster):
         spec, mapping = {"main": [2, 1], "side": [1]}, {Role.ACTOR: "main", Role.REF: "main", Role.CRITIC: "side"}
@@ -554,6 +574,17 @@ class TestManager:
     def test_without_a_mapping_each_pool_has_one_role(self, ray_cluster):
         manager = ResourcePoolManager({"main": [2], "side": [1]}, use_gpu=False)
         assert (manager.get_resource_pool("main").store, manager.get_resource_pool("side").store) == ([2], [1])
+
+    def test_another_thread_that_creates_the_pools_meanwhile(self, ray_cluster, meanwhile):
+        with ResourcePoolManager({"a": [1]}, use_gpu=False) as manager:
+            first = meanwhile(lambda: manager.get_resource_pool("a"))
+            assert manager.get_resource_pool("a") is first[0]
+
+    def test_another_thread_that_closes_the_manager_meanwhile(self, ray_cluster, meanwhile):
+        manager = ResourcePoolManager({"a": [1]}, use_gpu=False)
+        meanwhile(manager.close)
+        with pytest.raises(GroupClosedError):
+            manager.get_resource_pool("a")
 
     def test_error_of_a_misspelt_name_suggests_the_closest(self):
         with pytest.raises(ValueError, match=r"ACTOR.*'global_pol'.*did you mean 'global_pool'"):

@@ -1,7 +1,8 @@
-"""ResourcePoolManager: pools by name, and the pool of each role."""
+"""ResourcePoolManager: pools by name, and the pool of each role. For the lock, see `_creating`."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from single_controller.call.state import Closing
 from single_controller.ray.placement.plan import refuse_impossible
 from single_controller.ray.placement.pool import RayResourcePool
 from single_controller.ray.runtime import nodes
+
+_creating = threading.Lock()
+"""Protects the pools and the closed state of every manager: two threads that create the pools at once both get those of
+the first, and `close` misses none. A leaf."""
 
 
 class ResourcePoolManager(Closing):
@@ -69,8 +74,7 @@ class ResourcePoolManager(Closing):
             ValueError: an option of a pool is not possible.
             GroupClosedError: the manager is closed.
         """
-        if self._closed:
-            raise GroupClosedError("the ResourcePoolManager is closed; make a new one")
+        self._check_open()
         if self.resource_pool_dict:
             return
         made = {
@@ -82,7 +86,13 @@ class ResourcePoolManager(Closing):
             refuse_impossible([request], cluster, f"the pool {name!r}")
         pools = ", ".join(f"{name} {entries}" for name, entries in self.resource_pool_spec.items())
         refuse_impossible(list(requests.values()), cluster, f"{pools}: this set of pools, side by side,")
-        self.resource_pool_dict = made
+        with _creating:
+            self._check_open()
+            self.resource_pool_dict = self.resource_pool_dict or made
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupClosedError("the ResourcePoolManager is closed; make a new one")
 
     def get_resource_pool(self, role: Hashable) -> RayResourcePool:
         """Return the pool of a role; create the pools if that was not done.
@@ -108,7 +118,8 @@ class ResourcePoolManager(Closing):
 
     def close(self) -> None:
         """Close the pools. A second close does nothing."""
-        self._closed = True
+        with _creating:
+            self._closed = True
         for pool in self.resource_pool_dict.values():
             pool.close()
 
