@@ -53,7 +53,8 @@ class _Replay(NamedTuple):
     number: int  # its number among the calls of the group
     spec: MethodSpec
     options: CallOptions
-    plan: Callable[[Any], CallPlan]  # plans it again, with the same arguments, for the group that is passed to it
+    # Plans it again, with the same arguments, for the group that is passed to it, or as if that had so many ranks
+    plan: Callable[[Any, int | None], CallPlan]
 
 
 class OtherOptions(TypedDict, total=False):
@@ -541,7 +542,7 @@ class WorkerGroup(VerlGroup, Closing):
             except Resized:
                 continue
         if spec.registration.replay:
-            self._log_replay(call, spec, options, lambda group: group._plan(spec, args, kwargs, options))
+            self._log_replay(call, spec, options, lambda group, size: group._plan(spec, args, kwargs, options, size))
         return call if as_call else call.value() if blocking else WorkerFuture(call)
 
     def _invoke_in_loop(
@@ -643,13 +644,13 @@ class WorkerGroup(VerlGroup, Closing):
             self._wait_for_unsent()
         spec = self._any_method(name)
 
-        def planned(group: WorkerGroup) -> CallPlan:
-            return plan(spec, _without_coordinates(group.world_size), args, kwargs)
+        def planned(group: WorkerGroup, world_size: int | None) -> CallPlan:
+            return plan(spec, _without_coordinates(world_size or group.world_size), args, kwargs)
 
         while True:
             self._check()
             try:
-                call = self._send(spec, planned(self), begun=begun)
+                call = self._send(spec, planned(self, None), begun=begun)
                 break
             except Resized:
                 continue
@@ -676,10 +677,17 @@ class WorkerGroup(VerlGroup, Closing):
         if (state.closed or state.broken is not None) and (refusal := state.refusal()) is not None:
             raise refusal
 
-    def _plan(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> CallPlan:
+    def _plan(
+        self,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        world_size: int | None = None,
+    ) -> CallPlan:
         registration, transport = spec.registration, self._state.transport
         mode = registration.mode.mode
-        layout = _without_coordinates(0 if transport is None else transport.world_size)
+        layout = _without_coordinates(world_size or (0 if transport is None else transport.world_size))
         if isinstance(mode, Mode) and mode.in_layout is not None and not registration.execute.rank_zero:
             try:
                 layout = self._layout_with(mode.in_layout)
@@ -851,17 +859,35 @@ class WorkerGroup(VerlGroup, Closing):
             replays = sorted(self._replays.values(), key=lambda replay: replay.number)
         for replay in replays:
             group = self if replay.spec.role is None else self._role_group(replay.spec.role)
-            plan = replay.plan(group)
+            plan = replay.plan(group, None)
             if ranks is not None:
                 plan = plan.only(ranks)
             if plan.ranks:
                 group._send(replay.spec, plan, replay.options).check()
 
+    def _check_replays(self, added: int) -> None:
+        """Raise the `DispatchError` of a logged call that does not fit the group with more ranks, for `grow`. What a
+        layout or a dispatch_fn decides is not checked: new ranks may have no layout before they join."""
+        world_size = self.world_size + added
+        with self._state.lock:
+            replays = list(self._replays.values()) if added else []
+        for replay in replays:
+            mode = replay.spec.registration.mode.mode
+            if isinstance(mode, Mode) and mode.in_layout is None:
+                group = self if replay.spec.role is None else self._role_group(replay.spec.role)
+                try:
+                    replay.plan(group, world_size)
+                except DispatchError as error:
+                    error.add_note(f"grow() could not repeat this call on {world_size} ranks; the group is as before")
+                    raise
+
     def _forget_layouts(self) -> None:
         for worker_class in self._worker_classes.values():
             worker_class.layout = None
 
-    def _log_replay(self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any], CallPlan]) -> None:
+    def _log_replay(
+        self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any, int | None], CallPlan]
+    ) -> None:
         """Remember a call if it succeeds. Calls settle in any order; their numbers tell which one is the latest."""
         state, replays, replay = self._state, self._replays, _Replay(call.number, spec, options, plan)
 

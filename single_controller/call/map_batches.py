@@ -134,7 +134,9 @@ class BatchMap:
                 call = batch.calls[part] = self._group._send(spec, of_part, how)
                 if spec.registration.replay:  # its only part is the whole
                     # The function must not refer to this object, and with it to the group that it is logged with.
-                    self._group._log_replay(call, spec, options, lambda group: group._plan(spec, args, {}, options))
+                    self._group._log_replay(
+                        call, spec, options, lambda group, size: group._plan(spec, args, {}, options, size)
+                    )
 
     def _wait(self) -> _Batch:
         """Wait until the next batch to yield, or any, is done. An error of one call ends the wait."""

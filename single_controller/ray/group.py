@@ -505,6 +505,7 @@ class RayWorkerGroup(WorkerGroup):
             transport = self._ray
             slots = vacant_slots(plan, transport)
             added = number_to_add(self._state, transport, count, len(slots), end)
+            self._check_replays(added)
             check_python(plan, slots[:added])
             recruits = recruit(plan, transport, slots[:added], encoded)
             transport.recruits += recruits
@@ -721,6 +722,7 @@ class RayWorkerGroup(WorkerGroup):
         plan, before = self._owned_plan(), self._ray
         present = [one for one in recruits if one in before.recruits]  # a restart meanwhile has ended them
         new = tuple(range(before.world_size, before.world_size + len(present)))
+        self._check_replays(len(present))  # again: others may have been logged since
 
         def add() -> None:
             self._state.transport = enlist(plan, before, present, self.generation + 1)

@@ -15,6 +15,7 @@ from replace_workers import Lone, Member, Replica
 from waits import wait_until, within
 
 from single_controller import (
+    DispatchError,
     GroupBrokenError,
     GroupClosedError,
     PlacementError,
@@ -235,6 +236,19 @@ def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, fol
         assert [one["pid"] for one in check_ranks(four, 3)] == before
     finally:
         (folder / "refuse").unlink()
+    assert four.grow() == (3,)
+    assert [one["pid"] for one in check_ranks(four, 4)][:3] == before
+
+
+def test_growth_in_which_a_call_could_not_be_repeated_is_refused(four):
+    assert four.shrink(ranks=[3]) == (3,)
+    before = [one["pid"] for one in check_ranks(four, 3)]
+    four.execute_all_sync("configure", ["a", "b", "c"])
+    with pytest.raises(DispatchError, match=r"configure\(\): argument 'value' is a list of length 3") as caught:
+        four.grow()
+    assert "the group is as before" in caught.value.__notes__[0]
+    assert [one["pid"] for one in check_ranks(four, 3)] == before
+    four.configure("first")
     assert four.grow() == (3,)
     assert [one["pid"] for one in check_ranks(four, 4)][:3] == before
 
