@@ -303,6 +303,12 @@ def test_error_names_an_entry_of_the_wrong_shape():
         run(policy_loss(ppo()), data(advantages=torch.zeros(ROWS)), 100, outputs={"log_probs": "log_probs"})
 
 
+def test_metric_of_a_policy_loss_does_not_replace_the_whole_loss():
+    loss = policy_loss(lambda tokens: (tokens.log_probs, {"loss": tokens.log_probs}))
+    with pytest.raises(ValueError, match="a metric named 'loss'; give it another name"):
+        run(loss, data(), 100, outputs={"log_probs": "log_probs"})
+
+
 def test_invalid_options():
     with pytest.raises(ValueError, match="kl_coef=nan"):
         policy_loss(ppo(), kl_coef=math.nan)
