@@ -40,13 +40,16 @@ _timeout = datetime.timedelta(minutes=30)
 _default_group: ProcessGroup | None = None
 """The process group that `initialize_distributed` created for a single rank."""
 
+_default_users: set[int] = set()
+"""The ids of the workers that use it: the `LocalWorkerGroup`s of one rank in a process share it."""
+
 
 def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float = 30.0) -> None:
     """Call ``torch.distributed.init_process_group`` for a worker group, unless it was called before.
 
     Args:
         worker: provides the rank and the rendezvous address. A single rank needs no rendezvous. In a
-            `LocalWorkerGroup` the process group is destroyed when the group is closed.
+            `LocalWorkerGroup` the process group is destroyed when the last group that uses it is closed.
         backend: of torch.distributed, such as ``"gloo"``, or ``workers.device.every_backend()``.
         timeout_minutes: timeout of a collective.
 
@@ -61,12 +64,15 @@ def initialize_distributed(worker: Worker, backend: str, timeout_minutes: float 
     global _timeout, _default_group
     worker._check_collectives("initialize_distributed()")
     if dist.is_initialized():
+        if dist.group.WORLD is _default_group:
+            _use_default_group(worker)
         return
     timeout = _timeout = datetime.timedelta(minutes=timeout_minutes)
     if worker.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         _default_group = dist.group.WORLD
-        worker._cleanups.append(_end_default_group)
+        _default_users.clear()  # of a former one, which a worker has destroyed by itself
+        _use_default_group(worker)
         return
     store = dist.PrefixStore("default_pg", _new_store(worker, timeout))
     options: dict[str, Any] = {"rank": worker.rank, "world_size": worker.world_size, "timeout": timeout}
@@ -143,10 +149,19 @@ def _left(worker: Worker) -> GroupBrokenError:
     return GroupBrokenError(f"rank {worker.rank} was told to give up its rendezvous: a rank is being replaced")
 
 
-def _end_default_group() -> None:
+def _use_default_group(worker: Worker) -> None:
+    if id(worker) not in _default_users:
+        _default_users.add(id(worker))
+        worker._cleanups.append(lambda: _leave_default_group(worker))
+
+
+def _leave_default_group(worker: Worker) -> None:
     import torch.distributed as dist
 
     global _default_group
+    _default_users.discard(id(worker))
+    if _default_users:
+        return
     if dist.is_initialized() and dist.group.WORLD is _default_group:  # the worker may have destroyed it
         dist.destroy_process_group()
     _default_group = None

@@ -820,6 +820,14 @@ class TestCollectives:
         group.close()
         assert not torch.distributed.is_initialized()
 
+    def test_groups_of_one_share_a_process_group_until_the_last_is_closed(self, make):
+        first, second = make(world_size=1), make(world_size=1)
+        assert first.join_process_group() == [(0, 1, 3.0)] == second.join_process_group()
+        first.close()
+        assert torch.distributed.is_initialized()
+        second.close()
+        assert not torch.distributed.is_initialized()
+
     def test_foreign_process_group_is_not_destroyed(self, make):
         group = make(world_size=1)
         group.join_process_group()
