@@ -21,7 +21,7 @@ so entries there are ignored.
 | ``sampling_mask`` | (B, jagged) int32 | the tokens that each token was drawn from, one position after the other |
 | ``sampling_mask_lengths`` | (B, T) int32 | how many of them each position has; 0 for the whole vocabulary |
 | ``routed_experts`` | (B, jagged, layers, k) int16 | of each real token, see `workers.data.routed_experts` |
-| ``old_log_probs`` | (B, T) float | of the old policy, for the ratio; computed by default, see `TrainArgs` |
+| ``old_log_probs`` | (B, T) float | of the old policy; computed by default, always for DPO, see `TrainArgs` |
 | ``ref_log_probs`` | (B, T) float | of the reference; computed by default |
 | ``candidate_ids`` | (B, T, k) int64 | other tokens whose log-probabilities a policy loss reads, see `PolicyTokens` |
 | ``candidate_log_probs`` | (B, T, k) float | those of a teacher, for example |

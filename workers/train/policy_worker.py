@@ -191,6 +191,8 @@ class PolicyTrainWorker(ModelWorker):
         if "ref_log_probs" not in data and "ref" in self.backup.names:
             with self.backup.swapped("ref"):
                 self._set(data, "ref_log_probs", self.model.log_probs(without_routes(data), args.temperature))
+        if args.advantage_estimator == "dpo":  # its slopes are those of the present weights, not of an earlier call
+            data.pop("old_log_probs", None)
         computed = "old_log_probs" not in data and self._old_log_probs(data)
         if waits:  # the critic adapts its coefficient in these rollouts too
             return {**metrics, **self._adapt_kl_coef(data), **_mean([])}

@@ -345,6 +345,7 @@ def test_supervised_losses_match_plain_loops(start, off_policy, way, most):
     pairs = torch.arange(count) % (count // 2)
     preferred = (torch.arange(count) < count // 2) == (pairs % 2 == 1)
     given = rows.clone().set("group_ids", pairs).set("rewards", preferred.float())
+    given["old_log_probs"] = torch.zeros_like(rows["ref_log_probs"])  # of another policy: neither loss reads them
     group = start(way, **EXPOSED)
     cases = {
         name: {
