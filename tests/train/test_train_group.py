@@ -885,3 +885,8 @@ def test_backend_of_a_group_cannot_change(slots):
     with RayTrainGroup({}, 1, 1, slots, 0.1) as group:
         with pytest.raises(TrainArgsError, match="train_backend='megatron', but this group's workers are those of"):
             group.async_init({"train_backend": "megatron", "vocab_size": 8})
+
+
+def test_timeout_of_a_process_group_cannot_change(actor):
+    with pytest.raises(TrainArgsError, match=r"minutes=5\.0, but the process group of these workers was created with"):
+        actor.async_init({"distributed_timeout_minutes": 5})

@@ -599,6 +599,12 @@ class RayTrainGroup:
                 f"async_init(): train_backend={args.train_backend!r}, but this group's workers are those of {own!r}; "
                 "create a new group"
             )
+        before = self.args.distributed_timeout_minutes
+        if self._with_ref is not None and args.distributed_timeout_minutes != before:
+            raise TrainArgsError(
+                f"async_init(): distributed_timeout_minutes={args.distributed_timeout_minutes}, but the process group "
+                f"of these workers was created with {before}; create a new group"
+            )
         self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
         self.args, self._with_ref, self._made = args, bool(with_ref), workers.generation
