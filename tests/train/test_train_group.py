@@ -774,6 +774,9 @@ def test_actor_rank_i_reaches_critic_rank_i(actor, critic):
     actor.connect(critic)
     kill(actor, 1)
     assert actor.replace() == [0, 0], "the critic has no model yet"
+    kill(critic, 0)
+    assert critic.replace() is None
+    assert [s["pid"] for s in actor.worker_group.critic_said()] == [s["pid"] for s in critic.worker_group.said()]
     assert critic.restart() is None
     ray.get(critic.async_init())
 

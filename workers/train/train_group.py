@@ -396,15 +396,16 @@ class RayTrainGroup:
         self, groups: Sequence[RayTrainGroup], change: Callable[[], object] | None
     ) -> list[int] | None:
         """Have the groups continue at the same rollout, and connect them again."""
+        generation = self.worker_group.generation
         begin = replace_ranks(groups, change)
         self._leave()
-        if begin is None:
-            return None
-        for group in groups:  # also of one that was there already: it may have died before it got the next batch
-            group.next_rollout_id = begin[0]
-            if group._rollout is not None:
-                group._rollout.rewind(begin[0])
-        if self._pair is not None:
+        if begin is not None:
+            for group in groups:  # also of one that was there already: it may have died before it got the next batch
+                group.next_rollout_id = begin[0]
+                if group._rollout is not None:
+                    group._rollout.rewind(begin[0])
+        # A group without a model may have new ranks too, although it has nothing to continue with.
+        if self._pair is not None and (begin is not None or self.worker_group.generation != generation):
             self._pair.forget()
             if all(group._alive and not group.worker_group.broken for group in self._pair.groups):
                 self._pair.groups[0].connect(self._pair.groups[1])
