@@ -46,6 +46,7 @@ from single_controller import (
 )
 from single_controller.call.future import ComputedFuture
 from workers.train.args import TrainArgsError, read_args
+from workers.train.checkpoints import CheckpointError
 from workers.train.group_links import RolloutLink, SharedRollout
 from workers.train.train_group import RayTrainGroup
 from workers.train.train_placement import NOSET, place, train_environment
@@ -468,6 +469,15 @@ def test_save_model_without_a_folder_warns(actor, caplog):
     with caplog.at_level("WARNING", "workers.train.train_group"):
         assert actor.save_model(np.int64(3)) is None
     assert "save_model(3) has written nothing: set args.save" in caplog.text
+
+
+def test_driver_state_that_cannot_be_stored_is_an_error_of_the_checkpoint(actor, monkeypatch):
+    def full(value):
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(CheckpointError, match=r"its driver_state cannot be stored .*\(ObjectStoreFullError: no room"):
+        actor.save_model(0, driver_state={})
 
 
 def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots):

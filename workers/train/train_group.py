@@ -18,6 +18,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import ray
+from ray.exceptions import RayError
 
 from dispatch.checks import check_count
 from single_controller import (
@@ -33,6 +34,7 @@ from single_controller import (
 )
 from single_controller.call.future import ReferencedFuture, in_event_loop
 from single_controller.ray.placement.reservation import remove_placement_groups
+from single_controller.ray.results import what_is_lost
 from workers.data.balance import Balance, order_of_rows
 from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows_of
 from workers.hf_files import known_config
@@ -48,7 +50,7 @@ from workers.recovery.train_recovery import (
 )
 from workers.train.args import TrainArgsError, read_args, update_seconds
 from workers.train.args_checks import ROLES, role_args
-from workers.train.checkpoints import LastCheckpoint
+from workers.train.checkpoints import UNWRITTEN, CheckpointError, LastCheckpoint
 from workers.train.group_links import RolloutLink, SharedRollout, ordered
 from workers.train.train_placement import first_slots, share_of_slot, slot_devices, train_environment
 from workers.train.train_worker import BACKENDS, TrainWorker, takes_version, worker_class
@@ -751,7 +753,12 @@ class RayTrainGroup:
         workers = self.ready_workers("save_model")
         step = index(step)
         # Rank 0 alone fetches the state. A user's class may lack the parameter.
-        state = {} if driver_state is None else {"driver_state": [ray.put(pickle.dumps(driver_state))]}
+        state: dict[str, Any] = {}
+        if driver_state is not None:
+            try:
+                state["driver_state"] = [ray.put(pickle.dumps(driver_state))]
+            except RayError as error:
+                raise CheckpointError(f"{UNWRITTEN}: its driver_state {what_is_lost(error)}") from error
         args = role_args(self.args, self.role)
         self._saved.begin(workers, args.save)
         self._leave()  # a driver that takes over after a failure must know what was there before
