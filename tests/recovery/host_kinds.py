@@ -72,7 +72,17 @@ class Hosts:
         self.network.heal(host.name)
         (self.folder / "healing").write_text(repr(time.monotonic()))
         (self.folder / "healing").replace(self.folder / "healed")
-        return self._seen()
+        seen = self._seen()
+        # To Ray, another outage before its own connections have sent again would be one that lasts for both.
+        wait_until(lambda: not self._waits_to_send(host), 20, f"the end of the outage for all that {host.name} runs")
+        return seen
+
+    def _waits_to_send(self, host):
+        """Whether a connection between a host and the first one waits before it sends again what was lost."""
+        first = self.network.hosts[0]
+        known = [here.run("ss", "-tiH", "state", "established", "dst", there.address)
+                 for here, there in ((first, host), (host, first))]  # fmt: skip
+        return "backoff:" in "".join(known)
 
     def _victim(self):
         """A trainer that is on another host than the driver, and its host."""
