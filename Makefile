@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
-	@echo 'make test        lint, types and tests (about twelve minutes on two cores)'
+	@echo 'make test        lint, types and tests (about eleven minutes on two cores)'
 	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, hosts, notebooks, deep properties'
 	@echo 'make test-vllm   the tests of VLLMEngine, in an environment of their own; test-all includes them'
 	@echo 'make test-device the tests of device code on a simulated CUDA device, which needs a C++ compiler'
