@@ -86,7 +86,7 @@ class ResourcePoolManager(Closing):
             refuse_impossible([request], cluster, f"the pool {name!r}")
         pools = ", ".join(f"{name} {entries}" for name, entries in self.resource_pool_spec.items())
         refuse_impossible(list(requests.values()), cluster, f"{pools}: this set of pools, side by side,")
-        with _creating:
+        with _creating:  # not before: asking Ray for its nodes may take long. Nothing is reserved until now
             self._check_open()
             self.resource_pool_dict = self.resource_pool_dict or made
 
@@ -120,6 +120,7 @@ class ResourcePoolManager(Closing):
         """Close the pools. A second close does nothing."""
         with _creating:
             self._closed = True
+        # Outside the lock: ending workers takes long, and after `_closed` nobody adds pools
         for pool in self.resource_pool_dict.values():
             pool.close()
 
