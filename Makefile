@@ -4,7 +4,7 @@
 #   make demo ARGS="task=sort"         arguments for the script
 #   make demo ARGS="loss=sft"          supervised fine-tuning instead of GRPO
 #   make benchmark ARGS="--quick"     arguments for the benchmark
-#   make test JOBS=1                  tests in one process (2 otherwise), each with a Ray of its own
+#   make test JOBS=1                  tests in one process (3 otherwise), each with a Ray of its own
 #   make test PYTHON=python3.12       another Python for the set-up
 
 VENV    := .venv
@@ -16,7 +16,7 @@ VLLM_PY := $(VLLM)/bin/python
 VLLM_READY := $(VLLM)/.ready
 VLLM_PIP := $(PY) -m pip --python $(VLLM_PY) install --quiet --disable-pip-version-check
 ARGS    ?=
-JOBS    ?= 2
+JOBS    ?= 3
 PYTHON  ?=
 
 export RAY_USAGE_STATS_ENABLED := 0
@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make demo        GRPO teaches a small language model, on three workers (about a minute)'
-	@echo 'make test        lint, types and tests (about eleven minutes on two cores)'
+	@echo 'make test        lint, types and tests (about nine minutes on two cores)'
 	@echo 'make test-all    what make test leaves out as well: the demo in four ways, chaos, hosts, notebooks, deep properties'
 	@echo 'make test-vllm   the tests of VLLMEngine, in an environment of their own; test-all includes them'
 	@echo 'make test-device the tests of device code on a simulated CUDA device, which needs a C++ compiler'

@@ -1,6 +1,6 @@
 """Suite-wide setup: one local Ray per process, tests left out, tests that run alone, and the budget of each file.
 
-``make test`` runs the files in two processes (pytest-xdist), each with its own Ray. All tests of a file run in one
+``make test`` runs the files in three processes (pytest-xdist), each with its own Ray. All tests of a file run in one
 process; so do all files of a folder whose conftest.py shares worker groups among them.
 """
 
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(
             f"{addresses[0]}: the id of a test must not hold an address; the processes of pytest-xdist have to agree"
         )
-    if is_worker(config):  # longest first, so that both processes end at about the same time
+    if is_worker(config):  # longest first, so that all processes end at about the same time
         items.sort(key=lambda item: -budget_of_unit(unit_of(item.nodeid)))
 
 
