@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import ray
 from random_call_workers import START, advance, digest, pattern
@@ -66,11 +67,15 @@ def lost_references(count=4):
     references = ray.get(owner.lend.remote(count), timeout=WAIT)
     ray.kill(owner)
     end = time.monotonic() + 20
-    for reference in references:
+
+    def wait_until_lost(reference):
         with contextlib.suppress(RayError):
             while ray.get(reference, timeout=WAIT) and time.monotonic() < end:
                 time.sleep(0.05)  # the store has it a moment longer
             raise AssertionError("an object has outlived its owner")
+
+    with ThreadPoolExecutor(count) as threads:  # each takes Ray a second
+        list(threads.map(wait_until_lost, references))
     return references
 
 
