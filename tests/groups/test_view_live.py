@@ -16,6 +16,8 @@ from synthetic_run import write_run
 from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
+from single_controller.__main__ import main
+from single_controller.ray import group_records
 from single_controller.view import group_watch
 from single_controller.view.group_watch import GroupWatch
 from single_controller.view.live import Live
@@ -48,6 +50,7 @@ def stuck(pool):
     """Four ranks in a process group."""
     with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="stuck_") as group:
         group.join_process_group()
+        wait_until(lambda: any(record.name == group.name for record in group_records.read().groups.values()))
         yield group
 
 
@@ -60,10 +63,13 @@ def hung(stuck):
 class TestStuckGroup:
     """One group, in this order; the last test kills a rank of it."""
 
-    def test_status_of_a_healthy_group(self, stuck):
-        code, out, err = finish(start("status", "stuck_", "--json"))
-        found = json.loads(out)
-        assert (code, found["ok"], found["problems"]) == (0, True, []), err
+    def test_status_of_a_healthy_group(self, stuck, monkeypatch, capsys):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+            patch.setattr("single_controller.__main__.connect", lambda address: None)  # this process is connected
+            patch.setattr(ray, "shutdown", lambda: None)
+            main(["status", "stuck_", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (exit.value.code, found["ok"], found["problems"]) == (0, True, [])
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
 
     def test_ranks_that_are_being_connected_are_not_silent(self, stuck, monkeypatch):
