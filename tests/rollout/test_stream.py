@@ -345,7 +345,7 @@ def test_slow_worker_gets_fewer_groups(group):
 
 def test_groups_that_become_too_old_are_aborted_and_begin_again(group):
     manager = managed(group, LONG)
-    group.set_delay([0.0002, 0.03])  # the slow worker needs two seconds for a group
+    group.set_delay([0.0002, 0.015])  # the slow worker needs a second for a group
     options = {"max_staleness": 1, "order": "window", "on_stale": "drop", "mode": "interrupt"}
     with streaming(manager, requests_per_worker=SAMPLES, **options) as stream:
         found = []
