@@ -99,7 +99,7 @@ def test_without_staleness_it_equals_the_synchronous_run_bit_for_bit(fsdp_groups
 
 def test_resumed_run_goes_on_exactly(fsdp_groups, rollout, asynchronous, tmp_path):
     group, (whole, expected) = fsdp_groups(2), asynchronous
-    trained(group, rollout, ROLLOUTS, max_staleness=0, save=(str(tmp_path), 0), stop=3)  # two after it are lost
+    trained(group, rollout, ROLLOUTS, max_staleness=0, save=(str(tmp_path), 0), stop=2)  # one after it is lost
     weights, found = trained(group, rollout, ROLLOUTS, max_staleness=0, load=str(tmp_path))
     assert list(found) == list(range(1, ROLLOUTS)) and distance(weights, whole) == 0.0
     assert all(torch.equal(found[step]["weight_versions"], expected[step]["weight_versions"]) for step in found)
