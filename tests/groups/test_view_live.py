@@ -45,6 +45,15 @@ def finish(process):
     return process.returncode, out, err
 
 
+def status_here(monkeypatch, capsys, *arguments):
+    """Run the command `status` in this process, which is connected. Returns its exit code, and what it prints."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr("single_controller.__main__.connect", lambda address: None)
+        patch.setattr(ray, "shutdown", lambda: None)
+        main(["status", *arguments])
+    return exit.value.code, capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def stuck(pool):
     """Four ranks in a process group."""
@@ -64,12 +73,9 @@ class TestStuckGroup:
     """One group, in this order; the last test kills a rank of it."""
 
     def test_status_of_a_healthy_group(self, stuck, monkeypatch, capsys):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-            patch.setattr("single_controller.__main__.connect", lambda address: None)  # this process is connected
-            patch.setattr(ray, "shutdown", lambda: None)
-            main(["status", "stuck_", "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert (exit.value.code, found["ok"], found["problems"]) == (0, True, [])
+        code, out = status_here(monkeypatch, capsys, "stuck_", "--json")
+        found = json.loads(out)
+        assert (code, found["ok"], found["problems"]) == (0, True, [])
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
 
     def test_ranks_that_are_being_connected_are_not_silent(self, stuck, monkeypatch):
@@ -144,11 +150,11 @@ class TestStuckGroup:
             code, _, err = finish(server)
         assert code == 0, err
 
-    def test_status_says_who_is_late(self, hung, tmp_path):
+    def test_status_says_who_is_late(self, hung, tmp_path, monkeypatch, capsys):
         time.sleep(0.5)  # of the call, for the rank to be late
-        process = start("status", "stuck_", "--late", "0.5", "--run", str(write_run(tmp_path / "run", steps=3)))
-        code, out, err = finish(process)
-        assert code == 1, err
+        run = str(write_run(tmp_path / "run", steps=3))
+        code, out = status_here(monkeypatch, capsys, "stuck_", "--late", "0.5", "--run", run)
+        assert code == 1
         assert re.search(r"^  rank 2 of group stuck_Fragile is late: all_reduce\(\) for .*wait for it$", out, re.M)
         assert re.search(r"^run: ended: finished, step 2$", out, re.M)
         assert re.search(r"^0 .* waits in all_reduce, for rank 2; at group_workers\.py:\d+, in all_reduce$", out, re.M)
