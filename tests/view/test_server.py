@@ -28,7 +28,7 @@ HOSTILE = [
     "&lt;b&gt; ' \" ` ${window.hacked = 1}",
     "{{constructor.constructor('window.hacked=1')()}}",
     "__proto__",
-    "x" * 10_000_000,
+    "x" * 1_000_000,
     "]]>--></style><style>body{display:none}</style>",
 ]
 
