@@ -109,10 +109,10 @@ def test_mixture_of_experts_agrees_to_the_last_bit(fsdp_groups, train_pool):
     """Also where an expert gets fewer tokens than the kernels need. Its weights change with each step."""
     made = RayClassWithInitArgs(Toy, HFEngine, MIXTURE, exact=True, max_batch_size=5)
     with RayWorkerGroup(train_pool[:1], made, name_prefix="exact_mixture_", collectives=False) as rollout:
-        _, _, metrics = trained(fsdp_groups(2), rollout, 3, hf_config=MIXTURE, moe_aux_loss_coeff=0.05)
-    assert [metrics[step]["rollout_log_prob_diff"] for step in range(3)] == [0.0] * 3
-    assert len({metrics[step]["loss"] for step in range(3)}) == 3, "it learns"
-    assert all(0 <= metrics[step]["moe/load_min"] < 1 < metrics[step]["moe/load_max"] for step in range(3))
+        _, _, metrics = trained(fsdp_groups(2), rollout, 2, hf_config=MIXTURE, moe_aux_loss_coeff=0.05)
+    assert [metrics[step]["rollout_log_prob_diff"] for step in range(2)] == [0.0] * 2
+    assert len({metrics[step]["loss"] for step in range(2)}) == 2, "it learns"
+    assert all(0 <= metrics[step]["moe/load_min"] < 1 < metrics[step]["moe/load_max"] for step in range(2))
 
 
 @pytest.mark.full("exact training with other numbers of rollout workers")
