@@ -149,7 +149,7 @@ def test_standby_that_cannot_be_prepared_is_ended_and_started_again(wide):
 
 
 def test_ranks_wait_together_for_a_standby(members, folder, monkeypatch):
-    monkeypatch.setattr(start, "STANDBY_SECONDS", 2.0)
+    monkeypatch.setattr(start, "STANDBY_SECONDS", 1.5)
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
     (folder / "hold").touch()
     try:
