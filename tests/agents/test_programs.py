@@ -90,7 +90,7 @@ def test_a_program_that_raises_or_takes_too_long_ends_its_session_only():
         return None if row["fault"] == "silent" else 1
 
     rows = [{"fault": fault} for fault in ("raises", "hangs", "none", "silent")]
-    engine = engine_of(agent, limits=SessionLimits(seconds=2.0))
+    engine = engine_of(agent, limits=SessionLimits(seconds=1.5))
     programs = engine.environment
     done = play(engine, rows)
     assert [one.info["end_reason"] for one in done] == ["error", "seconds", "done", "done"]
@@ -112,7 +112,7 @@ def test_a_program_whose_cleanup_takes_long_keeps_its_tokens(monkeypatch):
         finally:
             await asyncio.sleep(1)
 
-    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=2.0)), [{"row": 0}])
+    (done,) = play(engine_of(agent, limits=SessionLimits(seconds=1.5)), [{"row": 0}])
     assert (done.info["end_reason"], done.info["turns"], len(done.rows)) == ("seconds", 1, 1)
 
 
