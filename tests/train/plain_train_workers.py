@@ -164,6 +164,15 @@ class Minimal(Plain):
         pass
 
 
+class Choosy(Plain):
+    """Drops the manager that it has for one that it refuses."""
+
+    def set_rollout_manager(self, manager):
+        super().set_rollout_manager(manager)
+        if manager.name == "other":
+            raise TypeError("not for these workers")
+
+
 class Counting(Plain):
     """Counts its versions by itself. Its next update fails, if that is set."""
 

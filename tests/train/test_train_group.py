@@ -21,6 +21,7 @@ import ray
 import torch
 from devices import ON_DEVICE, need
 from plain_train_workers import (
+    Choosy,
     Counting,
     DiskFull,
     ExportFails,
@@ -892,6 +893,16 @@ def test_manager_is_refreshed_by_the_group_that_got_it_last(slots):
             assert manager.refresh is None
             two.set_rollout_manager(manager)
         assert manager.refresh is None
+
+
+def test_manager_that_is_refused_changes_nothing(slots):
+    manager, other = Manager(), Manager("other")
+    with begun(ranks=1, pg=slots, actor_cls=Choosy, manager=manager) as group:
+        with pytest.raises(WorkerError, match="not for these workers"):
+            group.set_rollout_manager(other)
+        assert other.refresh is None and manager.refresh is not None
+        assert group.update_weights() == manager.weight_version == 1
+        assert group.worker_group.said()[0]["manager"].name == "manager"
 
 
 def test_backend_of_a_group_cannot_change(slots):

@@ -898,6 +898,10 @@ class RayTrainGroup:
         try:
             link.introduce(workers.set_rollout_manager)
         except BaseException:
+            if before is None or before.manager is not manager:
+                link.leave()
+            if before is not None:
+                before.forget()  # workers that have dropped its manager are told of it again
             if takes_over:  # the other group still sends to it
                 manager.refresh = refresh
             raise
