@@ -707,6 +707,7 @@ class Stream:
         self.told = []
 
     def updating(self, timeout, *, same_weights):
+        self.timeout = timeout
         self.told.append(same_weights)
         return nullcontext()
 
@@ -740,6 +741,9 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
         group.set_rollout_manager(manager)
         group.update_weights()
         assert manager.stream.told == [False, True, True, True, False, True, False, False]
+        ray.get(group.async_init({"update_weights_timeout_minutes": 2.0}))
+        group.update_weights()
+        assert manager.stream.timeout == 120
 
 
 def test_stream_is_told_whether_a_restart_has_lost_weights(slots, tmp_path):

@@ -37,13 +37,16 @@ class RolloutLink:
         timeout: seconds that each call to a manager that is a Ray actor may take, which may be busy in its constructor
             or in `generate`; and that the manager's stream may take to pause.
 
+    Attributes:
+        manager, timeout: see above.
+
     Raises:
         WeightSyncError: by all methods that call a manager: see `call_manager`.
     """
 
     def __init__(self, manager: Any, refresh: Callable[[], Any], timeout: float) -> None:
         self.manager = manager
-        self._timeout = timeout
+        self.timeout = timeout
         self._refresh = refresh
         self._receivers: list[Any] | None = None
         self._is_actor = isinstance(manager, ActorHandle)
@@ -71,7 +74,7 @@ class RolloutLink:
         Raises:
             TrainArgsError: one of them has an engine that does not.
         """
-        for group in receiver_groups(self.manager, self._timeout):
+        for group in receiver_groups(self.manager, self.timeout):
             ask = getattr(group.methods, "records_experts", None)  # receivers of the user's own class have none
             if ask is not None and not all(ask()):
                 raise TrainArgsError(
@@ -106,7 +109,7 @@ class RolloutLink:
         stream = self._stream
         if stream is None:
             return nullcontext()
-        paused: AbstractContextManager[None] = stream.updating(self._timeout, same_weights=same_weights)
+        paused: AbstractContextManager[None] = stream.updating(self.timeout, same_weights=same_weights)
         return paused
 
     def rewind(self, rollout_id: int) -> None:
@@ -128,13 +131,13 @@ class RolloutLink:
         if not self._is_actor:
             self.manager.weight_version = version
         elif hasattr(self.manager, "set_weight_version"):  # optional for an actor of the user's own class
-            call_manager(self.manager, "set_weight_version", version, timeout=self._timeout)
+            call_manager(self.manager, "set_weight_version", version, timeout=self.timeout)
 
     def _actors(self) -> list[Any]:
         if self._is_actor:
             if not hasattr(self.manager, "weight_receivers"):
                 return []
-            groups = receiver_groups(self.manager, self._timeout)
+            groups = receiver_groups(self.manager, self.timeout)
             return [worker for group in groups for worker in getattr(group, "workers", ())]
         return list(getattr(getattr(self.manager, "group", None), "workers", ()))
 

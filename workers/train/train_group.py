@@ -614,6 +614,7 @@ class RayTrainGroup:
         self._saved, self._asleep = LastCheckpoint(), False
         self._progress = Progress()
         if self._rollout is not None:
+            self._rollout.timeout = update_seconds(args)
             self._rollout.forget()
         if self._pair is not None:
             self._pair.forget()
