@@ -345,6 +345,19 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
         engine_of(dialect="openai").sleep()
 
 
+def test_sleeping_server_takes_no_weights(server, engine_of):
+    """They are not on its device then."""
+    engine = engine_of()
+    engine.sleep()
+    engine.begin_update()
+    with pytest.raises(RolloutError, match=r"it is asleep; call wake_up\(\) first"):
+        engine.load_weights(Bigram(3).state_dict().items())
+    engine.abandon_update()
+    engine.wake_up()
+    load(engine)
+    assert engine.generate([[1]], SamplingParams(2), [0])[0].weight_versions == [1, 1]
+
+
 # --- weights --------------------------------------------------------------------------------------------------------
 
 

@@ -489,10 +489,12 @@ class HTTPEngine(RequestEngine):
         Raises:
             WeightsError: the model has no tensor of that name, or has another shape, or it came before. No tensor of
                 the call was written.
-            RolloutError: see `weight_shapes`.
+            RolloutError: see `weight_shapes`; or the server is asleep.
             OSError: the folder cannot be written to.
         """
         shapes = self.weight_shapes()
+        if self.is_held("sleep"):  # what it has of them is in host memory, from where waking up takes it
+            raise RolloutError(f"the server at {self.url} cannot take weights: it is asleep; call wake_up() first")
         if self._folder is None:
             self._folder = Path(self._weights_dir or "", f"weights-{uuid.uuid4().hex}")
             self._folder.mkdir(parents=True)
