@@ -528,8 +528,12 @@ def test_worker_that_counts_its_versions_agrees_with_the_group(slots):
 
 def test_worker_with_slimes_interface(slots):
     """Its methods accept no version and return nothing."""
-    with begun(ranks=1, pg=slots, actor_cls=Minimal) as group:
+    manager = Manager()
+    with begun(ranks=1, pg=slots, actor_cls=Minimal, manager=manager) as group:
         assert (group.update_weights(), group.offload(), group.onload()) == (1, 0, 0)
+        with pytest.raises(TypeError, match="verify"):
+            group.update_weights(verify="full")
+        assert manager.weight_version == 1, "nothing was sent"
 
 
 # --- release and create ------------------------------------------------------------------------------------------

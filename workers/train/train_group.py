@@ -849,7 +849,7 @@ class RayTrainGroup:
                 workers.update_weights(
                     *((version,) if numbered else ()), **({} if verify is None else {"verify": verify})
                 )
-            except SingleControllerError:
+            except Exception:
                 if self._rollout is not None:  # workers that have kept the version before go on with it
                     with suppress(WeightSyncError):
                         self._rollout.expect(self.weight_version or None)
