@@ -487,9 +487,9 @@ class PolicyTrainWorker(ModelWorker):
         """Compute old log-probabilities with the weight version that generated each token. Of versions that are gone
         since a resume, a recovery or a failed update, they are the rollout's."""
         kept = {version for of in self._versions.values() for version in of}
-        versions = token_versions(data)
-        if versions is None:
-            versions = torch.full(data["input_ids"].shape, self.weight_version)
+        given, latest = token_versions(data), torch.full(data["input_ids"].shape, self.weight_version)
+        # Completions that a script has put together may not say of which version they are.
+        versions = latest if given is None else torch.where((given < 0) & (data["loss_mask"] != 0), latest, given)
         wanted = set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist())))
         missing = sorted(wanted - kept)
         too_old = [version for version in missing if version > self._lost_until and version not in self._failed]
