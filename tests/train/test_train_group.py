@@ -881,6 +881,8 @@ def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):
     async def main():
         with pytest.raises(RuntimeError, match="pass `await rollout` instead"):
             actor.async_train(3, rollout)
+        with pytest.raises(RuntimeError, match="pass `await rollout` instead"):
+            actor.async_compute_log_prob(rollout)
         rollout.set_result(ROWS)
         return await actor.async_train(3, await rollout)
 

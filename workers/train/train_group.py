@@ -647,11 +647,7 @@ class RayTrainGroup:
             return ReferencedFuture(workers.train.remote(rollout_id, None), _wait_for)
         _check_references("async_train", rollout_data_ref, workers.dp_size)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
-        if isinstance(rollout_data_ref, Future) and not rollout_data_ref.done() and in_event_loop():
-            raise RuntimeError(
-                "async_train(): the rollout is not there yet, and waiting for it would stop the event loop; pass "
-                "`await rollout` instead of the future"
-            )
+        _check_is_there("async_train", rollout_data_ref)
         rows = rollout_data_ref.result() if isinstance(rollout_data_ref, Future) else rollout_data_ref
         names = rows.keys() if hasattr(rows, "keys") else ()
         future = next((name for name in names if isinstance(rows[name], WorkerFuture)), None)
@@ -711,6 +707,7 @@ class RayTrainGroup:
     def async_compute_log_prob(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to rank,
         so its rows are computed in the given order."""
+        _check_is_there("async_compute_log_prob", rollout_data_ref)
         return self._compute("compute_log_prob", rollout_data_ref)
 
     def compute_values(self, rollout_data_ref: Any) -> torch.Tensor:
@@ -719,6 +716,7 @@ class RayTrainGroup:
 
     def async_compute_values(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         """`compute_values`, but return a future at once; see `async_compute_log_prob`."""
+        _check_is_there("async_compute_values", rollout_data_ref)
         return self._compute("compute_values", rollout_data_ref)
 
     def _compute_balanced(self, method: str, rows: Any) -> torch.Tensor:
@@ -975,6 +973,14 @@ def _check_references(method: str, given: Any, dp_size: int) -> None:
         raise TrainArgsError(
             f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
             "rank"
+        )
+
+
+def _check_is_there(method: str, given: Any) -> None:
+    if isinstance(given, Future) and not given.done() and in_event_loop():
+        raise RuntimeError(
+            f"{method}(): the rollout is not there yet, and waiting for it would stop the event loop; pass "
+            "`await rollout` instead of the future"
         )
 
 
