@@ -706,7 +706,11 @@ class RayTrainGroup:
 
     def async_compute_log_prob(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to rank,
-        so its rows are computed in the given order."""
+        so its rows are computed in the given order.
+
+        Raises:
+            RuntimeError: see `async_train`.
+        """
         _check_is_there("async_compute_log_prob", rollout_data_ref)
         return self._compute("compute_log_prob", rollout_data_ref)
 
