@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 import ray
+from ray.util.client import ray as ray_client
 
 from single_controller.call.errors import ForkedProcessError
 from single_controller.ray.compat import ask_store, deserted_address, free_resources
@@ -49,14 +50,21 @@ def ensure_ray() -> None:
     ``RAY_ADDRESS=local`` always starts a new one.
 
     Raises:
-        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond, or refuses this host's token.
+        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond, or refuses this host's token; or this process
+            uses Ray Client.
         ForkedProcessError: this process is a fork of one that is connected to Ray.
     """
     if _forked:
         raise ForkedProcessError.of("the connection to Ray")
-    if ray.is_initialized():
-        return
     address = os.environ.get("RAY_ADDRESS") or "auto"
+    connected = ray.is_initialized()
+    if ray_client.is_connected() if connected else address.startswith("ray://"):
+        raise ConnectionError(
+            "Ray Client (ray://...) is not supported: it gives this process neither the addresses of the workers nor "
+            "Ray's control store. Run the script on a host of the cluster, for example with `ray job submit`"
+        )
+    if connected:
+        return
     if address == "auto" and (deserted := deserted_address()) is not None:
         logger.warning("no Ray cluster runs any more at %s, the address that `ray start` has left here", deserted)
         address = "local"

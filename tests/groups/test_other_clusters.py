@@ -8,8 +8,10 @@ import textwrap
 
 import pytest
 import ray
+from ray.util.client import ray as ray_client
 from torch_scripts import printed
 
+from single_controller import RayResourcePool
 from single_controller.ray.runtime import ensure_ray
 from single_controller.view.live import connect
 
@@ -83,6 +85,18 @@ def test_cluster_that_was_killed_is_not_waited_for(monkeypatch, tmp_path, caplog
     monkeypatch.setenv("RAY_ADDRESS", file.read_text())
     ensure_ray()
     assert joined[-1] == file.read_text()
+
+
+def test_ray_client_is_refused(monkeypatch):
+    """Ray itself would say of the first group that it has not been started yet."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_client, "is_connected", lambda: True)
+    with pytest.raises(ConnectionError, match=r"Ray Client .* `ray job submit`"):
+        RayResourcePool([1], use_gpu=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(ConnectionError, match="Ray Client"):
+        ensure_ray()
 
 
 @pytest.mark.timeout(180)
