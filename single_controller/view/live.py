@@ -41,22 +41,29 @@ def connect(address: str | None) -> None:
     address = address or os.environ.pop("RAY_ADDRESS", None) or "auto"
     if address in ("auto", "local"):  # for other commands the latter means a new cluster
         address = deserted_address() or "auto"
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():  # Ray itself would try for a minute
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise ConnectionError(
-                f"no Ray cluster responds at {address!r}: {error}. Give its address with --address"
-            ) from None
-        if is_own(address):  # to another host, a token goes only if the user has set RAY_AUTH_MODE
-            use_token_of_this_host()
+    if check_responds(address) and is_own(address):  # a token goes to others only if RAY_AUTH_MODE is set
+        use_token_of_this_host()
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConnectionError(
             f"no Ray cluster responds at {address!r}. Give its address with --address. ({error})"
         ) from error
+
+
+def check_responds(address: str) -> bool:
+    """Raise a `ConnectionError` if nothing listens at an address of the form host:port, for which Ray itself would try
+    for a minute. Returns whether the address has that form: others are not checked."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster responds at {address!r}: {error}. Give its address with --address"
+        ) from None
+    return True
 
 
 def is_own(address: str) -> bool:
@@ -89,13 +96,16 @@ class Live(Closing):
             wait = FRESH_SECONDS
             try:
                 if self._watch is None or self._address != address:
+                    if self._connected or not ray.is_initialized():
+                        check_responds(address)  # first: one that has ended must not cost another its connection
+                    elif not _is_connected(address):
+                        raise ConnectionError("this process is connected to another Ray cluster")
                     self.disconnect()
+                    self._address = address
                     if not ray.is_initialized():
                         connect(address)
                         self._connected = True
-                    elif not _is_connected(address):
-                        raise ConnectionError("this process is connected to another Ray cluster")
-                    self._watch, self._address = GroupWatch(), address
+                    self._watch = GroupWatch()
                 looks = self._watch.look()
                 seen = {
                     "time": time.time(),
@@ -103,7 +113,8 @@ class Live(Closing):
                     "problems": [problem for look in looks for problem in look.problems()],
                 }
             except Exception as error:  # whatever Ray raises, the page goes on showing the files
-                self.disconnect()
+                if self._address == address:
+                    self.disconnect()
                 seen = {"time": time.time(), "error": f"{error}", "groups": [], "problems": []}
                 wait = RETRY_SECONDS
             self._seen[address] = time.monotonic() + wait, seen

@@ -99,6 +99,16 @@ class TestStuckGroup:
             found = live.look(ray.get_runtime_context().gcs_address)
             assert stuck.name in [group["name"] for group in found["groups"]]
 
+    def test_a_cluster_that_has_ended_costs_no_other_its_connection(self, stuck, monkeypatch):
+        """As on the overview of a run that was killed and of one that goes on."""
+        ended = []
+        monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+        with Live() as live:
+            live.look(ray.get_runtime_context().gcs_address)
+            watch, live._connected = live._watch, True  # as in the process of the page
+            assert "no Ray cluster responds" in live.look("127.0.0.1:1")["error"]
+            assert live._watch is watch and not ended
+
     def test_process_groups_are_told_apart(self, stuck):
         """Rank 2 waits for rank 3 in their pair; ranks 0 and 1 have left theirs, and wait for both."""
         with GroupWatch("stuck_") as watch:
