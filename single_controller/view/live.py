@@ -28,6 +28,10 @@ FRESH_SECONDS = 0.5
 RETRY_SECONDS = 10.0
 """How long the page says why there is no connection before it is tried again."""
 
+IDLE_SECONDS = 20.0
+"""How long a connection stays open for which no page asks. Ray's C++ code ends a process a minute after the cluster has
+ended to which it is connected, such as that of a script that has started its own."""
+
 
 def connect(address: str | None) -> None:
     """Connect this process to a Ray cluster, as a driver without workers.
@@ -81,6 +85,7 @@ class Live(Closing):
         self._watch: GroupWatch | None = None
         self._address: str | None = None  # of the cluster of the watch
         self._connected = False  # whether this object has connected the process to Ray
+        self._asked = 0.0  # when a page has last asked for that cluster, by the monotonic clock
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}  # address -> until when it is shown, and what
 
     def look(self, address: str) -> dict[str, Any]:
@@ -106,6 +111,7 @@ class Live(Closing):
                         connect(address)
                         self._connected = True
                     self._watch = GroupWatch()
+                self._asked = time.monotonic()
                 looks = self._watch.look()
                 seen = {
                     "time": time.time(),
@@ -128,6 +134,15 @@ class Live(Closing):
         if self._connected:
             self._connected = False
             ray.shutdown()
+
+    def disconnect_if_idle(self) -> None:
+        """Close the connections for which no page has asked for `IDLE_SECONDS`. Does not wait for a look."""
+        idle = self._watch is not None and time.monotonic() - self._asked > IDLE_SECONDS
+        if idle and self._looking.acquire(blocking=False):
+            try:
+                self.disconnect()
+            finally:
+                self._looking.release()
 
     def close(self) -> None:
         """Close the connections, if there are any. One that is being opened ends with the process."""

@@ -466,6 +466,13 @@ class _Server(ThreadingHTTPServer):
     view: ViewServer
     daemon_threads = True  # a request that waits for Ray must not keep the process from ending
 
+    def service_actions(self) -> None:
+        """Called several times per second."""
+        try:
+            self.view._live.disconnect_if_idle()
+        except Exception:  # whatever Ray raises, the page goes on showing the files
+            logger.debug("a connection to Ray could not be closed", exc_info=True)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a connection has failed", exc_info=True)  # the client has gone; nobody else is concerned
 

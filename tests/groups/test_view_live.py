@@ -12,6 +12,7 @@ import pytest
 import ray
 from browser import Browser
 from group_workers import Counter, Fragile
+from served import served_runs
 from synthetic_run import write_run
 from waits import wait_until
 
@@ -108,6 +109,15 @@ class TestStuckGroup:
             watch, live._connected = live._watch, True  # as in the process of the page
             assert "no Ray cluster responds" in live.look("127.0.0.1:1")["error"]
             assert live._watch is watch and not ended
+
+    def test_a_connection_that_no_page_asks_for_is_closed(self, stuck, tmp_path, monkeypatch):
+        """Otherwise, Ray would end the server a minute after the cluster has ended."""
+        with served_runs([write_run(tmp_path / "run", ended=False)]) as server:
+            live = server._live
+            live.look(ray.get_runtime_context().gcs_address)
+            assert live._watch is not None
+            monkeypatch.setattr("single_controller.view.live.IDLE_SECONDS", 0.1)
+            wait_until(lambda: live._watch is None)
 
     def test_process_groups_are_told_apart(self, stuck):
         """Rank 2 waits for rank 3 in their pair; ranks 0 and 1 have left theirs, and wait for both."""
