@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from dispatch.errors import SingleControllerError
 from single_controller.ray import inspect_groups
 from single_controller.view.group_watch import LATE_SECONDS, NO_PROGRESS_SECONDS, GroupWatch
 from single_controller.view.live import connect
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(_look(given))
         finally:
             ray.shutdown()
-    except (ConnectionError, LookupError, ValueError, OSError) as error:
+    except (LookupError, ValueError, OSError, SingleControllerError) as error:
         parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:
         sys.exit(0 if getattr(given, "watch", False) else 130)

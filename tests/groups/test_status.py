@@ -14,7 +14,7 @@ import ray
 from group_workers import Counter, Fragile
 from waits import wait_until, within
 
-from single_controller import GroupMetrics, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from single_controller import ControlStoreError, GroupMetrics, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from single_controller.__main__ import main
 from single_controller.call.transport import RunningCall
 from single_controller.ray import compat, group_records
@@ -168,6 +168,16 @@ def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
         patch.setattr(ray, "shutdown", lambda: None)
         main(["status", "nobody"])
     assert exit.value.code == 1 and "no group is called 'nobody'" in capsys.readouterr().err
+
+    def silent():
+        raise ControlStoreError("no answer")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr("single_controller.__main__.connect", lambda address: None)
+        patch.setattr(ray, "shutdown", lambda: None)
+        patch.setattr(compat, "all_actors", silent)
+        main(["status"])
+    assert exit.value.code == 1 and "no answer\n" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(SystemExit) as exit:
