@@ -23,6 +23,12 @@ _ON_RAY_ONLY = {
     "detached": "its workers end with this process",
     "master_address": "its ranks share one process and have no rendezvous",
     "master_port": "its ranks share one process and have no rendezvous",
+    "standbys": "all its workers are in this process",
+    "hand_over_placement": "it takes no resources from a pool",
+    **dict.fromkeys(
+        ("replace", "areplace", "replace_or_shrink", "shrink", "ashrink", "grow", "agrow"),
+        "its ranks share one process and stay the same; restart() creates their workers anew",
+    ),
 }
 """Attributes that only a group on Ray has, and why this one does not."""
 
@@ -74,8 +80,6 @@ class LocalWorkerGroup(WorkerGroup):
             that the group uses itself.
         ValueError: an option has an invalid value.
     """
-
-    workers = worker_names = resource_pool = plan = detached = master_address = master_port = property(_on_ray_only)
 
     def __init__(
         self,
@@ -181,3 +185,7 @@ class LocalWorkerGroup(WorkerGroup):
             return {role: (cls, *own[role]) for role, cls in classes.items()}
 
         return decode
+
+
+for _name in _ON_RAY_ONLY:
+    setattr(LocalWorkerGroup, _name, property(_on_ray_only))

@@ -33,6 +33,7 @@ from single_controller import (
     LocalGroupError,
     LocalWorkerGroup,
     RayClassWithInitArgs,
+    RayWorkerGroup,
     SingleControllerError,
     StartError,
     Worker,
@@ -857,10 +858,19 @@ class TestCollectives:
             torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port"])
+@pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port", "shrink"])
 def test_attributes_of_ray_groups_are_missing(make, name):
     with pytest.raises(AttributeError, match=rf"a LocalWorkerGroup has no {name}: "):
         getattr(make(), name)
+
+
+def test_names_of_ray_groups_are_reserved():
+    """Otherwise, a worker whose method has such a name would work here, and be refused on Ray."""
+    public = {name for name in dir(RayWorkerGroup) if not name.startswith("_")}
+    assert public - {*dir(LocalWorkerGroup)} == {"takeover_data"}  # which a script may set here too
+    members = {"grow": register(Dispatch.ONE_TO_ALL)(lambda self: None)}
+    with pytest.raises(DispatchError, match=r"registers grow\(\), but the worker group uses this name itself"):
+        LocalWorkerGroup(1, ClassWithInitArgs(type("Grower", (Worker,), members)))
 
 
 def test_local_group_cannot_leave_its_process(make):
