@@ -195,9 +195,10 @@ def register(
             moved to the device without a copy on the host.
         replay: whether the latest successful call of this method is repeated on new workers after their constructors,
             in ``group.restart()``, ``replace()`` and ``grow()``. Use it for methods that create the state of a worker,
-            such as ``init_model`` or ``load_checkpoint``. The driver keeps the arguments of the call. If several
-            methods have such a call, these calls are repeated in their original order. Calls of the group's copies in
-            other processes do not count.
+            such as ``init_model`` or ``load_checkpoint``. The driver keeps the arguments of the call, not a
+            copy of them: do not change them, and pass values instead of futures, whose large results end with the ranks
+            that computed them. If several methods have such a call, these calls are repeated in their original order.
+            Calls of the group's copies in other processes do not count.
 
     Raises:
         ValueError: a mode or option is unknown (the message lists the known ones), or ``uneven`` would have no
