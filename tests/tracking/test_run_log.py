@@ -543,7 +543,8 @@ def test_watching_a_group_keeps_what_the_script_records_of_its_ranks(tmp_path):
 def test_call_of_a_role_is_in_the_timeline_once(tmp_path):
     made = ClassWithInitArgs(Sleeper)
     with RunLog(run_dir=tmp_path) as log, LocalWorkerGroup(1, colocate({"actor": made, "critic": made})) as group:
-        log.watch(group)
+        log.watch(group, group.critic)  # as a rollout manager has it
+        assert len(log._watchers) == 1
         for step in range(3):
             group.actor.nap(0.01)
             group.critic.nap(0.01)
@@ -554,6 +555,7 @@ def test_call_of_a_role_is_in_the_timeline_once(tmp_path):
     assert sorted(found, key=lambda call: call[2]) == [
         (group.name, f"{'critic' if number % 2 else 'actor'}.nap", number) for number in range(6)
     ]
+    assert read_run(tmp_path)["groups"] == [group.name]
 
 
 def test_groups_of_one_name_are_all_recorded(tmp_path):

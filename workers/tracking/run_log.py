@@ -320,8 +320,10 @@ class RunLog(Closing):
         )
 
     def _watch_group(self, group: Any) -> None:
+        # A role's group is a new object each time, and a death in it is one of all roles.
+        group = getattr(group, "_whole", group)
         with self._lock:
-            if any(_same(known, group) for known, _, _ in self._groups):
+            if any(known is group for known, _, _ in self._groups):
                 return
             with self._saving():
                 self._look()  # or the last calls of a group that is forgotten here would be lost
@@ -531,11 +533,6 @@ def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
         except Exception:
             logger.exception("recording the run has failed; training goes on")
         del one  # this thread must not keep it while it waits
-
-
-def _same(group: Any, other: Any) -> bool:
-    """Whether two groups are one. A role's group is a new object each time; groups of one name may be several."""
-    return group.name == other.name and getattr(group, "_whole", group) is getattr(other, "_whole", other)
 
 
 def _new_folder() -> Path:
