@@ -8,6 +8,7 @@ python -m single_controller view RUN [RUN ...]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shutil
@@ -174,14 +175,17 @@ def _redraw(text: str) -> None:
 
 
 def _ranks(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ranks such as 0,3, got {text!r}") from None
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError(text)
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
 
 
 if __name__ == "__main__":

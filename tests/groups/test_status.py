@@ -163,6 +163,14 @@ def test_local_group(make_group):
 
 
 def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
+    for arguments, told in (
+        (["status", "--late", "0"], "argument --late: expected a positive number of seconds, got '0'"),
+        (["status", "--no-progress", "soon"], "expected a positive number of seconds, got 'soon'"),
+        (["stacks", "group", "--ranks", "0,a"], "argument --ranks: expected ranks such as 0,3, got '0,a'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert told in capsys.readouterr().err
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr("single_controller.__main__.connect", lambda address: None)  # this process is connected
         patch.setattr(ray, "shutdown", lambda: None)
