@@ -85,7 +85,7 @@ class Live(Closing):
         self._watch: GroupWatch | None = None
         self._address: str | None = None  # of the cluster of the watch
         self._connected = False  # whether this object has connected the process to Ray
-        self._asked = 0.0  # when a page has last asked for that cluster, by the monotonic clock
+        self._looked = 0.0  # when the last look at that cluster ended, by the monotonic clock
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}  # address -> until when it is shown, and what
 
     def look(self, address: str) -> dict[str, Any]:
@@ -111,8 +111,8 @@ class Live(Closing):
                         connect(address)
                         self._connected = True
                     self._watch = GroupWatch()
-                self._asked = time.monotonic()
                 looks = self._watch.look()
+                self._looked = time.monotonic()
                 seen = {
                     "time": time.time(),
                     "groups": [look.as_json() for look in looks],
@@ -137,10 +137,10 @@ class Live(Closing):
 
     def disconnect_if_idle(self) -> None:
         """Close the connections for which no page has asked for `IDLE_SECONDS`. Does not wait for a look."""
-        idle = self._watch is not None and time.monotonic() - self._asked > IDLE_SECONDS
-        if idle and self._looking.acquire(blocking=False):
+        if self._looking.acquire(blocking=False):
             try:
-                self.disconnect()
+                if self._watch is not None and time.monotonic() - self._looked > IDLE_SECONDS:
+                    self.disconnect()
             finally:
                 self._looking.release()
 
