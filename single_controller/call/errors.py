@@ -82,9 +82,9 @@ class WorkerError(_RankError):
 
     ``__cause__`` is the exception itself, if it could be sent to the driver. The error is then an instance of that
     exception's class too, so ``except KeyError`` catches a KeyError of a method. This does not apply to classes that
-    cannot be subclassed, to exception groups, such as that of an asyncio.TaskGroup, to this library's errors about a
-    call, to StopIteration, or to exceptions such as KeyboardInterrupt that do not derive from Exception. Attributes of
-    the exception are on ``__cause__``.
+    cannot be subclassed, to exception groups (an asyncio.TaskGroup raises one), to this library's errors about a call,
+    to StopIteration, or to exceptions such as KeyboardInterrupt that do not derive from Exception. Attributes of the
+    exception are on ``__cause__``.
 
     Attributes:
         cause_type: qualified name of the exception's type.
