@@ -141,6 +141,19 @@ def test_failed_save_deletes_nothing_and_its_rest_is_deleted_later(alone, tmp_pa
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rollout_0000004"]
 
 
+def test_rest_of_an_interrupted_save_is_deleted_before_the_next_one_is_written(alone, tmp_path):
+    """Otherwise a disk with room for one more checkpoint than are kept would stay too full for any other one."""
+    run(tmp_path, (1,))
+    writing, model, seen = RolloutCheckpoints(None, str(tmp_path), 0, keep=1), Model(), []
+    model.fails = True
+    with pytest.raises(CheckpointError):
+        writing.save(model, 2, optimizer_step=2, weight_version=0, background=False)
+    model.save = lambda folder, background: seen.extend(path.name for path in tmp_path.glob("rollout_*[0-9]"))
+    writing.save(model, 3, optimizer_step=3, weight_version=0, background=False)
+    writing.wait_for_deletion()
+    assert sorted(seen) == ["rollout_0000001", "rollout_0000003"] and complete(tmp_path) == [3]
+
+
 def test_disk_that_is_full_at_the_last_line_leaves_no_complete_checkpoint(alone, tmp_path, monkeypatch):
     run(tmp_path, (4,))
     written = Path.write_text

@@ -11,7 +11,7 @@ ranks agree on errors after its end.
 Rank 0 deletes old checkpoints in another daemon thread, because that may take longer than the timeout of the collective
 in which the other ranks would wait for it. Each such thread first joins the one before. No thread with collectives
 ahead joins it: `wait_for_deletion` is called last. There is no lock: before the thread starts, the folders get names
-under which nothing is written. What an ended process leaves of them is deleted after the next checkpoint.
+under which nothing is written. What an ended process leaves of them is deleted before the next checkpoint is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -250,6 +250,9 @@ class RolloutCheckpoints:
         with all_or_none(CheckpointError, UNWRITTEN):
             if not self._rank:
                 self._save.mkdir(parents=True, exist_ok=True)
+                if self._keep is not None:  # not after it: on a full disk, the new checkpoint needs their space
+                    with _logged_errors(self._save, "could not be searched for old checkpoints"):
+                        self._begin_deletion(self._save, _interrupted(self._save, folder))
                 _unfinished(folder).touch()
                 folder.mkdir(exist_ok=True)
                 for old in (POSITION, DRIVER_STATE):
@@ -319,41 +322,44 @@ class RolloutCheckpoints:
         if self._keep is not None:
             with _logged_errors(self._save, "could not be searched for old checkpoints"):
                 old += self._to_delete(self._save, {at.folder, *old}, self._keep)
-        for folder in old:
+        if old:
+            self._begin_deletion(self._save, old)
+
+    def _begin_deletion(self, save: Path, folders: Iterable[Path]) -> None:
+        """Delete these folders in a thread, and what an ended process has left of others."""
+        for folder in folders:
             with _logged_errors(folder, "could not be deleted"):
                 # First, and at once: from here on it is no checkpoint, however much of it is deleted.
                 deleted = folder.rename(folder.with_name(folder.name + DELETED))
                 (deleted / POSITION).unlink(missing_ok=True)
                 _unfinished(folder).unlink(missing_ok=True)
-        if old or self._keep is not None:
-            self._deleting = threading.Thread(
-                target=_delete, args=(self._save, self._deleting), name="checkpoint-deletion", daemon=True
-            )
-            self._deleting.start()
+        self._deleting = threading.Thread(
+            target=_delete, args=(save, self._deleting), name="checkpoint-deletion", daemon=True
+        )
+        self._deleting.start()
 
     def _to_delete(self, save: Path, others: set[Path], keep: int) -> list[Path]:
-        """Return the folders to delete, besides ``others``: complete ones that are not kept, and what interrupted saves
-        have left. The latest checkpoint is one of ``others``."""
+        """Return the complete checkpoints that are not kept, besides ``others``, of which one is the latest."""
         complete: list[tuple[float, Path, int]] = []
-        delete = []
         for folder in save.iterdir():
             name = _FOLDER.fullmatch(folder.name)
-            if folder in others or name is None or name[3]:
-                continue
-            if (folder / POSITION).exists():
+            if folder not in others and name is not None and not name[3] and (folder / POSITION).exists():
                 complete.append(((folder / POSITION).stat().st_mtime, folder, int(name[1])))
-            elif _unfinished(folder).exists():
-                delete.append(folder)
         # By age, not by number: a run that continued from an earlier checkpoint counts from there again.
         older = sorted(complete)[: max(len(complete) - keep + 1, 0)]
         every = self._keep_every
-        return delete + [folder for _, folder, step in older if every is None or (step + 1) % every]
+        return [folder for _, folder, step in older if every is None or (step + 1) % every]
+
+
+def _interrupted(save: Path, new: Path) -> list[Path]:
+    """Return what interrupted saves have left, besides the folder that is written next."""
+    marked = (save / mark.stem for mark in save.glob("*.unfinished") if _FOLDER.fullmatch(mark.stem))
+    return [folder for folder in marked if folder != new and folder.is_dir() and not (folder / POSITION).exists()]
 
 
 @contextlib.contextmanager
 def _logged_errors(path: Path, what: str) -> Iterator[None]:
-    """Inside, the new checkpoint is complete already, so errors are only logged. After the next one, old checkpoints
-    are deleted again."""
+    """Inside, errors are only logged: they leave old checkpoints, whose deletion the next checkpoint begins again."""
     try:
         yield
     except OSError as error:
