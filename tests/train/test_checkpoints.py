@@ -154,6 +154,21 @@ def test_rest_of_an_interrupted_save_is_deleted_before_the_next_one_is_written(a
     assert sorted(seen) == ["rollout_0000001", "rollout_0000003"] and complete(tmp_path) == [3]
 
 
+def test_driver_state_of_a_checkpoint_that_was_deleted_is_an_error(alone, tmp_path):
+    """`save_keep` may delete the one that was loaded. None would mean that it had no state."""
+    writing, reading = RolloutCheckpoints(None, str(tmp_path), 0, keep=1), RolloutCheckpoints(str(tmp_path), None, 0)
+    for step, state in ((3, b"state"), (4, None)):
+        writing.save(Model(), step, optimizer_step=3, weight_version=0, background=False, driver_state=state)
+        if state is not None:
+            reading.find()
+            assert reading.driver_state() == state
+    writing.wait_for_deletion()
+    with pytest.raises(CheckpointError, match=r"rollout_0000003' was deleted since it was loaded"):
+        reading.driver_state()
+    reading.find()
+    assert reading.driver_state() is None
+
+
 def test_disk_that_is_full_at_the_last_line_leaves_no_complete_checkpoint(alone, tmp_path, monkeypatch):
     run(tmp_path, (4,))
     written = Path.write_text

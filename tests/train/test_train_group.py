@@ -481,6 +481,13 @@ def test_driver_state_that_cannot_be_stored_is_an_error_of_the_checkpoint(actor,
         actor.save_model(0, driver_state={})
 
 
+def test_driver_state_that_is_damaged_is_an_error_of_the_checkpoint(actor, monkeypatch):
+    cut = SimpleNamespace(load_driver_state=lambda: [(pickle.dumps({"data": [1, 2]})[:-4], 0)])
+    monkeypatch.setattr(actor, "ready_workers", lambda method: cut)
+    with pytest.raises(CheckpointError, match="the driver_state is damaged"):
+        actor.load_driver_state()
+
+
 def test_rank_killed_in_a_collective_is_reported_and_the_group_can_restart(slots):
     with begun({"user": {"die": 1}}, pg=slots, actor_cls=Meeting) as group:
         refs = group.async_train(0, ROWS)

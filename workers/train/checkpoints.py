@@ -199,12 +199,20 @@ class RolloutCheckpoints:
         """Return the ``driver_state`` of the checkpoint that `find` has found; None if there is none.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or the checkpoint was deleted since.
         """
-        if self._found is None or not (self._found.folder / DRIVER_STATE).exists():
+        if self._found is None:
             return None
+        folder = self._found.folder
         try:
-            return (self._found.folder / DRIVER_STATE).read_bytes()
+            return (folder / DRIVER_STATE).read_bytes()
+        except FileNotFoundError:
+            if folder.exists():
+                return None
+            raise CheckpointError(
+                f"{str(folder)!r} was deleted since it was loaded, and its driver_state with it. Call "
+                "load_driver_state() before save_model(), or raise save_keep"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"the state of the driver cannot be read: {error}") from error
 

@@ -778,10 +778,18 @@ class RayTrainGroup:
 
     def load_driver_state(self) -> Any:
         """Return the ``driver_state`` of the checkpoint that `async_init` has loaded; None if there is none. The weight
-        versions continue from those of the checkpoint."""
+        versions continue from those of the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or the checkpoint was deleted since.
+        """
         state, version = self.ready_workers("load_driver_state").load_driver_state()[0]
         self.weight_version = max(self.weight_version, version)
-        return None if state is None else pickle.loads(state)
+        try:
+            return None if state is None else pickle.loads(state)
+        except Exception as error:  # whatever reading a damaged pickle, or the user's classes, may raise
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"the driver_state is damaged, or of classes that are not there: {why}") from error
 
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that is being written in the background is on disk, and raise its error."""
