@@ -169,6 +169,27 @@ def test_driver_state_of_a_checkpoint_that_was_deleted_is_an_error(alone, tmp_pa
     assert reading.driver_state() is None
 
 
+def test_checkpoint_is_on_the_disk_before_it_is_named(alone, tmp_path, monkeypatch):
+    """The host may lose its power right afterwards."""
+    done, sync, replace = [], os.fsync, os.replace
+
+    def synced(file):
+        done.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        sync(file)
+
+    def replaced(old, new):
+        done.append(Path(new).name)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    RolloutCheckpoints(None, str(tmp_path), 0).save(
+        Model(), 3, optimizer_step=3, weight_version=0, background=False, driver_state=b"state"
+    )
+    assert sorted(done[:2]) == ["driver_state.pkl", "shard"]
+    assert done[2:] == ["position.json.new", "position.json", "latest.json.new", "latest.json"]
+
+
 def test_disk_that_is_full_at_the_last_line_leaves_no_complete_checkpoint(alone, tmp_path, monkeypatch):
     run(tmp_path, (4,))
     written = Path.write_text

@@ -316,12 +316,16 @@ class RolloutCheckpoints:
     def _note(self, at: Position) -> None:
         if self._rank or self._save is None:
             return
+        for file in at.folder.iterdir():
+            if file.suffix != ".distcp":  # which torch has written to the disk, on each rank
+                _sync(file)
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = noted(self._save)
         note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
         for file in (at.folder / POSITION, self._save / LATEST):
             fresh = file.with_name(f"{file.name}.new")
             fresh.write_text(json.dumps(note) + "\n")
+            _sync(fresh)
             os.replace(fresh, file)  # atomic: a reader sees no file, the old one or the new one
         with _logged_errors(at.folder, "is complete, but its mark was not removed"):
             _unfinished(at.folder).unlink(missing_ok=True)
@@ -357,6 +361,15 @@ class RolloutCheckpoints:
         older = sorted(complete)[: max(len(complete) - keep + 1, 0)]
         every = self._keep_every
         return [folder for _, folder, step in older if every is None or (step + 1) % every]
+
+
+def _sync(file: Path) -> None:
+    """Have a file written to the disk, so that a host that loses its power has it."""
+    opened = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _interrupted(save: Path, new: Path) -> list[Path]:
