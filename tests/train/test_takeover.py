@@ -12,7 +12,7 @@ from plain_train_workers import Manager
 from torch_scripts import driver
 from waits import wait_until
 
-from single_controller import WorkerError
+from single_controller import CallTimeoutError, WorkerError
 from workers.train.args import read_args
 from workers.train.train_group import RayTrainGroup
 
@@ -97,16 +97,21 @@ def test_training_goes_on_where_it_was(killed_driver):
         RayTrainGroup.attach("going_")
 
 
+def hangs(group):
+    raise CallTimeoutError("rank 0 does not leave the call that it is in", ranks=[0])
+
+
 def test_dead_rank_means_the_last_checkpoint(killed_driver, monkeypatch):
     os.kill(killed_driver[1], signal.SIGKILL)
     with RayTrainGroup.attach("losing_") as group:
         assert (group.next_rollout_id, group.weight_version) == (2, 3)
         ray.get(group.async_train(2, rows(2)))
         assert not {rank["pid"] for rank in group.worker_group.said()} & set(killed_driver)
-        # The next driver cannot start the workers again: then nobody could free their slots.
-        group.args = read_args({"user": {"fail_in_init": 0}})
+        # A worker hangs, and the next driver cannot start it again: then nobody could free the slots.
+        group.args = read_args({"user": {"fail_in_init": 0}, "peer_snapshot_interval": 1})
         group.onload()  # leaves them
         monkeypatch.setattr("workers.train.train_group.common_position", lambda workers, timeout: None)
+        monkeypatch.setattr(RayTrainGroup, "replace", hangs)
         with pytest.raises(WorkerError, match="no disk"):
             RayTrainGroup.attach("losing_")
         wait_until(lambda: not states() - {"REMOVED"}, 10, "the end of all placement groups")

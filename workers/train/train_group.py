@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from dispatch.checks import check_count
 from single_controller import (
     Broadcast,
+    CallTimeoutError,
     GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
@@ -535,8 +536,8 @@ class RayTrainGroup:
         at their current step, and load nothing. ``next_rollout_id`` is the rollout to train on next.
 
         If workers have died, they are replaced, and all ranks continue from snapshots in memory; see `replace`. Without
-        snapshots, or if the workers are not all at the same step, because the driver was killed while it sent a call,
-        they are restarted from the last checkpoint that the group saved; see `restart`.
+        snapshots, if a worker hangs, or if the workers are not all at the same step, because the driver was killed
+        while it sent a call, they are restarted from the last checkpoint that the group saved; see `restart`.
 
         Call `set_rollout_manager` and, with a critic, `connect` again. If workers were replaced or restarted, call
         `update_weights` too: the rollout workers may have weights of training that is lost, and a new manager accepts
@@ -561,7 +562,7 @@ class RayTrainGroup:
         try:
             position = common_position(workers, timeout)
             if position is None:
-                begun = (self.replace() if self.args.peer_snapshot_interval else None) or self.restart()
+                begun = self._replace_or_none() or self.restart()
                 self.next_rollout_id = begun[0] if begun else None
             else:
                 self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
@@ -571,6 +572,16 @@ class RayTrainGroup:
                 self._end()
             raise
         return self
+
+    def _replace_or_none(self) -> list[int] | None:
+        """`replace`, if there may be snapshots; None too if a worker hangs, which only `restart` ends."""
+        if not self.args.peer_snapshot_interval:
+            return None
+        try:
+            return self.replace()
+        except CallTimeoutError as error:
+            logger.warning("%s is restarted, because its workers cannot go on: %s", self.worker_group.name, error)
+            return None
 
     # --- training ---------------------------------------------------------------------------------------
 
