@@ -79,6 +79,7 @@ def test_training_goes_on_where_it_was(killed_driver):
     group = RayTrainGroup.attach("going_")
     with group:
         assert (group.next_rollout_id, group.weight_version, group.role, group.world_size) == (3, 3, "actor", 2)
+        assert group.last_checkpoint == group.args.save is not None
         before = group.worker_group.said()
         assert [said["with_ref"] for said in before] == [True, True]
         for step in (3, 4):

@@ -228,6 +228,7 @@ FIELDS = (
     "_name_prefix",
     "_with_ref",
     "_saved",
+    "last_checkpoint",
     "_asleep",
 )
 """The fields of a `RayTrainGroup` that it leaves for the driver that takes its workers over."""

@@ -165,6 +165,7 @@ class RayTrainGroup:
         self._placement: tuple[str, ...] = ()
         self._with_ref: bool | None = None  # as given to async_init(); None before
         self._saved = LastCheckpoint()
+        self.last_checkpoint: str | None = None
         self._asleep = False
         self._start_alone()
         try:
@@ -180,7 +181,6 @@ class RayTrainGroup:
         self._group: RayWorkerGroup | None = None
         self._progress = Progress()
         self.next_rollout_id: int | None = None
-        self.last_checkpoint: str | None = None
         self._tried = 0  # weight version of an update that has not succeeded; tokens of it may be there
         self._weights_lost = False  # whether rollout workers may have weights of training that is lost
 
