@@ -144,12 +144,27 @@ def test_samples_hold_what_the_batch_has(tmp_path):
     assert words == [(token, f"<{token}>") for token in (1, *range(300, 306))]
 
 
+def actor_of(group):
+    """What a log asks of a train group."""
+    said = {"role": "actor", "with_ref": False, "weight_version": 4, "last_checkpoint": None}
+    workers = SimpleNamespace(world_size=1, dp_size=1)
+    calls = {"async_train": None, "ready_workers": lambda _: workers, "recorded_rows": lambda _: {}}
+    return SimpleNamespace(**said, **calls, last_sync=lambda: None, worker_group=group, actor_cls=Sleeper)
+
+
+def test_checkpoint_after_the_last_step_is_recorded(tmp_path):
+    with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group, RunLog(run_dir=tmp_path) as log:
+        actor = actor_of(group)
+        log.watch(actor)
+        log.log(0, {})
+        actor.last_checkpoint = "checkpoints/rollout_0000000"
+    (saved,) = [line for line in lines(tmp_path, EVENTS) if line["kind"] == "checkpoint"]
+    assert saved["folder"] == actor.last_checkpoint
+
+
 def test_rows_have_the_weight_version_of_before_the_training(tmp_path):
     with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group, RunLog(run_dir=tmp_path) as log:
-        actor = SimpleNamespace(role="actor", async_train=None, worker_group=group, actor_cls=Sleeper, with_ref=False)
-        actor.ready_workers = lambda method: SimpleNamespace(world_size=1, dp_size=1)
-        actor.weight_version, actor.last_checkpoint, actor.recorded_rows = 4, None, lambda step: {}
-        actor.last_sync = lambda: None
+        actor = actor_of(group)
         log.watch(actor)
         batch = log.mark(0, batch_of(0))
         actor.weight_version = 5  # the script updates the weights before it logs the step

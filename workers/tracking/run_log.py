@@ -185,11 +185,11 @@ class RunLog(Closing):
             if hasattr(one, "async_train"):
                 self._train_groups.append(one)
                 if one.role == "actor":
-                    self._actor = one
                     workers = one.ready_workers("watch")
                     ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
                     ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
                     self._version, self._checkpoint = one.weight_version, one.last_checkpoint
+                    self._actor = one
                 self._watch_group(one.worker_group)
             elif hasattr(one, "row_notes"):
                 self._managers.append(one)
@@ -378,7 +378,7 @@ class RunLog(Closing):
         return arrays, about
 
     def _of_actor(self) -> list[dict[str, Any]]:
-        """Return the events of the actor since the last call. Not under the lock: it calls a rank."""
+        """Return the actor's update since the last call, as an event. Not under the lock: it calls a rank."""
         actor, events = self._actor, []
         if self._folder is None or actor is None:
             return []
@@ -393,9 +393,6 @@ class RunLog(Closing):
                 event = {"kind": "update", "text": said, "version": report.version, "bytes": report.nbytes}
                 event |= {name: getattr(report, name) for name in ("seconds", "pause_seconds", "receivers", "patched")}
                 events.append({**event, "proof": report.proved, "digest": digest})
-        if actor.last_checkpoint != self._checkpoint:
-            self._checkpoint = actor.last_checkpoint
-            events.append({"kind": "checkpoint", "text": f"checkpoint {self._checkpoint}", "folder": self._checkpoint})
         return events
 
     def _write(
@@ -425,7 +422,7 @@ class RunLog(Closing):
             self._look(step)
 
     def _look(self, step: int | None = None) -> None:
-        """Write what has happened to the groups. Under the lock."""
+        """Write what has happened to the groups, and the actor's checkpoint. Under the lock."""
         folder = self._folder
         if folder is None:
             return
@@ -435,6 +432,9 @@ class RunLog(Closing):
                 self._groups[number] = group, lines, group.generation
                 said = f"workers of {group.name} were replaced or restarted"
                 folder.event("replace", said, step, group=group.name, rank=None)
+        if self._actor is not None and (saved := self._actor.last_checkpoint) != self._checkpoint:
+            folder.event("checkpoint", f"checkpoint {saved}", step, folder=saved)
+            self._checkpoint = saved
 
     def _tick(self) -> None:
         """What the thread does."""
