@@ -184,7 +184,7 @@ class ModelWorker(TrainWorker):
         if position is not None:
             try:
                 self.model.load(position.folder, optimizer=not self.args.no_load_optim)
-            except CheckpointException as error:  # not an Exception subclass; torch raises it on all ranks
+            except (OSError, CheckpointException) as error:  # both on all ranks; torch's is no Exception subclass
                 raise CheckpointError(
                     f"{str(position.folder)!r} cannot be read. It may be damaged, or of another model; to load another "
                     f"checkpoint, set ckpt_step: {error}"

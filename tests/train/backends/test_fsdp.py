@@ -155,9 +155,11 @@ def test_complete_checkpoint_is_never_overwritten(fsdp_groups, llama_folder, dat
     expected = whole_weights(group)
     assert begin(group, args) == [4]
     assert distance(whole_weights(group), expected) == 0.0
-    next(tmp_path.glob("*/*.distcp")).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"rollout_0000003' cannot be read\. It may be damaged"):
-        group.async_init(args).result()
+    for name in ("*.distcp", ".metadata"):
+        for file in tmp_path.glob(f"*/{name}"):
+            file.write_bytes(b"")
+        with pytest.raises(CheckpointError, match=r"rollout_0000003' cannot be read\. It may be damaged"):
+            group.async_init(args).result()
 
 
 def test_rank_that_cannot_copy_its_state_does_not_keep_the_others(fsdp_groups, llama_folder, data, tmp_path):
