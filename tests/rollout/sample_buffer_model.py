@@ -353,6 +353,7 @@ class History:
             self.version += 1
             self.model.update()
             self.updates_at[self.version] = self.model.updates
+            self.model.rewound = True  # until a batch is taken
         for number in self.model.of("pending"):
             if self.model.too_old(number):  # expired in flight
                 self.model.drop(number)

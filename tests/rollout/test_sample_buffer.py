@@ -501,6 +501,21 @@ def test_resume_with_other_version_numbers():
     assert taken(other) == [0]
 
 
+def test_first_update_of_a_resumed_run_may_have_a_later_number():
+    """Such as after one that has failed. The samples are no older than if it had succeeded."""
+    buffer = buffer_with(1, 1, max_staleness=1)
+    begun(buffer)
+    ready(buffer, 0, 1)
+    assert taken(buffer) == [0]
+    other = SampleBuffer(1, max_staleness=1)
+    other.load_state_dict(buffer.state_dict())
+    assert other.version == 2
+    other.set_version(3)
+    assert other.staleness(1) == 1 and taken(other) == [1]
+    other.set_version(4)  # of new weights
+    assert other.staleness(3) == 1
+
+
 def test_resume_from_before_the_batch_that_was_taken_last_was_trained():
     buffer = buffer_with(1, 2, max_staleness=1)
     begun(buffer)

@@ -516,8 +516,9 @@ class SampleBuffer:
         Args:
             state: the state.
             version: the version with which the weights of the checkpoint are sent. None: the saved version, or the one
-                after it if an update was due; send them as `version` then. With any other number, ``restore`` has to
-                add the difference to the versions of the tokens.
+                after it if an update was due; send them as `version` then, or as a later one: until the next `take`,
+                all versions are those weights, sent again. With any other number, ``restore`` has to add the difference
+                to the versions of the tokens.
             restore: makes a payload or partial completions of what ``materialize`` returned, such as `ray.put`.
 
         Raises:
@@ -544,6 +545,7 @@ class SampleBuffer:
             self._updates = Updates(state["updates"], self.version - same, state["update"])
             if due:
                 self._updates.add(self.version)
+                self._updates.rewound = True  # the update may have failed before it got this version
             self._error = None
             self._drop_stale()  # of a run with another max_staleness
             self._changed.notify_all()
