@@ -45,8 +45,9 @@ class RunLog(Closing):
     context manager.
 
     Opening the folder of a killed run continues the run: the first step that is logged replaces the entries of that
-    step and of all later steps. If ``args`` load no checkpoint, a new run begins, which replaces the old one, unless
-    ``resume`` is set. A step that is logged again also replaces itself and all later steps.
+    step and of all later steps. If ``args`` load no checkpoint, a new run begins, which replaces the old one; so set
+    ``load`` in them after `RayTrainGroup.attach` too. A step that is logged again also replaces itself and all later
+    steps.
 
     Args:
         folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
@@ -62,8 +63,6 @@ class RunLog(Closing):
         record_rows: how many rows of each step are recorded; None for all, which `replay` needs, and 0 for none.
         keep_steps: how many of the latest steps keep their samples.
         keep_bytes: size of all samples, in bytes, above which the oldest are dropped.
-        resume: whether the run in the folder goes on. None: if ``args`` load a checkpoint, or are None. Set it after
-            `RayTrainGroup.attach`, which loads none.
 
     Attributes:
         steps: step -> logged metrics, of this process.
@@ -90,7 +89,6 @@ class RunLog(Closing):
         record_rows: int | None = 64,
         keep_steps: int = 200,
         keep_bytes: int = 1 << 30,
-        resume: bool | None = None,
     ) -> None:
         for what, path in (("folder", folder), ("run_dir", run_dir)):
             if path is not None and not isinstance(path, (str, Path)):
@@ -133,7 +131,7 @@ class RunLog(Closing):
             self._folder = RunFolder(
                 path,
                 about,
-                resume=args is None or self._config.get("load") is not None if resume is None else resume,
+                resume=args is None or self._config.get("load") is not None,
                 keep_steps=check_count("keep_steps", keep_steps),
                 keep_bytes=check_count("keep_bytes", keep_bytes),
             )
@@ -153,9 +151,7 @@ class RunLog(Closing):
             threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="run-log", daemon=True).start()
 
     @classmethod
-    def from_args(
-        cls, args: Any, *, run_dir: str | Path | None = "auto", tokenizer: Any = None, resume: bool | None = None
-    ) -> Self:
+    def from_args(cls, args: Any, *, run_dir: str | Path | None = "auto", tokenizer: Any = None) -> Self:
         """Open the log that a configuration asks for: ``tensorboard_dir``, ``run_dir``, ``loggers``, ``metric_names``,
         ``record_rows`` and ``record_steps``.
 
@@ -163,7 +159,6 @@ class RunLog(Closing):
             args: the configuration.
             run_dir: the folder if the configuration says "auto".
             tokenizer: see the class.
-            resume: see the class.
         """
         return cls(
             args.tensorboard_dir,
@@ -174,7 +169,6 @@ class RunLog(Closing):
             tokenizer=tokenizer,
             record_rows=args.record_rows,
             keep_steps=args.record_steps,
-            resume=resume,
         )
 
     # --- for the driver's script --------------------------------------------------------------------------
