@@ -788,8 +788,11 @@ class RayTrainGroup:
         return folder
 
     def load_driver_state(self) -> Any:
-        """Return the ``driver_state`` of the checkpoint that `async_init` has loaded; None if there is none. The weight
-        versions continue from those of the checkpoint.
+        """Return the ``driver_state`` of the checkpoint that `async_init` or `restart` has loaded. The weight versions
+        continue from those of the checkpoint.
+
+        Returns:
+            The state; None if there is none, or if the ranks have continued from snapshots since.
 
         Raises:
             CheckpointError: it cannot be read, or the checkpoint was deleted since.
@@ -800,7 +803,7 @@ class RayTrainGroup:
             return None if state is None else pickle.loads(state)
         except Exception as error:  # whatever reading a damaged pickle, or the user's classes, may raise
             why = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"the driver_state is damaged, or of classes that are not there: {why}") from error
+            raise CheckpointError(f"the driver_state is damaged, or its classes cannot be imported: {why}") from error
 
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that is being written in the background is on disk, and raise its error."""
