@@ -1,7 +1,7 @@
 """RunLog: what a run leaves behind: its folder (docs/runs.md), and what other loggers get.
 
 Thread: a `RunLog` with a folder has a daemon thread named "run-log", which writes what happens between two steps:
-deaths, calls that have ended, alarms. It ends when the log is closed or garbage collected.
+checkpoints, deaths, calls that have ended, alarms. It ends when the log is closed or garbage collected.
 Lock: ``_lock`` protects the folder's files and what is remembered of the groups, which that thread, the watchers of the
 groups and the caller's thread use. No worker is called under it: one that hangs must not stop that thread.
 """
@@ -189,8 +189,8 @@ class RunLog(Closing):
                     workers = one.ready_workers("watch")
                     ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
                     ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
-                    self._version, self._checkpoint = one.weight_version, one.last_checkpoint
-                    self._actor = one
+                    with self._lock:  # at once: the thread compares the actor's checkpoint with the last one
+                        self._actor, self._version, self._checkpoint = one, one.weight_version, one.last_checkpoint
                 self._watch_group(one.worker_group)
             elif hasattr(one, "row_notes"):
                 self._managers.append(one)
