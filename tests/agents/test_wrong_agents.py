@@ -39,6 +39,7 @@ from workers.rollout.rewards.code_process import CodeLimits
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.stream.router import is_flat
 from workers.train.args import read_args
+from workers.train.policy_worker import PolicyTrainWorker
 
 SECONDS = 20
 RENDERER = TokenRenderer(Characters())
@@ -227,6 +228,14 @@ def test_failed_session_is_not_in_the_statistics_of_its_group(several):
     torch.testing.assert_close(found[:3], expected)
     assert not data["loss_mask"][3:].any() and not found[3:].any() and len(found) == 4 + several
     assert data["group_ids"][:3].tolist() == [7, 7, 7] and 7 not in data["group_ids"][3:]
+
+
+def test_failed_sessions_that_leave_all_others_alone_do_not_end_the_run():
+    made, failed = (Completion([5, 6], [-0.1] * 2, reason) for reason in ("stop", "error"))
+    data = collate([[1]] * 4, [made, failed, failed, made], group_ids=[7, 7, 8, 8], rewards=[1.0, 0.0, 0.0, 2.0])
+    args = read_args({"vocab_size": 9})
+    PolicyTrainWorker.check_rows(args, data, "actor", ())
+    assert not grpo(AdvantageRows(dict(data), estimator="grpo"), args).any()
 
 
 def test_failed_sessions_are_trained_on_demand(make):

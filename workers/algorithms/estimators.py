@@ -80,25 +80,28 @@ def missing(name: str, estimator: str) -> RolloutDataError:
     return RolloutDataError(f"rollout data has no {name!r}, which advantage_estimator={estimator!r} needs; {hint}")
 
 
-def check_groups(group_ids: torch.Tensor, estimator: str) -> int:
-    """Return how many completions are alone in their groups.
+def check_groups(rows: AdvantageRows) -> tuple[torch.Tensor, int]:
+    """Return the ``group_ids`` of the rollouts of all ranks, (N,), and how many rollouts are alone in their groups.
 
     Args:
-        group_ids: (N,), of the rollouts of all ranks.
-        estimator: name of an estimator that compares the completions of a group.
+        rows: with the name of an estimator that compares the completions of a group.
 
     Raises:
-        RolloutDataError: all are, so all advantages would be 0.
+        RolloutDataError: all are, so all advantages would be 0. Unless failed sessions, which `collate` moves out of
+            their groups, may be the reason: for each completion that is trained, another one is not.
     """
-    sizes = group_ids.unique(return_counts=True)[1]
+    groups = rows.everywhere("group_ids")
+    sizes = groups.unique(return_counts=True)[1]
     alone = int((sizes == 1).sum())
-    if alone and alone == len(sizes):
+    trained = int((rows.everywhere((rows["loss_mask"] != 0).sum(1), "amax") > 0).sum())
+    if alone and alone == len(sizes) and 2 * trained > alone:
         raise RolloutDataError(
             f"rollout data: each of the {alone} completions is alone in its group (group_ids), so "
-            f"advantage_estimator={estimator!r} would give all of them the advantage 0. Generate several completions "
-            "per prompt (samples_per_prompt, n_samples_per_prompt), and give those of one prompt the same group id"
+            f"advantage_estimator={rows.estimator!r} would give all of them the advantage 0. Generate several "
+            "completions per prompt (samples_per_prompt, n_samples_per_prompt), and give those of one prompt the same "
+            "group id"
         )
-    return alone
+    return groups, alone
 
 
 @dataclass(frozen=True)
@@ -191,8 +194,7 @@ class AdvantageRows:
         Raises:
             RolloutDataError: see `check_groups`.
         """
-        groups = self.everywhere("group_ids")
-        alone = check_groups(groups, self.estimator)
+        groups, alone = check_groups(self)
         if alone and not self.rank:
             logger.warning(
                 "%d of %d completions are alone in their groups: advantage_estimator=%r gives them the advantage 0, so "

@@ -44,7 +44,6 @@ from workers.data.rollout_data import (
     check_rollout_data,
     entries_of,
     is_tensor,
-    of_rollouts,
     rows_of,
     sizes_of_steps,
     step_numbers,
@@ -110,7 +109,7 @@ class PolicyTrainWorker(ModelWorker):
             check_entries({*rows, *computed}, args, role)
             compares = role == "actor" and args.advantage_estimator in NEEDS_GROUPS
             if compares and "advantages" not in rows:
-                check_groups(of_rollouts(rows, "group_ids"), args.advantage_estimator)
+                check_groups(AdvantageRows(rows, estimator=args.advantage_estimator))
             if args.advantage_estimator == "dpo":
                 check_pairs(rows)
 
