@@ -51,6 +51,7 @@ def test_a_digest_counts_what_a_message_says():
         {"role": "assistant", "content": None, "tool_calls": [call("f", '{"a": 1, "b": [2]}')]},
         {"role": "assistant", "content": "", "tool_calls": [call("f", {"b": [2], "a": 1}, "y")]},
         {"role": "assistant", "content": [], "tool_calls": [call("f", '{ "b":[2],"a":1 }')], "refusal": None},
+        {"role": "assistant", "tool_calls": [call("f", '{"a": 1.0, "b": [2e0]}')]},  # JavaScript returns 1 and 2
     ]
     assert len({digest(message) for message in same}) == 1
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
@@ -65,6 +66,8 @@ def test_a_digest_counts_what_a_message_says():
         {"role": "assistant", "content": "one", "tool_calls": [call("f", "{}")]},
         {"role": "assistant", "content": "one", "tool_calls": [call("f", "[1]")]},
         {"role": "assistant", "content": "one", "tool_calls": [call("f", "no json")]},
+        {"role": "assistant", "content": "one", "tool_calls": [call("f", '{"a": 1}')]},
+        {"role": "assistant", "content": "one", "tool_calls": [call("f", '{"a": 1.5}')]},
         {"role": "assistant", "content": "one", "tool_calls": [call("g", "{}")]},
         {"role": "assistant", "content": "one", "tool_calls": [call("g", "{}"), call("g", "{}")]},
     ]

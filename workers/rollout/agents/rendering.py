@@ -387,19 +387,19 @@ def content_text(message: Message) -> str:
     return "".join(texts)
 
 
-def _by_value(arguments: Any) -> Any:
+def _by_value(arguments: Any, read: Callable[[str], Any] = json.loads) -> Any:
     """Arguments of a tool call, which are a JSON text or what it means."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        return json.loads(arguments) if arguments.strip() else {}
+        return read(arguments) if arguments.strip() else {}
     except ValueError:
         return arguments
 
 
-def as_object(arguments: Any) -> dict[str, Any]:
+def as_object(arguments: Any, read: Callable[[str], Any] = json.loads) -> dict[str, Any]:
     """Arguments of a tool call as the object that they are in Anthropic's dialect."""
-    value = _by_value(arguments)
+    value = _by_value(arguments, read)
     return value if isinstance(value, dict) else {"arguments": value}
 
 
@@ -424,7 +424,7 @@ def digest(message: Message) -> str:
         raise RenderError(f"a message is {message!r:.80}; expected a dict with a role")
     try:
         calls = [
-            [call["function"]["name"], as_object(call["function"].get("arguments"))]
+            [call["function"]["name"], as_object(call["function"].get("arguments"), _read)]
             for call in message.get("tool_calls") or ()
         ]
     except (AttributeError, KeyError, TypeError):
@@ -437,6 +437,15 @@ def digest(message: Message) -> str:
 
 
 _in_order = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _number(text: str) -> float:
+    """A number of JSON with a fraction or an exponent. Clients in JavaScript return 1.0 as 1."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+_read = json.JSONDecoder(parse_float=_number).decode
 
 
 def _hash(value: Any) -> str:
