@@ -198,9 +198,12 @@ def test_token_ids_in_and_out():
         how = {"max_tokens": 9, "stop_token_ids": [Characters().encode("y")[0]]}
         again, other = complete(gateway, token, prompt[:7], **how), complete(gateway, token, [5, 9], **how)
         assert again.status_code == other.status_code == 200
-        tree = gateway.close(token)
-    # The second prompt continues the first; the third is the same again; the fourth begins anew.
-    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, None, 5]
+        assert complete(gateway, token, [5, 9], max_tokens=1).json()["choices"][0]["finish_reason"] == "length"
+        closed = gateway.close_session(token)
+    assert closed.counters == {"calls": 5, "truncated": 1}
+    tree = closed.tree
+    # The second prompt continues the first; the third is the same again; the fourth begins anew, and is also the fifth.
+    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, None, 5, 5]
 
 
 def test_token_endpoint_returns_the_experts_that_the_engine_records():

@@ -400,13 +400,13 @@ class Gateway:
                 except PromptMismatchError as error:
                     session.mismatch = error
                     raise
+            if completion.finish_reason == "length":
+                session.count("truncated")
             message: dict[str, Any] = {}
             if ask.token_ids is not None:
                 node = tree.sample(node, completion)
             else:
                 try:
-                    if completion.finish_reason == "length":
-                        session.count("truncated")
                     node, message = record(tree, self.renderer, node, completion, ask.tools)
                 except RenderError as error:
                     raise GatewayError("failed", str(error)) from error
