@@ -271,6 +271,12 @@ def test_nemo_gym_fields_go_out_and_come_back():
             headers={"authorization": f"Bearer {token}"},
         ).json()
         assert reply["output"][-1]["generation_token_ids"] == [*Characters().encode("a b"), 1]
+        url, body = f"{gateway.address}/v1/messages", {"model": "m", "max_tokens": 9, "messages": [user("z")]}
+        reply = CLIENT.post(url, json=body, headers={"x-api-key": token}).json()
+        ids = {name: reply[name] for name in ("prompt_token_ids", "generation_token_ids")}
+        body["messages"] += [{"role": "assistant", "content": "a  b", **ids}, user("y")]
+        assert CLIENT.post(url, json=body, headers={"x-api-key": token}).status_code == 200
+        assert [node.parent for node in tree.nodes[5:]] == [None, 5, 6, 7]
 
 
 def test_a_node_goes_through_json_unchanged():

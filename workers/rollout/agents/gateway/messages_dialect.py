@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from workers.rollout.agents.gateway.chat_dialect import IDS
 from workers.rollout.agents.gateway.dialect import (
     Answer,
     Ask,
@@ -110,8 +111,9 @@ def _messages(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     role, content = given.get("role"), given.get("content")
     if role not in ("system", "user", "assistant"):
         raise GatewayError("invalid", f"a message's role is {role!r:.80}; expected user or assistant")
+    ids = {name: given[name] for name in IDS if name in given} if role == "assistant" else {}
     if content is None or isinstance(content, str):
-        yield {"role": role, "content": content or ""}
+        yield {"role": role, "content": content or "", **ids}
         return
     texts: list[dict[str, Any]] = []
     reasoning, calls = "", []
@@ -128,7 +130,7 @@ def _messages(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
             texts.append(block)
     text = text_of(texts, f"the {role}'s message")
     if role == "assistant":
-        message: dict[str, Any] = {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text, **ids}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
