@@ -27,6 +27,7 @@ from waits import wait_until
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from workers import RolloutManager, RolloutStream, SampleBuffer, SamplingParams, evaluate
 from workers.rollout.agents.session import SessionState
+from workers.rollout.agents.trajectory import Trajectory
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.stream.exchange import request_name
@@ -333,6 +334,25 @@ def test_group_of_which_a_session_ends_three_workers_is_an_error():
             is_last = losses == 2
             with pytest.raises(RolloutError, match="to 3 workers that died") if is_last else contextlib.nullcontext():
                 router._give_back_lost(worker.running.pop(attempt))
+
+
+def test_fingerprints_of_a_session_outlive_two_workers():
+    """The third one does not know the weights of the first."""
+    tree = Trajectory()
+    tree.sample(tree.give(None, [1]), Completion([5], [-1.0], "stop", [0]))
+    with local() as group:
+        manager, buffer = managed(group), SampleBuffer(B)
+        router = Router(manager, prompts, buffer, dynamic_sampling=False, requests_per_worker=B * SAMPLES)
+        buffer.set_version(0)
+        router.exchange()
+        for number, fingerprints in enumerate(({0: 44}, {1: 55}), 1):
+            router.begin_groups()
+            worker, attempt = next((one, of) for one in router._workers for of in one.running if of.number == 0)
+            told = {request_name(router._id, attempt, 0): SessionState(number, tree.nodes, node=1, environment=b"")}
+            router._note_progress(worker, replace(worker.report, progress=told, fingerprints=fingerprints))
+            running = worker.running.pop(attempt)
+            router._give_back_lost(running)
+        assert running.journal[0].fingerprints == {0: 44, 1: 55}
 
 
 def lines(file):

@@ -366,10 +366,10 @@ class Router:
                 if isinstance(told, Completion):
                     journal[sample] = told
                     continue
-                before = journal.get(sample)
+                before = journal.get(sample, running.request.partials[sample])
                 known = {version: one for version, one in report.fingerprints.items() if version >= 0}
-                fingerprints = {**((before and before.fingerprints) or {}), **known}
-                state = told.onto(before.session if before is not None else None)
+                fingerprints = {**(before.fingerprints or {}), **known}
+                state = told.onto(before.session)
                 journal[sample] = Completion([], [], "abort", [], fingerprints or None, session=state)
             group, tokens = running.so_far()
             if tokens > known_tokens:  # it has come further than before; a session that begins again has not
