@@ -265,7 +265,7 @@ def _first(mask: np.ndarray) -> int:
 
 
 def _turns(mask: np.ndarray) -> list[dict[str, Any]]:
-    """Return the runs of a row's tokens: given ones, and those that the policy sampled."""
+    """Return the runs of a row's tokens: those that the policy sampled and is trained on, and all others."""
     turns, begin = [], 0
     for sampled, run in groupby((mask != 0).tolist()):
         end = begin + sum(1 for _ in run)
