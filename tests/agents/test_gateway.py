@@ -826,7 +826,7 @@ def test_what_cannot_be_rendered_is_the_clients_error_in_any_turn():
             assert reply.status_code == 400 and "cannot be rendered" in reply.text
 
 
-@pytest.mark.parametrize("arguments", ["[1, 2]", '"x"'])
+@pytest.mark.parametrize("arguments", ["[1, 2]", '"x"', '{"a": NaN}'])
 def test_arguments_that_are_no_object_come_back_in_anthropics_dialect(arguments):
     call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     with serving(ScriptEngine(lambda *_: call)) as gateway:
@@ -835,6 +835,7 @@ def test_arguments_that_are_no_object_come_back_in_anthropics_dialect(arguments)
             messages = [user("x")]
             for _ in range(2):
                 reply = client.messages.create(model="m", max_tokens=500, messages=messages)
+                json.dumps(reply.content[0].input, allow_nan=False)  # others than Python can read it
                 messages.append({"role": "assistant", "content": [one.model_dump() for one in reply.content]})
                 result = {"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "r"}
                 messages.append({"role": "user", "content": [result]})

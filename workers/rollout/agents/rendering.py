@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from workers.extras import require
 from workers.rollout.agents.tools import Tool
@@ -397,7 +397,15 @@ def _by_value(arguments: Any, read: Callable[[str], Any] = json.loads) -> Any:
         return arguments
 
 
-def as_object(arguments: Any, read: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_strict = json.JSONDecoder(parse_constant=_refuse).decode
+"""Python reads and writes NaN and Infinity too. Clients in other languages cannot read them."""
+
+
+def as_object(arguments: Any, read: Callable[[str], Any] = _strict) -> dict[str, Any]:
     """Arguments of a tool call as the object that they are in Anthropic's dialect."""
     value = _by_value(arguments, read)
     return value if isinstance(value, dict) else {"arguments": value}
@@ -445,7 +453,7 @@ def _number(text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-_read = json.JSONDecoder(parse_float=_number).decode
+_read = json.JSONDecoder(parse_float=_number, parse_constant=_refuse).decode
 
 
 def _hash(value: Any) -> str:
