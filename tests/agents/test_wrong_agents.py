@@ -286,6 +286,7 @@ AT_START = {
         "nothing takes the argument limit",
     ),
     "agent": (lambda: AgentProgram(lambda row, base_url: 1), r"agent\(row, base_url, api_key\)"),
+    "limits of sessions": (lambda: AgentProgram(lambda *_: 1, limits=SessionLimits()), "expected GatewayLimits"),
     "extras": (lambda: RolloutManager(Group(), engine_extras="answer"), r"pass a list, \['answer'\]"),
 } | {
     f"result_chars={chars!r}": (lambda chars=chars: ToolEnvironment(result_chars=chars), "expected an integer above 0")

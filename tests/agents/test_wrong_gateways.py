@@ -4,14 +4,15 @@ import socket
 from functools import partial
 
 import pytest
-from agent_helpers import ScriptEngine, merging_tokenizer, user
+from agent_helpers import Characters, ScriptEngine, merging_tokenizer, user
 from gateway_helpers import chat, httpx, routing, serving
 
 from workers.rollout.agents.agent_engine import AgentEngine
+from workers.rollout.agents.environment import SessionLimits
 from workers.rollout.agents.gateway.gateway import Gateway
 from workers.rollout.agents.gateway.gateway_router import GatewayRouter
 from workers.rollout.agents.program import AgentProgram
-from workers.rollout.agents.rendering import RenderError, TemplateRenderer, load_renderer
+from workers.rollout.agents.rendering import RenderError, TemplateRenderer, TokenRenderer, load_renderer
 from workers.rollout.rollout_errors import RolloutError
 
 
@@ -38,6 +39,13 @@ def test_renderers_are_checked_before_anything_runs():
 
 async def no_agent(row, base_url, api_key):
     return 0.0
+
+
+def test_limits_are_those_of_a_gateway():
+    gateway = partial(Gateway, ScriptEngine(), TokenRenderer(Characters()))
+    for build, name in ((gateway, "Gateway"), (GatewayRouter, "GatewayRouter")):
+        with pytest.raises(TypeError, match=rf"^{name}: limits=SessionLimits\(.*; expected GatewayLimits"):
+            build(limits=SessionLimits(turns=3))
 
 
 def test_router_that_was_not_started_says_so():

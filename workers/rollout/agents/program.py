@@ -50,7 +50,7 @@ class AgentProgram:
         verify: see `Gateway`.
 
     Raises:
-        TypeError: ``agent`` does not take three arguments.
+        TypeError: ``agent`` does not take three arguments, or ``limits`` are none of a gateway.
     """
 
     def __init__(
@@ -58,6 +58,10 @@ class AgentProgram:
     ) -> None:
         expected = "`async def agent(row, base_url, api_key)`"
         check_call("AgentProgram", "agent", agent, ({}, "", ""), expected)
+        if limits is not None:
+            from workers.rollout.agents.gateway.http_front import check_limits
+
+            check_limits("AgentProgram", limits)
         self.agent, self.host, self.limits, self.verify = agent, host, limits, verify
 
     def __call__(self) -> Environment:

@@ -102,6 +102,12 @@ class GatewayLimits:
                 raise ValueError(f"GatewayLimits: {one.name}={getattr(self, one.name)!r}; expected a number above 0")
 
 
+def check_limits(where: str, limits: Any) -> None:
+    """Raise a `TypeError` if an argument ``limits`` is something else, such as `SessionLimits`."""
+    if not isinstance(limits, GatewayLimits):
+        raise TypeError(f"{where}: limits={limits!r:.80}; expected GatewayLimits(...)")
+
+
 class Call(NamedTuple):
     """A request of which the client is known.
 
@@ -202,6 +208,7 @@ class HTTPFront:
     _listening: socket.socket
 
     def __init__(self, player: Player, limits: GatewayLimits, host: str = "127.0.0.1", port: int = 0) -> None:
+        check_limits(type(player).__name__, limits)
         self.player, self.limits, self.host, self.port = player, limits, host, port
         self._thread: threading.Thread | None = None
         self._server: Any = None
