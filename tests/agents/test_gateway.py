@@ -28,7 +28,7 @@ from workers.rollout.agents.rendering import TokenRenderer, load_renderer
 from workers.rollout.agents.rows import rows
 from workers.rollout.agents.trajectory import Node
 from workers.rollout.engines.rollout_engine import RoutedExperts, SamplingMask, SamplingParams
-from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_errors import RolloutError, SamplingParamsError
 
 anthropic, openai = (pytest.importorskip(name) for name in ("anthropic", "openai"))
 
@@ -644,6 +644,17 @@ def test_an_engine_that_takes_no_requests_is_waited_for():
         engine.asleep = True
         late = chat(gateway, token, [user("y")])
         assert late.status_code == 503 and "asleep" in late.text
+
+
+def test_what_an_engine_refuses_for_good_is_not_waited_for():
+    class Refuses(ScriptEngine):
+        def check_request(self, *given):  # as HTTPEngine, if its server's log-probabilities would be others
+            raise SamplingParamsError("change the SamplingParams")
+
+    with serving(Refuses()) as gateway:
+        _, token = gateway.open()
+        reply = chat(gateway, token, [user("x")], timeout=20)
+    assert reply.status_code == 400 and "change the SamplingParams" in reply.text
 
 
 def test_an_engine_that_learns_in_a_call_that_its_weights_are_gone_is_waited_for():

@@ -21,7 +21,7 @@ from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import AgentEngine, HTTPEngine, PromptError, RolloutError, RolloutWorker, SamplingParams
 from workers.rollout.agents.environment import Environment, Step
 from workers.rollout.engines import http_client, http_engine
-from workers.rollout.rollout_errors import WeightsError
+from workers.rollout.rollout_errors import SamplingParamsError, WeightsError
 
 CONFIG = {"vocab_size": 32}
 SHAPES = {"following": (32, 32), "bias": (32,)}
@@ -168,7 +168,7 @@ def test_log_probs_that_mean_something_else_are_refused(server, engine_of, meani
             assert completion.token_ids == (model.following[last] + model.bias).argmax(-1).tolist()
     sent = len(server.seen)
     for options in refused:
-        with pytest.raises(RolloutError, match=r"not those that a trainer computes. Change .*--logprobs-mode"):
+        with pytest.raises(SamplingParamsError, match=r"not those that a trainer computes. Change .*--logprobs-mode"):
             engine.submit([1], SamplingParams(8, **options), "a", seed=0)
     assert len(server.seen) == sent
     with pytest.raises(ValueError, match=r"temperature=0.005; .* has 0, and from 0.01 on"):

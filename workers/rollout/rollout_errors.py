@@ -27,6 +27,10 @@ class PromptError(RolloutError, ValueError):
         self.what, self.number = what, number
 
 
+class SamplingParamsError(RolloutError, ValueError):
+    """An engine could not say the log-probabilities of tokens that are sampled like this."""
+
+
 class WeightsError(RolloutError, ValueError):
     """A weight update has a tensor that the model does not have, or one of another shape."""
 

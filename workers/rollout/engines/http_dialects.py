@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from workers.rollout.engines.http_client import Server, ServerError, run
 from workers.rollout.engines.rollout_engine import SamplingParams
-from workers.rollout.rollout_errors import RolloutError
+from workers.rollout.rollout_errors import RolloutError, SamplingParamsError
 
 DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1, which adds its endpoints for training"
 
@@ -274,7 +274,7 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
     """Check that a server's log-probabilities would be those of `Completion`.
 
     Raises:
-        RolloutError: they would not.
+        SamplingParamsError: they would not.
     """
     url = dialect.server.url
     if log_probs == "raw" and how.temperature not in (0, 1):
@@ -283,7 +283,7 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
         is_, wanted = "after top_p, top_k and min_p", f"top_p={how.top_p}, top_k={how.top_k}, min_p={how.min_p}"
     else:
         return
-    raise RolloutError(
+    raise SamplingParamsError(
         f"the server at {url} returns log-probabilities {is_}; with {wanted} they are not those that a trainer "
         f"computes. Change SamplingParams, or {dialect.modes}"
     )

@@ -203,7 +203,7 @@ class HTTPEngine(RequestEngine):
         """See `RequestEngine.check_request`.
 
         Raises:
-            RolloutError: also if the server's log-probabilities would not be those of `Completion`.
+            SamplingParamsError: also if the server's log-probabilities would not be those of `Completion`.
             ValueError: also if ``min_p`` needs another ``top_k``.
         """
         super().check_request(number, prompt, sampling_params)
