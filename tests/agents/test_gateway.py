@@ -837,7 +837,7 @@ def test_what_cannot_be_rendered_is_the_clients_error_in_any_turn():
             assert reply.status_code == 400 and "cannot be rendered" in reply.text
 
 
-@pytest.mark.parametrize("arguments", ["[1, 2]", '"x"', '{"a": NaN}', '{"a": "\\ud83d"}'])
+@pytest.mark.parametrize("arguments", ["[1, 2]", '"x"', '{"a": NaN}', '"{\\"a\\": 1e999}"', '{"a": "\\ud83d"}'])
 def test_arguments_that_are_no_proper_object_come_back_in_anthropics_dialect(arguments):
     call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     with serving(ScriptEngine(lambda *_: call)) as gateway:

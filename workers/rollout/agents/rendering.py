@@ -10,11 +10,12 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from workers.extras import require
 from workers.rollout.agents.tools import Tool
@@ -397,12 +398,20 @@ def _by_value(arguments: Any, read: Callable[[str], Any] = json.loads) -> Any:
         return arguments
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+def _finite(text: str) -> float:
+    """A number of JSON with a fraction or an exponent. Python's json also reads NaN, Infinity and 1e999, but what it
+    writes for them is no JSON, and clients in other languages cannot read it.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
 
 
-_strict = json.JSONDecoder(parse_constant=_refuse).decode
-"""Python reads and writes NaN and Infinity too. Clients in other languages cannot read them."""
+_strict = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).decode
 
 
 def as_object(arguments: Any, read: Callable[[str], Any] = _strict) -> dict[str, Any]:
@@ -447,13 +456,13 @@ def digest(message: Message) -> str:
 _in_order = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
-def _number(text: str) -> float:
-    """A number of JSON with a fraction or an exponent. Clients in JavaScript return 1.0 as 1."""
-    number = float(text)
+def _whole(text: str) -> float:
+    """The same, but 1 for 1.0, which clients in JavaScript return as 1."""
+    number = _finite(text)
     return int(number) if number.is_integer() else number
 
 
-_read = json.JSONDecoder(parse_float=_number, parse_constant=_refuse).decode
+_read = json.JSONDecoder(parse_float=_whole, parse_constant=_finite).decode
 
 
 def _hash(value: Any) -> str:
