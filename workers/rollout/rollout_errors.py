@@ -28,7 +28,7 @@ class PromptError(RolloutError, ValueError):
 
 
 class SamplingParamsError(RolloutError, ValueError):
-    """An engine could not say the log-probabilities of tokens that are sampled like this."""
+    """With these SamplingParams, the log-probabilities that an engine gets would not be those of a `Completion`."""
 
 
 class WeightsError(RolloutError, ValueError):

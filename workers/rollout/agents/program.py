@@ -50,7 +50,7 @@ class AgentProgram:
         verify: see `Gateway`.
 
     Raises:
-        TypeError: ``agent`` does not take three arguments, or ``limits`` are none of a gateway.
+        TypeError: ``agent`` does not take three arguments, or ``limits`` is no `GatewayLimits`.
     """
 
     def __init__(

@@ -470,7 +470,7 @@ def _hash(value: Any) -> str:
 
 
 def _hash_text(text: str) -> str:
-    # With a question mark for half of an emoji, as in the reply that the client got: it is not UTF-8.
+    # Half of an emoji is not UTF-8. Replies have a question mark for it, and the client sends that back.
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 

@@ -156,7 +156,7 @@ class Gateway:
         key: what a `GatewayRouter` shows.
 
     Raises:
-        TypeError: the engine generates batches only, or the renderer is none.
+        TypeError: the engine generates batches only, the renderer is none, or ``limits`` is no `GatewayLimits`.
         RenderError: the renderer applies a chat template, which its tokenizer does not have.
     """
 

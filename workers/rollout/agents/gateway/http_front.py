@@ -103,7 +103,7 @@ class GatewayLimits:
 
 
 def check_limits(where: str, limits: Any) -> None:
-    """Raise a `TypeError` if an argument ``limits`` is something else, such as `SessionLimits`."""
+    """Raise a `TypeError` if ``limits`` is no `GatewayLimits`, but `SessionLimits` for example."""
     if not isinstance(limits, GatewayLimits):
         raise TypeError(f"{where}: limits={limits!r:.80}; expected GatewayLimits(...)")
 
