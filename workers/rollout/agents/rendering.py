@@ -457,7 +457,7 @@ _in_order = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _whole(text: str) -> float:
-    """The same, but 1 for 1.0, which clients in JavaScript return as 1."""
+    """`_finite`, with 1 for 1.0, as clients in JavaScript return it."""
     number = _finite(text)
     return int(number) if number.is_integer() else number
 
