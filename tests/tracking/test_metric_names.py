@@ -190,6 +190,21 @@ def test_with_a_kl_penalty_rewards_are_not_the_scores():
     assert told["critic/score/mean"] == 1.5 and "critic/rewards/mean" not in told
 
 
+def test_with_an_overlong_penalty_there_are_no_scores():
+    """verl's scores have it, which the driver does not know."""
+    told = renamed("verl", {}, BatchNumbers([1.0, 2.0], [3, 4], [1, 1], None), {"overlong_buffer_len": 2})
+    assert "response_length/mean" in told and not any(name.startswith(("critic/score", "critic/rew")) for name in told)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
+def test_returns_that_are_not_the_advantages(estimator):
+    """Those of verl are the rewards to go; its advantages are these whitened, or minus a baseline."""
+    advantages = {f"advantage/{what}": 0.5 for what in ("mean", "max", "min")}
+    told = renamed("verl", advantages, None, {"advantage_estimator": estimator})
+    assert told["critic/advantages/mean"] == 0.5 and "critic/returns/mean" not in told
+    assert renamed("verl", advantages, None, {"advantage_estimator": "rloo"})["critic/returns/mean"] == 0.5
+
+
 def test_all_rows_without_a_completion():
     told = renamed("verl", {}, BatchNumbers([1.0], [0], [3], 0.0), {"rollout_max_response_len": 4})
     assert told["response/aborted_ratio"] == 1.0 and "critic/score/mean" not in told

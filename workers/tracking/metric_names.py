@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workers.algorithms.registry import NEEDS_GROUPS
+
 NAMES = ("own", "verl", "slime")
 
 _VERL = {
@@ -127,7 +129,8 @@ def renamed(
         metrics: in the names of this library.
         numbers: of the step's batch.
         config: of the run; ``rollout_max_response_len``, ``rollout_max_prompt_len``, ``kl_coef``, ``kl_loss_coef``,
-            ``policy_loss_type``, ``eps_clip_dual`` and the number of training ranks are read.
+            ``policy_loss_type``, ``eps_clip_dual``, ``advantage_estimator``, ``overlong_buffer_len`` and the number of
+            training ranks are read.
     """
     if names == "own":
         return dict(metrics)
@@ -142,9 +145,8 @@ def renamed(
         for own in [name for name in metrics if name.startswith(("completion_length/", "prompt_length/"))]:
             made.pop(own, None)
         made |= _verl_of_batch(numbers, config)
-    if "critic/return/mean" not in metrics:  # without a critic, verl's returns are the advantages
-        of_advantages = ("mean", "max", "min") if "advantage/mean" in metrics else ()
-        made |= {f"critic/returns/{what}": metrics[f"advantage/{what}"] for what in of_advantages}
+    if config.get("advantage_estimator") in NEEDS_GROUPS and "advantage/mean" in metrics:  # verl's returns of these
+        made |= {f"critic/returns/{what}": metrics[f"advantage/{what}"] for what in ("mean", "max", "min")}
     if "kl" in metrics and "kl_loss_coef" in config:
         made["actor/kl_coef"] = float(config["kl_loss_coef"])
     if parts:
@@ -179,7 +181,8 @@ def _verl_of_batch(numbers: BatchNumbers, config: Mapping[str, Any]) -> dict[str
         made |= _spread("response_length_non_aborted", [lengths[row] for row in kept])
         if most:
             made["response_length_non_aborted/clip_ratio"] = lengths.count(most) / len(kept)
-    if kept and numbers.rewards is not None:
+    # With an overlong penalty, verl's scores have it too.
+    if kept and numbers.rewards is not None and not config.get("overlong_buffer_len"):
         scores = [numbers.rewards[row] for row in kept]
         made |= _spread("critic/score", scores)
         if not config.get("kl_coef"):  # otherwise verl's rewards have the KL penalty of each token
