@@ -23,10 +23,15 @@ class KeptRows:
 
     Args:
         data: the rank's rows.
+        of_others: whether their ``old_log_probs`` are not those of the weights before the first step.
+
+    Attributes:
+        of_others: see above.
     """
 
-    def __init__(self, data: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, data: Mapping[str, torch.Tensor], *, of_others: bool) -> None:
         self._data = data
+        self.of_others = of_others
         self._pending: list[tuple[int, torch.Tensor]] = []
         self._log_probs: dict[int, torch.Tensor] = {}
 
@@ -76,6 +81,6 @@ class KeptRows:
                 for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
             ]
             columns["log_probs"] = torch.cat(of_rows).numpy() if of_rows else np.zeros(0, np.float32)
-        elif "old_log_probs" in data:
+        elif "old_log_probs" in data and not self.of_others:
             columns["log_probs"] = data["old_log_probs"][at][real].float().numpy()
         return {"numbers": numbers.numpy(), "lengths": lengths.numpy(), "columns": columns}

@@ -182,7 +182,9 @@ class PolicyTrainWorker(ModelWorker):
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
         # Also of a rollout that only the critic is trained on: a replay needs its values.
-        self._kept = KeptRows(data) if RECORD_ROWS in data else None
+        # Old log-probabilities are of before the first step, unless they are of the weights that generated the tokens.
+        of_others = bool(args.use_rollout_logprobs or args.keep_old_actor)
+        self._kept = KeptRows(data, of_others=of_others) if RECORD_ROWS in data else None
         metrics = {**self._about(data), **self._penalize_length(data), **self._filter_overlong(data)}
         waits = self._rollout_id < args.num_critic_only_steps
         if waits and args.kl_target is None:
@@ -239,10 +241,7 @@ class PolicyTrainWorker(ModelWorker):
         lr = 0.0
         totals = None
         kept = self._kept
-        # The trainer's old log-probabilities are of before the first step. Those of a later pass are not, nor are those
-        # of the weights that generated the tokens.
-        own = "old_log_probs" in data and not (args.use_rollout_logprobs or args.keep_old_actor)
-        watches = kept is not None and not own
+        watches = kept is not None and ("old_log_probs" not in data or kept.of_others)
         if "rollout_ids" in data:
             totals = self._of_rollouts(data, data["loss_mask"].float().sum(1))
         # Until all steps are taken, nobody may take this for the state after a rollout.

@@ -209,3 +209,12 @@ def test_log_probs_are_of_the_trained_weights_with_keep_old_actor(fsdp_groups, l
             real = data["attention_mask"][number].bool()
             found = torch.from_numpy(arrays["log_probs"][begins + 1 : ends])
             torch.testing.assert_close(found, log_probs[number][real][1:], rtol=0, atol=1e-5)
+
+
+def test_log_probs_of_the_engine_are_not_recorded_as_those_of_the_trainer(fsdp_groups, llama_folder, tmp_path):
+    """In a rollout that only the critic is trained on, the actor computes none of its own."""
+    args = {"hf_checkpoint": llama_folder, "advantage_estimator": "gae", "num_critic_only_steps": 1, "num_rollout": 2}
+    args |= {"use_rollout_logprobs": True, "kl_coef": 0.01, "kl_target": 0.1}
+    record(fsdp_groups(1), tmp_path, args, steps=2, save_after=(), values=True)
+    first, second = (np.load(sample_files(tmp_path / "run", step)[0]).files for step in range(2))
+    assert "token/values" in first and "log_probs" not in first and "log_probs" in second
