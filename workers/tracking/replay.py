@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3
 """Relative difference of metrics that a run of several ranks may have, in float32."""
 
-_OF_THE_MACHINE = ("seconds", "snapshot", "tokens_per_second", "computed_ratio", "cost_spread")
+_OF_THE_MACHINE = (
+    *("seconds", "snapshot", "tokens_per_second", "computed_ratio", "cost_spread"),
+    *("moe/load_min", "moe/load_max", "replay/overlap"),  # they count a common prefix once for each micro-batch
+)
 """Beginnings of the metrics that say how a step was computed, and not what."""
 
 
