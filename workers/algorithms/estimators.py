@@ -197,8 +197,8 @@ class AdvantageRows:
         groups, alone = check_groups(self)
         if alone and not self.rank:
             logger.warning(
-                "%d of %d completions are alone in their groups: advantage_estimator=%r gives them the advantage 0, so "
-                "they are not trained",
+                "%d of %d completions are alone in their groups: advantage_estimator=%r gives them the advantage 0 "
+                "(before whitening, if it does that)",
                 alone,
                 len(groups),
                 self.estimator,
