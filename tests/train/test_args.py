@@ -175,6 +175,20 @@ def test_policy_loss_chooses_its_clip_and_its_mean_unless_set(caplog):
     assert read(**gspo, loss_aggregation="constant", loss_constant_length=7)[0] == (3e-4, 4e-4, "constant")
 
 
+def test_defaults_of_another_loss_are_a_warning():
+    """`read_args` has set them, so they look like the user's in a configuration that is made of it."""
+    ppo, gspo = read_args({}), read_args({"policy_loss_type": "gspo"})
+    with pytest.warns(UserWarning, match=r"'gspo' with .*eps_clip=0\.2, the defaults of 'ppo_clip'.*None"):
+        assert read_args({**ppo, "policy_loss_type": "gspo"}).eps_clip == 0.2
+    with pytest.warns(UserWarning, match=r"'ppo_clip' with .*eps_clip_high=0\.0004.*the defaults of 'gspo'"):
+        read_args({**gspo, "policy_loss_type": "ppo_clip"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_args({**ppo, "policy_loss_type": "gspo", "eps_clip": None, "loss_aggregation": None}) == gspo
+        for args in (ppo, gspo, read_args({"loss_aggregation": "sequence", "eps_clip": 0.1})):
+            assert read_args({**args}) == args
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -24,6 +24,7 @@ from workers.train.args_checks import (
     check_rollout,
     check_together,
     check_value,
+    warn_of_defaults,
 )
 
 
@@ -645,6 +646,8 @@ def read_args(given: Any = None) -> TrainArgs:
     check_together(args)
     changed = {name for name, item in known.items() if args[name] != _default(item)}
     check_effects(changed, args)
+    if type(given) is dict and values.keys() == known.keys():  # such as {**args, "policy_loss_type": "gspo"}
+        warn_of_defaults(values, args)
     made = pickle.loads(untyped)
     for name in changed | own:
         made[name] = args._get_node(name)

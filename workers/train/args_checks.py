@@ -9,7 +9,7 @@ import logging
 import math
 import operator
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +429,28 @@ def _complete_policy_loss(args: Any) -> None:
     if unusual := {key: value for key, value in chosen.items() if key in usual and value != usual[key]}:
         said = ", ".join(f"{key}={value!r}" for key, value in unusual.items())
         logger.warning("policy_loss_type=%r chooses %s, as in its paper; set these keys to choose others", name, said)
+
+
+def warn_of_defaults(values: Mapping[str, Any], args: Any) -> None:
+    """Warn if a policy loss gets the defaults of another one, because a configuration that `read_args` has completed
+    for that one was changed.
+
+    Args:
+        values: all keys, as they were given.
+        args: the configuration.
+    """
+    losses = {name: {"loss_aggregation": "token", **keys} for name, keys in POLICY_LOSS_KEYS.items()}
+    own = losses.get(args.policy_loss_type, losses["ppo_clip"])
+    for name, keys in losses.items():
+        kept = {key: value for key, value in keys.items() if key in own and value not in (None, own[key])}
+        if kept and "eps_clip" in keys and all(values[key] == value for key, value in keys.items()):
+            said = ", ".join(f"{key}={value!r}" for key, value in kept.items())
+            warnings.warn(
+                f"args: policy_loss_type={args.policy_loss_type!r} with {said}, the defaults of {name!r}. If "
+                "read_args has set them for that loss, set them to None, to get those of this one",
+                stacklevel=3,
+            )
+            return
 
 
 def check_effects(given: Collection[str], args: Any) -> None:
