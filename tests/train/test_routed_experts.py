@@ -14,7 +14,8 @@ from workers.data.rollout_data import RolloutDataError, check_rollout_data, rows
 from workers.data.routed_experts import RoutingShape
 from workers.hf_files import config_from
 from workers.train.args import TrainArgsError, read_args
-from workers.train.policy_worker import PolicyTrainWorker, check_entries
+from workers.train.policy_worker import PolicyTrainWorker, _mean, check_entries
+from workers.train.train_model import StepReport
 
 MODEL = {"model_type": "qwen3_moe", "vocab_size": 99, "hidden_size": 8, "num_hidden_layers": 3, "num_experts": 6}
 MODEL |= {"num_experts_per_tok": 2, "mlp_only_layers": [1], "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -189,3 +190,10 @@ def test_packed_rows_share_tokens_with_equal_routes_only():
         at[0] = 0
         order = part.rows.tolist()
         assert torch.equal(part.routed_experts[at], routes[order[row]])
+
+
+def test_share_is_the_mean_over_the_steps_that_have_it():
+    """No token of the second step has experts to replay."""
+    reports = [StepReport({"loss": 1.0, "replay/overlap": 0.75}, 2.0), StepReport({"loss": 2.0}, 4.0)]
+    assert _mean(reports, 0.5) == {"loss": 1.5, "replay/overlap": 0.75, "grad_norm": 3.0, "lr": 0.5}
+    assert _mean([]) == {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0}

@@ -648,13 +648,14 @@ class PolicyTrainWorker(ModelWorker):
 
 
 def _mean(reports: Sequence[StepReport], lr: float = 0.0) -> dict[str, float]:
-    """Return the metrics of a rollout from the reports of its steps. There are none if no token counts, or if the actor
-    waits for its critic."""
-    sums: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0}
+    """Return the metrics of a rollout from the reports of its steps: means over those that have them. There is no
+    step if no token counts, or if the actor waits for its critic."""
+    found: dict[str, list[float]] = {}
     for report in reports:
         for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return {**{name: value / max(len(reports), 1) for name, value in sums.items()}, "lr": lr}
+            found.setdefault(name, []).append(value)
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return {"loss": 0.0, "grad_norm": 0.0, **means, "lr": lr}
 
 
 def _replays_rollout(args: Any, role: str) -> bool:
