@@ -245,7 +245,9 @@ class TrainArgs:
     dpo_beta: float | None = _key(
         None, "dpo: beta; larger values keep the policy closer to the reference; by default 0.1", above=0
     )
-    value_clip: float = _key(0.2, "critic: clip of the change of values in one step; 0 disables it", least=0)
+    value_clip: float = _key(
+        0.2, "critic: clip of the change of values during the steps of a rollout; 0 disables it", least=0
+    )
     loss_aggregation: str | None = _key(
         None,
         "token: mean over all tokens; sequence: mean over the completions' means; constant: mean over the completions' "
