@@ -224,7 +224,6 @@ def compute_output_in_float32(model: Any) -> None:
         ValueError: the output layer is no plain linear layer, for example because it has an adapter.
     """
     import torch
-    import torch.nn.functional as F
 
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
@@ -232,12 +231,26 @@ def compute_output_in_float32(model: Any) -> None:
             f"fp32_lm_head=True: the output layer of {type(model).__name__} is a {type(head).__name__}; expected a "
             "torch.nn.Linear, without a LoRA adapter. Leave out fp32_lm_head"
         )
+    _compute_in_float32(head)
+
+
+def compute_values_in_float32(model: Any) -> None:
+    """Make a model for token classification compute its head, which is its last linear layer, in float32: a critic's
+    values would be rounded to three digits in bfloat16. A model that ends in another layer stays as it is."""
+    import torch
+
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    if layers and layers[-1].out_features == model.config.num_labels:
+        _compute_in_float32(layers[-1])
+
+
+def _compute_in_float32(layer: Any) -> None:
+    import torch.nn.functional as F
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return F.linear(hidden.float(), head.weight.float(), bias)
+        bias = None if layer.bias is None else layer.bias.float()
+        return F.linear(hidden.float(), layer.weight.float(), bias)
 
-    layer: Any = head
     layer.forward = forward
 
 

@@ -39,7 +39,7 @@ from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.fsdp.load_balancing import LoadBalancing
 from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
 from workers.fsdp.sequence_parallel import check_sliceable, gather_slices
-from workers.hf_files import ModelFilesError, compute_output_in_float32
+from workers.hf_files import ModelFilesError, compute_output_in_float32, compute_values_in_float32
 from workers.hf_routing import Routers, RoutingError
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
 from workers.train.train_model import StepReport, TokenLoss, TokenOutputs, TrainModel
@@ -70,7 +70,8 @@ class FSDPOptions:
         seed: seed of random weights.
         trust_remote_code: whether code that comes with the weights may run.
         lora: the adapter to train instead of all weights; None for none.
-        fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`.
+        fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`. A critic's
+            value head always does.
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
         moe_aux_loss_coeff, moe_z_loss_coeff: coefficients of the auxiliary losses of a mixture of experts, see
             `workers.fsdp.load_balancing`.
@@ -170,7 +171,9 @@ class FSDPTrainModel(TrainModel):
         )
         if options.lora is not None:
             self.adapter_config = adapter_config(self.module, folder)
-        if options.fp32_lm_head and role != "critic":
+        if role == "critic":
+            compute_values_in_float32(self.module)
+        elif options.fp32_lm_head:
             compute_output_in_float32(self.module)
         self._routers = self._hook_routers()
         self._balancing: LoadBalancing | None = None

@@ -103,6 +103,13 @@ def test_step_matches_manual_computation_on_one_and_two_ranks(pair_of, llama_fol
     assert losses[0][1] != losses[0][3], "the values of an earlier rollout were used again"
 
 
+def test_values_are_not_rounded_to_bfloat16(pair_of, llama_folder, data):
+    """As on Megatron, whose value head computes in float32."""
+    _, critic = pair_of(1, {"hf_checkpoint": llama_folder, **PPO, "param_dtype": "bf16"})
+    values = critic.worker_group.compute_values(data)[data["loss_mask"] != 0]
+    assert (values != values.bfloat16().float()).double().mean() > 0.9
+
+
 def test_call_order_does_not_matter_and_values_bypass_the_driver(pair_of, llama_folder, data):
     rows = TensorDict({key: pad(value, (0, 7000)) if value.dim() == 2 else value for key, value in data.items()},
                       batch_size=[len(data)])  # fmt: skip
