@@ -205,6 +205,23 @@ def test_returns_that_are_not_the_advantages(estimator):
     assert renamed("verl", advantages, None, {"advantage_estimator": "rloo"})["critic/returns/mean"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "others"),
+    [
+        ("token", set()),
+        ("sequence", {"ppo_kl", "clip_fraction", "critic/value", "critic/value_clip_fraction"}),
+        ("constant", {"kl", "entropy"}),
+    ],
+)
+def test_means_over_what_verl_does_not_take_them_over_keep_their_names(aggregation, others):
+    """verl takes the clipped share and its like over all tokens, and KL divergence and entropy as it takes the loss."""
+    own = dict.fromkeys(["policy_loss", "ppo_kl", "clip_fraction", "kl", "entropy"], 0.1)
+    own |= dict.fromkeys(["critic/value_loss", "critic/value", "critic/value_clip_fraction"], 0.1)
+    told = renamed("verl", own, None, {"loss_aggregation": aggregation})
+    assert own.keys() & told.keys() == others and len(told) == len(own)
+    assert own.keys().isdisjoint(renamed("slime", {"ppo_kl": 0.1}, None, {"loss_aggregation": aggregation}))
+
+
 def test_all_rows_without_a_completion():
     told = renamed("verl", {}, BatchNumbers([1.0], [0], [3], 0.0), {"rollout_max_response_len": 4})
     assert told["response/aborted_ratio"] == 1.0 and "critic/score/mean" not in told

@@ -41,6 +41,13 @@ _VERL = {
     "critic/explained_variance": "critic/vf_explained_var",
 }
 
+_OTHER_MEANS = {
+    "sequence": ("ppo_kl", "clip_fraction", "critic/value", "critic/value_clip_fraction"),
+    "constant": ("kl", "entropy"),
+}
+"""By ``loss_aggregation``, metrics that are other means in verl: it takes the first four over all tokens, and the last
+two as it takes the loss."""
+
 _SLIME = {
     "loss": "train/loss",
     "policy_loss": "train/pg_loss",
@@ -129,14 +136,16 @@ def renamed(
         metrics: in the names of this library.
         numbers: of the step's batch.
         config: of the run; ``rollout_max_response_len``, ``rollout_max_prompt_len``, ``kl_coef``, ``kl_loss_coef``,
-            ``policy_loss_type``, ``eps_clip_dual``, ``advantage_estimator``, ``overlong_buffer_len`` and the number of
-            training ranks are read.
+            ``policy_loss_type``, ``eps_clip_dual``, ``advantage_estimator``, ``loss_aggregation``,
+            ``overlong_buffer_len`` and the number of training ranks are read.
     """
     if names == "own":
         return dict(metrics)
     config, known = config or {}, dict(_VERL if names == "verl" else _SLIME)
     if config.get("policy_loss_type") == "clip_cov" or config.get("eps_clip_dual") is not None:
         del known["clip_fraction"]  # theirs then counts other tokens
+    for name in _OTHER_MEANS.get(config.get("loss_aggregation") or "", ()) if names == "verl" else ():
+        known.pop(name, None)
     made = {known.get(name, name): value for name, value in metrics.items()}
     parts = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     if names == "slime":
