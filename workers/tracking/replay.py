@@ -134,7 +134,7 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     with LocalWorkerGroup(1, made) as group:
         group.init(args, "actor", ranks["with_ref"])
         for number in range(begin, step + 1):
-            rows, version = _rows(folder, number)
+            rows, version = _rows(folder, number, ranks["with_ref"])
             if version is not None:
                 group.set_weight_version(version)
             rows = _in_order(rows, args, ranks["dp_size"])
@@ -212,8 +212,9 @@ def _complete(folder: Path, step: int) -> bool:
     return len(about["rows"]) == about["batch_rows"]
 
 
-def _rows(folder: Path, step: int) -> tuple[TensorDict, int | None]:
-    """Return the rows of a step as they were trained, padding included, and the weight version of then."""
+def _rows(folder: Path, step: int, with_ref: bool) -> tuple[TensorDict, int | None]:
+    """Return the rows of a step as they were trained, padding included, and the weight version of then. With
+    ``with_ref``, the ranks compute the reference's log-probabilities anew."""
     import torch
     from tensordict import TensorDict
 
@@ -250,8 +251,9 @@ def _rows(folder: Path, step: int) -> tuple[TensorDict, int | None]:
         else:
             continue
         rows[name] = value.to(getattr(torch, dtype))
-    if "token/values" in arrays:  # the critic's
-        rows["values"] = padded(arrays["token/values"])
+    for name in ("values",) if with_ref else ("values", "ref_log_probs"):  # of a critic, or of a teacher's future
+        if f"token/{name}" in arrays:
+            rows[name] = padded(arrays[f"token/{name}"])
     rows[RECORD_ROWS] = torch.from_numpy(arrays["numbers"])
     return TensorDict(rows, batch_size=[count]), about.get("weight_version")
 

@@ -198,6 +198,19 @@ def test_run_that_was_profiled_can_be_replayed():
     assert read_args(replaying._args({"config": profiled})).profile_step_start is None
 
 
+def test_replay_has_what_a_teacher_has_computed(fsdp_groups, llama_folder, tmp_path):
+    """As a future in the batch, which the driver does not record: the ranks do."""
+    group = fsdp_groups(1)
+    begin(group, {**SETTINGS, "hf_checkpoint": llama_folder, "balance_data": False})
+    data = llamas_rollout(prompts=4, samples=4, tokens=6)
+    with RunLog.from_args(group.args, run_dir=tmp_path) as log:
+        log.watch(group)
+        batch = log.mark(0, {**data, "ref_log_probs": group.async_compute_log_prob(data)})
+        log.log(0, learn(group, 0, batch), batch)
+    done = replay(tmp_path, 0)
+    assert done.exact and done.different == {} and "kl" in done.recorded, str(done)
+
+
 def test_replay_does_not_compare_what_depends_on_micro_batches():
     """One rank has rows with a common prefix in one micro-batch, which several ranks have in several."""
     for name in ("moe/load_min", "moe/load_max", "replay/overlap", "computed_ratio"):
