@@ -106,6 +106,8 @@ def test_pairs_are_found_by_their_number():
     assert sorted(zip(chosen.tolist(), rejected.tolist(), strict=True)) == [(1, 3), (2, 0), (4, 5)]
     chosen, _ = pairs(torch.tensor([5, 9, 5, 9]), torch.tensor([False, True, True, False]), rewards[:4] >= 0)
     assert chosen.tolist() == [2, 1]
+    none = torch.zeros(0)
+    assert [len(of) for of in pairs(none.long(), none, none.bool())] == [0, 0]  # as of a batch without rows
 
 
 @pytest.mark.parametrize(

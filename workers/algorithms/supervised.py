@@ -107,7 +107,7 @@ def pairs(group_ids: torch.Tensor, rewards: torch.Tensor, counted: torch.Tensor)
             f"rollout data: {int(sizes[which])} rows have the group id {int(ids[which])}; policy_loss_type='dpo' needs "
             "pairs: two rows, of which the chosen one has the higher reward"
         )
-    rows = group_ids.argsort(stable=True).view(-1, 2)
+    rows = group_ids.argsort(stable=True).view(len(ids), 2)
     of_pairs = rewards[rows].double()  # argmax does not take bool
     if bool((of_pairs[:, 0] == of_pairs[:, 1]).any()):
         row = int(rows[of_pairs[:, 0] == of_pairs[:, 1]][0, 0])
