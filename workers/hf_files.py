@@ -235,13 +235,13 @@ def compute_output_in_float32(model: Any) -> None:
 
 
 def compute_values_in_float32(model: Any) -> None:
-    """Make a model for token classification compute its head, which is its last linear layer, in float32: a critic's
-    values would be rounded to three digits in bfloat16. A model that ends in another layer stays as it is."""
+    """Make a model for token classification compute its head, the linear layer beside its base model, in float32: in
+    bfloat16, a critic's values would be rounded to three digits. A model with another head stays as it is."""
     import torch
 
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    if layers and layers[-1].out_features == model.config.num_labels:
-        _compute_in_float32(layers[-1])
+    for layer in model.children():
+        if isinstance(layer, torch.nn.Linear):
+            _compute_in_float32(layer)
 
 
 def _compute_in_float32(layer: Any) -> None:
