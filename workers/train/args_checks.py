@@ -447,7 +447,7 @@ def warn_of_defaults(values: Mapping[str, Any], args: Any) -> None:
             said = ", ".join(f"{key}={value!r}" for key, value in kept.items())
             warnings.warn(
                 f"args: policy_loss_type={args.policy_loss_type!r} with {said}, the defaults of {name!r}. If "
-                "read_args has set them for that loss, set them to None, to get those of this one",
+                f"read_args has set them for that loss, set them to None to get those of {args.policy_loss_type!r}",
                 stacklevel=3,
             )
             return
