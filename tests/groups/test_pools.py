@@ -498,6 +498,12 @@ class TestExternalPlacementGroup:
         every = RayResourcePool.from_placement_group(pg)
         assert [rank.bundle for rank in every.plan().ranks] == [0, 1, 2, 3]
 
+    def test_pools_that_share_a_bundle_cannot_be_merged(self, pg):
+        first, second = (RayResourcePool.from_placement_group((pg, given)) for given in ([0, 1], [2, 1]))
+        with pytest.raises(ValueError, match="share a slot: slot 1 of the placement group theirs"):
+            merge_resource_pool(first, second)
+        assert merge_resource_pool(first, second[0]).world_size == 3
+
     @pytest.mark.parametrize(
         ("given", "options", "error", "words"),
         [

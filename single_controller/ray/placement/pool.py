@@ -376,12 +376,18 @@ class RayResourcePool(Closing, ResourcePool):
         return members
 
     def _check_distinct(self) -> None:
-        for (reservation, number), count in Counter(self._members()).items():
-            if count > 1:
+        slots_of = {reservation: reservation.slots for reservation in self.reservations}
+        seen = set[Hashable]()
+        for reservation, number in self._members(slots_of):
+            slot = slots_of[reservation][number]
+            # By bundle, if there are any yet: several pools may be on one external placement group.
+            key = (slot.placement_group, slot.bundle) if slot.placement_group is not None else (reservation, number)
+            if key in seen:
                 raise ValueError(
                     "merge_resource_pool(): the same pool is given twice, or two that share a slot: slot "
                     f"{number} of {reservation.label}"
                 )
+            seen.add(key)
 
     def plan(self) -> PoolPlan:
         """Return where every rank is, or would be: node, bundle and device; and what is missing. Starts nothing.
