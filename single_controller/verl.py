@@ -207,8 +207,8 @@ class MegatronGlobalInfo:
 
 
 class MegatronInfo:
-    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s. Before these have
-    initialized Megatron, both methods raise a `DispatchError`."""
+    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s, or a role of one.
+    Before these have initialized Megatron, both methods raise a `DispatchError`."""
 
     def get_megatron_rank_info(self: Any, rank: int) -> MegatronRankInfo:
         """The coordinates of a rank; an `IndexError` if the group has no such rank."""

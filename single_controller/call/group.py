@@ -34,7 +34,7 @@ from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
 from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Resized, Sent, Transport
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import WorkerClass
-from single_controller.verl import VerlGroup
+from single_controller.verl import MegatronInfo, VerlGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -1027,6 +1027,8 @@ class RoleGroup(WorkerGroup):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (hasattr(type(self._whole), name) or name in vars(self._whole)):
+            if name in vars(MegatronInfo):  # of the layout of this role: the whole group has none
+                return getattr(MegatronInfo, name).__get__(self)
             return getattr(self._whole, name)
         return super().__getattr__(name)
 

@@ -14,6 +14,7 @@ from waits import wait_until
 from single_controller import (
     DispatchError,
     GroupBrokenError,
+    NVMegatronRayWorkerGroup,
     RayClassWithInitArgs,
     RayWorkerGroup,
     StartError,
@@ -76,6 +77,17 @@ def test_each_role_has_its_own_layout(group):
     assert (group.actor.dp_size, group.critic.dp_size) == (2, 4)
     group.actor.set_layout(dp=[0, 1, 0, 1], tp=[0, 0, 1, 1])  # one role's new layout does not affect the other
     assert group.actor.on_dp(["a", "b"]) == [(0, "a"), (1, "b")]
+
+
+@on_ray
+def test_megatron_info_of_a_role(group):
+    group.actor.set_layout(dp=[0, 0, 1, 1], tp=[0, 1, 0, 1])
+    group.critic.set_layout(dp=[0, 1, 2, 3], tp=[0, 0, 0, 0])
+    with NVMegatronRayWorkerGroup.from_detached(worker_handles=group.workers) as attached:
+        found = [attached.actor.get_megatron_rank_info(rank) for rank in range(4)]
+        assert [(info.dp_rank, info.tp_rank) for info in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert attached.critic.get_megatron_global_info().dp_size == 4
+    assert not hasattr(group.actor, "get_megatron_rank_info")
 
 
 def test_errors_name_the_role(group):
