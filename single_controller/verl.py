@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from dispatch.checks import suggestion
+from dispatch.layout import Mesh
 from dispatch.modes import Dispatch, Execute
 from dispatch.plan import plan_execute, plan_rank_zero
 from dispatch.register import register
@@ -104,10 +105,23 @@ class VerlGroup:
         """`_query_dispatch_info` of every mesh that the workers have registered."""
         return {name: list(mesh.dp_rank) for name, mesh in self.layout.meshes.items()}
 
+    @property
+    def _collect_info(self: Any) -> dict[str, list[bool]]:
+        """`_query_collect_info` of every mesh that the workers have registered."""
+        return {name: list(mesh.collects) for name, mesh in self.layout.meshes.items()}
+
     def _query_dispatch_info(self: Any, mesh_name: str) -> list[int]:
         """``group.layout.mesh(mesh_name).dp_rank``, by rank."""
+        return list(self._mesh(mesh_name).dp_rank)
+
+    def _query_collect_info(self: Any, mesh_name: str) -> list[bool]:
+        """``group.layout.mesh(mesh_name).collects``, by rank."""
+        return list(self._mesh(mesh_name).collects)
+
+    def _mesh(self: Any, mesh_name: str) -> Mesh:
         self._state.check_process()
-        return list(self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name).dp_rank)
+        mesh: Mesh = self._layout_with(lambda layout: mesh_name in layout.meshes).mesh(mesh_name)
+        return mesh
 
     def fuse(self: Any, prefix_set: Iterable[str]) -> None:
         """Raise a `DispatchError` unless the group has these roles. ``group.<role>`` works without this call."""

@@ -164,6 +164,8 @@ def test_worker_that_wraps_another_and_has_a_second_base(make_group):
     group = make_group(Outer)
     assert group._query_dispatch_info("actor") == [0, 0, 1, 1]
     assert group._dispatch_info == {"actor": [0, 0, 1, 1]}
+    assert group._query_collect_info("actor") == [False, True, False, True]
+    assert group._collect_info == {"actor": [False, True, False, True]}
     assert group.rows([10, 11, 12, 13]) == [(1, 10), (1, 11), (3, 12), (3, 13)]
     assert group.known() == [("nsys", rank, 4, rank % 2 == 1, {}) for rank in range(4)]
     with pytest.raises(DispatchError, match="no mesh 'critic'"):
