@@ -247,7 +247,9 @@ def register(
 def plain_signature(function: Callable[..., Any], *, skip_first: bool) -> inspect.Signature:
     """A function's signature without ``self``, and without the parameter that Ray adds for tracing."""
     signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())[1 if skip_first else 0 :]
+    parameters = list(signature.parameters.values())
+    if skip_first and not (parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL):
+        parameters = parameters[1:]  # otherwise the method takes ``self`` in its ``*args``, as plain wrappers do
     return signature.replace(parameters=[p for p in parameters if p.name != _RAY_TRACING])
 
 

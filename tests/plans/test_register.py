@@ -209,6 +209,22 @@ class TestRegisteredMethods:
         assert spec.registration.mode == Dispatch.ONE_TO_ALL
         assert str(spec.signature) == "(x)"
 
+    def test_wrapper_without_a_signature_takes_positional_arguments(self):
+        """verl's GPUMemoryLogger, for example, is a decorator without functools.wraps."""
+
+        def logged(function):
+            def inner(*args, **kwargs):
+                return function(*args, **kwargs)
+
+            return inner
+
+        class Worker:
+            @register(dispatch_mode="ONE_TO_ALL")
+            @logged
+            def work(self, x): ...
+
+        assert str(registered_methods(Worker)["work"].signature) == "(*args, **kwargs)"
+
 
 class TestSubclasses:
     def test_methods_are_inherited(self):
