@@ -233,6 +233,12 @@ def test_role_name_must_not_hide_a_group_method(transport):
         transport.group(colocate({"restart": RayClassWithInitArgs(Actor)}))
 
 
+def test_options_of_the_shared_process():
+    roles = both()
+    create_colocated_worker_cls(roles).update_options({"num_cpus": 0.5})
+    assert [made.options for made in roles.values()] == [{"num_cpus": 0.5}] * 2
+
+
 def test_roles_with_conflicting_process_options(pool):
     first, second = RayClassWithInitArgs(Actor), RayClassWithInitArgs(Critic)
     first.update_options({"num_cpus": 0.1})

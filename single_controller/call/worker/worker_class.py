@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from dispatch.batch import described
 from dispatch.checks import suggestion
@@ -81,6 +81,11 @@ class Colocated:
     def name(self) -> str:
         """The roles' names, for the names of actors and groups."""
         return "_".join(self.roles)
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Set Ray's actor options of the shared process: `RayClassWithInitArgs.update_options` of every role."""
+        for made in self.roles.values():
+            cast(Any, made).update_options(options)
 
     def __repr__(self) -> str:
         return f"colocate({{{', '.join(f'{role!r}: {made.cls.__name__}' for role, made in self.roles.items())}}})"
