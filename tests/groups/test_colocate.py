@@ -139,6 +139,14 @@ def test_stats_and_layout_of_the_whole_group(group):
         group.tp_size  # noqa: B018
 
 
+@on_ray
+def test_attaching_with_the_class_of_one_role(group):
+    role = RayClassWithInitArgs(Actor)
+    with RayWorkerGroup.from_detached(worker_handles=group.workers, ray_cls_with_init=role) as attached:
+        with pytest.raises(WorkerError, match="no worker without a role, but of: actor, critic"):
+            attached.add(0)
+
+
 def test_copied_worker_has_no_other_roles(group):
     def copies(worker):
         import copy

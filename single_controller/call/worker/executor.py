@@ -273,6 +273,12 @@ class Executor:
     def call(self, role: str | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method by name, ``async`` or not, and return its value."""
         worker = self.workers.get(role)
+        if worker is None and self.workers:
+            known = ", ".join("no role" if one is None else one for one in self.workers)
+            raise LookupError(
+                f"this process has no worker {'without a role' if role is None else f'of the role {role!r}'}, but of: "
+                f"{known}. Attach to it without ray_cls_with_init, or with what its group was created with"
+            )
         if worker is None:
             raise RuntimeError("this worker has not been started")
         if type(worker)._prepare_thread is not Worker._prepare_thread:
