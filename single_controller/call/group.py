@@ -316,7 +316,7 @@ class WorkerGroup(VerlGroup, Closing):
 
     @property
     def methods(self) -> Methods:
-        """The registered methods by name, also those that an attribute of the group hides."""
+        """The registered methods by name: ``group.methods.add`` is ``group.add``."""
         return Methods(self)
 
     @overload
