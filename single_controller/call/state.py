@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """Time between two looks at the calls of a group."""
 
+ADVICE = "Call restart() to start new workers, or close()"
+
 TRANSPORT_GONE = "the connection to Ray with which it was created was shut down"
 
 
@@ -112,7 +114,7 @@ class GroupState:
         self.transport: Transport | None = None  # what runs the workers; None until they were started
         self.broken: str | None = None  # why the group is broken, or None
         self.closed = False  # whether it was closed
-        self.advice = "Call restart() to start new workers, or close()"  # what the error of a broken group recommends
+        self.advice = ADVICE  # what the error of a broken group recommends
         self.dead: tuple[int, ...] = ()  # the ranks whose death broke it
         self.why = ""  # why they died; `broken` says what the group was doing too
         self.restarting = False  # whether its workers are being restarted

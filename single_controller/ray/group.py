@@ -38,7 +38,7 @@ from single_controller.call.errors import (
 )
 from single_controller.call.future import off_loop
 from single_controller.call.group import ERROR_GRACE_SECONDS, WorkerGroup, check_ranks
-from single_controller.call.state import POLL_SECONDS, GroupState
+from single_controller.call.state import ADVICE, POLL_SECONDS, GroupState
 from single_controller.call.transport import MAX_STACK_SECONDS
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import Colocated
@@ -252,8 +252,9 @@ class RayWorkerGroup(WorkerGroup):
         stem = found.ranks[0].name.rpartition("_")[0]
         name = f"group {stem} (attached)"
         self = cls._attached(classes, name, found.ranks, found.master, collectives=found.collectives)
-        self._owned_placement = placement_groups(found.ranks) if own else ()
-        self._owns = own
+        if own:
+            self._owns, self._owned_placement = True, placement_groups(found.ranks)
+            self.advise("Close it and create a new group")
         return self
 
     @classmethod
@@ -275,6 +276,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool, self._start_plan, self._owns = plan.pool, plan, True
         self._state.recovers = plan.on_death != "error"
         self._owned_placement, self._takeover_data = left.placement_groups, left.data
+        self.advise(ADVICE)
         plan.pool.admit(self, plan.bin_pack)
         left.restore(self._state, record)
         self._register(key)
@@ -295,6 +297,7 @@ class RayWorkerGroup(WorkerGroup):
         WorkerGroup.__init__(self, classes, name, error_grace)
         self._state.independent = not collectives
         self._state.transport, self._rendezvous = RayTransport(ranks), rendezvous
+        self.advise("Only the driver that started it can restart it. Then attach to it again, or get a new copy")
         return self
 
     def __reduce__(self) -> Any:
@@ -364,10 +367,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _owned_plan(self) -> StartPlan:
         if self._start_plan is None:
-            advice = (
-                "close it and create a new group" if self._owns else "only the driver that started it can restart it"
-            )
-            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here; {advice}")
+            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here. {self._state.advice}")
         return self._start_plan
 
     def close(self) -> None:

@@ -352,6 +352,9 @@ class TestGroupsInOtherProcesses:
         os.kill(group.pid()[1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="rank 1"):
             copy.ping()
+        wait_until(lambda: copy.broken)
+        with pytest.raises(GroupBrokenError, match="Only the driver that started it can restart it"):
+            copy.ping()
 
 
 def test_attaching_requires_all_ranks(counters):
