@@ -176,6 +176,11 @@ def add_reference_types(*types: type[Any], in_process: bool = False) -> None:
         _reference_types = tuple(dict.fromkeys((*_reference_types, *types)))
 
 
+def is_reference(value: Any) -> bool:
+    """Whether a value is of a type that was given to `add_reference_types`, for readers in any process."""
+    return isinstance(value, _reference_types)
+
+
 _encoder: Any = None
 _reference_types: tuple[type[Any], ...] = ()
 _in_process_types: tuple[type[Any], ...] = ()

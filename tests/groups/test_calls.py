@@ -103,6 +103,12 @@ def test_object_refs_are_resolved_as_in_ray(counters):
     assert counters.echo(ray.put("stored")) == ["stored"] * 4
 
 
+@pytest.mark.transports("ray")
+def test_object_ref_that_a_method_returns_is_not_read(counters):
+    refs = counters.execute_with_func_generator(lambda worker: ray.put(worker.rank))
+    assert ray.get(refs) == [0, 1, 2, 3]
+
+
 def test_remote_method_has_the_workers_signature_and_docstring(counters):
     assert str(inspect.signature(counters.double)) == "(batch, factor=2)"
     assert counters.add.__doc__ == "Add x to the value."

@@ -19,7 +19,7 @@ from dispatch.errors import BatchError, ResultError, SingleControllerError
 from dispatch.move import move
 from dispatch.plan import Parameter, put_back
 from dispatch.register import label
-from single_controller.call.codec import CallMessage, Encoded, encode
+from single_controller.call.codec import CallMessage, Encoded, encode, is_reference
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
 from single_controller.call.joining import Input, RankResult, will_not_come
 from single_controller.call.transport import RESULT_OF, RunningCall
@@ -284,7 +284,9 @@ class Executor:
         if type(worker)._prepare_thread is not Worker._prepare_thread:
             worker._prepare_thread()
         value = getattr(worker, method)(*args, **kwargs)
-        return self._await(worker, value) if value is not None and inspect.isawaitable(value) else value
+        # Not a reference, although it can be awaited: whoever returns it does not want to send its value.
+        awaits = value is not None and inspect.isawaitable(value) and not is_reference(value)
+        return self._await(worker, value) if awaits else value
 
     def failed(
         self, error: BaseException, method: str, role: str | None, *, alike: bool = False, lost: str | None = None
