@@ -195,7 +195,7 @@ def _is_settings(value: Any) -> bool:
     if isinstance(value, (argparse.Namespace, PurePath)):
         return isinstance(value, PurePath) or all(map(_has_no_rows, vars(value).values()))
     omegaconf = imported("omegaconf")
-    if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return True
     if not dataclasses.is_dataclass(value) or isinstance(value, type) or hasattr(value, "__len__"):
         return False

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from plan_helpers import (
     BATCH_KINDS,
     NO_EMPTY_SHARD,
@@ -130,7 +131,7 @@ class TestWhole:
             *(torch.tensor(3.0), np.array(3), np.float32(2), np.int64(1), np.bool_(True)),
             *(torch.float32, torch.device("cpu"), Broadcast([1, 2, 3]), Path("x")),
             *(SamplingParams(stop_token_ids=(1, 2)), Sizes(), Sizes(inner=Sizes(), options={"a": {"b": 1}})),
-            *(read_args(), Namespace(lr=1.0, name="x")),
+            *(read_args(), OmegaConf.create(["a", "b"]), Namespace(lr=1.0, name="x")),
         ],
         ids=lambda value: f"{value!r:.40}",
     )
