@@ -96,6 +96,31 @@ def test_engine_without_raw_weights_waits_for_an_update():
         assert worker.peer.want(5) is None
 
 
+def test_sleep_takes_the_version_away_before_others_can_copy_the_weights():
+    class Lock:
+        """Notes the version whenever a thread gives the lock up."""
+
+        def __init__(self, worker):
+            self.worker, self.lock, self.depth, self.seen = worker, worker.weights_lock, 0, []
+
+        def __enter__(self):
+            self.lock.acquire()
+            self.depth += 1
+
+        def __exit__(self, *raised):
+            self.depth -= 1
+            if not self.depth:
+                self.seen.append(self.worker.weight_version)
+            self.lock.release()
+
+    with two(RayClassWithInitArgs(RolloutWorker, EchoEngine)) as group:
+        worker = workers_of(group)[0]
+        assert worker.weight_version == 0 and not worker.engine.keeps_weights
+        lock = worker.weights_lock = Lock(worker)
+        worker.sleep()
+        assert worker.engine.asleep and lock.seen == [None]
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 

@@ -257,10 +257,11 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free device memory for a trainer on the same device."""
+        # Under one lock: a thread that copies the weights to another worker must not find the version without them.
         with self.weights_lock:
             self.engine.sleep()
-        if not self.engine.keeps_weights:
-            self.weight_version = None
+            if not self.engine.keeps_weights:
+                self.weight_version = None
 
     @register(Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:
