@@ -163,6 +163,7 @@ class Batch:
             experts += of_rows
         if not logits:  # all requests were aborted a moment ago
             return [], [], [], [], []
+        # Before the tokens are drawn: keys and values are those of the tokens so far, without the new one.
         for row, of_row in zip(self._rows, experts, strict=True):
             if row.filled < 0:
                 continue
@@ -173,6 +174,7 @@ class Batch:
             row.filled = row.length
         requests, scores = [row.request for row in self._rows], torch.cat(logits)
         generators = [self._generator(row, scores.shape[-1]) for row in self._rows]
+        # A model without a cache computes whole rows in each step, as if they had just been added.
         if self._cache is None:
             self.forget()
         return requests, *sample(scores, [request.sampling_params for request in requests], generators), experts
@@ -212,6 +214,7 @@ class Batch:
             or self._width == self._capacity
         ):
             self._rows = [self._rows[place] for place in live]
+            # The last token of each row gets its keys and values in the next forward pass, and its column there.
             self._join([(self._cache, live)], max(row.length for row in self._rows) - 1)
 
     def _prefill(self) -> tuple[list[torch.Tensor], list[RoutedExperts | None]]:

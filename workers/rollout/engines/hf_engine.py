@@ -185,6 +185,7 @@ class HFEngine(RequestEngine):
 
         own = self._tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        # In an update the thread is parked already. This is for those who load weights without one.
         with self.parked("load_weights"), torch.no_grad():
             for name, tensor in weights:
                 check_tensor(name, tensor, shapes, type(self.model).__name__)
@@ -225,6 +226,7 @@ class HFEngine(RequestEngine):
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""
         self._hold("sleep")
+        # The engine's thread waits in `next_step`, so the batch and the model belong to this one until `wake_up`.
         self._batch.forget()
         self._prefixes.clear()
         self._move("cpu")

@@ -44,6 +44,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 T = TypeVar("T")
 
 _starting = threading.Lock()
+# Never closed, because an engine may need it again; `run_coroutine_threadsafe` may be called by any thread.
 _loop: asyncio.AbstractEventLoop | None = None
 
 

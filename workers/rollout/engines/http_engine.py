@@ -74,17 +74,20 @@ class _Reader:
         self.request, self.had = request, len(request.token_ids)
         self.heard = time.monotonic()
         self.begun = self.closed = False
+        # Last: the other thread begins at once, and puts this object into the queue.
         self._reading = run(self._read(parts, into))
 
     async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         try:
             async for part in parts:
                 into.put((self, part))
+        # Not a cancellation, which is no Exception: after `close` nothing is put into the queue.
         except Exception as error:
             into.put((self, error))
 
     def close(self) -> None:
         """End the stream, from any thread. The server notices that nobody listens."""
+        # Before the cancellation: parts that are in the queue already must not count either.
         self.closed = True
         self._reading.cancel()
 
@@ -219,6 +222,7 @@ class HTTPEngine(RequestEngine):
             while (changes := self.next_step()) is not None:
                 waiting += changes.added
                 if changes.recompute:  # their streams were closed, or are of old weights
+                    # In their order and before all others: they hold their callers up for longest.
                     waiting.extendleft(reversed([self._close(reader) for reader in list(self._readers.values())]))
                 for request in changes.ended:
                     if (reader := self._readers.get(request)) is not None:
@@ -227,6 +231,7 @@ class HTTPEngine(RequestEngine):
                 while waiting and len(self._readers) < self.max_running and self._version_is_known():
                     request = waiting.popleft()
                     if not request.ended:
+                        # If it is aborted right now, `_disconnect` misses this reader. The next step closes it.
                         self._readers[request] = _Reader(request, self._parts_of(request), arrived)
                 self._take(arrived)
         finally:
@@ -242,6 +247,7 @@ class HTTPEngine(RequestEngine):
             except queue.Empty:
                 break
             wait = 0.0
+            # A request that was sent again has another reader, and parts of the one before may still come.
             if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
                 if self._must_wait(reader, part):
@@ -384,6 +390,7 @@ class HTTPEngine(RequestEngine):
             RolloutError: ``why``, always.
         """
         self._unsure, self._asked = None, -math.inf
+        # `abandon_update` acquires the lock again, which is reentrant.
         with self._changed:
             updating = "update" in self._holds  # begun meanwhile by the worker, it waits for this step
             if weights:
@@ -403,6 +410,7 @@ class HTTPEngine(RequestEngine):
 
     def _disconnect(self, ended: bool = False) -> None:
         """Close the streams of all requests, or of those that have ended. The engine's thread forgets them later."""
+        # A copy, made in one step of the interpreter: the engine's thread changes the dict meanwhile.
         for reader in list(self._readers.values()):
             if reader.request.ended or not ended:
                 reader.close()
@@ -415,6 +423,7 @@ class HTTPEngine(RequestEngine):
         self._disconnect(ended=True)
         if not self._dialect.pauses:
             self._disconnect()
+            # After `resume`, `serve` sends those again whose streams were closed.
             with self._changed:
                 self._recompute = True
             return
@@ -430,6 +439,7 @@ class HTTPEngine(RequestEngine):
         if self._server_paused:
             self._dialect.resume()
             self._server_paused = False
+        # The server was silent because it was paused, so its silence counts from now on.
         now = time.monotonic()
         for reader in list(self._readers.values()):
             reader.heard = now
@@ -480,6 +490,7 @@ class HTTPEngine(RequestEngine):
     def begin_update(self) -> None:
         """See `RolloutEngine.begin_update`. Requests are interrupted."""
         super().begin_update()
+        # After the hold has begun: a step could open streams which nobody would close.
         self._disconnect()
         self._remove_files()
 
@@ -579,6 +590,7 @@ class HTTPEngine(RequestEngine):
         """
         asleep = self.is_held("sleep")
         self._hold("sleep")
+        # After the hold has begun, as in `begin_update`.
         self._disconnect()
         try:
             self._dialect.sleep()

@@ -229,6 +229,7 @@ class RequestEngine(RolloutEngine):
             self._changed.notify_all()
             idle_until = time.monotonic() + IDLE_SECONDS
             while not self._closed and (self._holds or not self._has_work()):
+                # Without a limit: whoever holds steps back also ends that, and an idle thread is one without requests.
                 if self._requests:
                     self._changed.wait()
                 elif not self._changed.wait(idle_until - time.monotonic()) and not self._requests:
@@ -238,6 +239,7 @@ class RequestEngine(RolloutEngine):
                 self._serving = False  # under the lock, so that the next request starts another thread
                 return None
             self._stepping = True
+            # While `_drain` waits for the running requests, no new one may begin, or it might wait for ever.
             added = [] if self._draining else self._added
             changes = Changes(added, self._dropped, self._recompute)
             self._added = self._added if self._draining else []
@@ -270,6 +272,7 @@ class RequestEngine(RolloutEngine):
                 None if they are not known.
         """
         with self._changed:
+            # It was aborted, or `close` failed it, after the step had begun. Its future has a result.
             if request.ended:
                 return
             request.begun = True
@@ -280,6 +283,7 @@ class RequestEngine(RolloutEngine):
                     request.sampling_mask.append(one)
             request.token_ids += token_ids
             request.log_probs += log_probs
+            # No update begins during a step (`_hold`), so the tokens were computed with this version.
             request.weight_versions += [self.weight_version] * len(token_ids)
             if routed_experts is not None:
                 if request.routed_experts is None:
@@ -321,6 +325,7 @@ class RequestEngine(RolloutEngine):
                 or the temperature is too low.
         """
         check_seeds(prompts, seeds)
+        # A batch does not wait for the end of a hold, which requests do: `_submit` would let it.
         with self._changed:
             self._check_ready("generate", waits=False)
         requests = [
@@ -427,15 +432,18 @@ class RequestEngine(RolloutEngine):
         return f"token ids from {least} to {most}, but {known}"
 
     def _submit(self, method: str, requests: list[Request]) -> None:
+        # Their results are set below, without the lock: that runs the callbacks in this thread.
         done = [request for request in requests if request.finish_reason is not None]
         with self._changed:
             self._check_ready(method)
             for request in requests:
                 if request.id in self._requests:
                     raise ValueError(f"submit(): request_id {request.id!r} is in use; choose another one")
+            # Under the lock, so that two callers do not start one each. The thread waits for it in `next_step`.
             if not self._serving:
                 thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 thread.start()
+                # Only now: start() raises if the process can have no more threads, and then nobody would serve.
                 self._thread, self._serving = thread, True
                 self.close_at_exit()
             for request in requests:
@@ -459,6 +467,7 @@ class RequestEngine(RolloutEngine):
             raise RolloutError(f"{what} is asleep; call the worker's wake_up() or the manager's onload() first")
         if "abandoned" in self._holds:
             raise RolloutError(f"{what} has no complete weights: {self.lost_because}")
+        # In an update the version is None as well, but ends: requests wait for it.
         no_weights = self.weight_version is None and "update" not in self._holds
         if no_weights if waits else self._holds - {READING}:
             why = "is paused; call resume() first" if "pause" in self._holds else "has no complete weights"
@@ -471,6 +480,7 @@ class RequestEngine(RolloutEngine):
             chosen = list(self._requests) if request_ids is None else list(request_ids)
             ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]
             for request in ended:
+                # Whoever takes a request out under the lock, here or in `record` or `_fail`, sets its future: once.
                 self._drop(request)
             self._changed.notify_all()
         for request in ended:
@@ -497,8 +507,10 @@ class RequestEngine(RolloutEngine):
             self._draining = True
             try:
                 while len(self._requests) > len(self._added):
+                    # After every step: a hold that began meanwhile would keep the running requests from ever ending.
                     self.check_ends()
                     self._changed.wait()
+                # Under the same lock as the last look, so that no request begins in between.
                 self._holds.add("pause")
             finally:
                 self._draining = False
@@ -540,6 +552,7 @@ class RequestEngine(RolloutEngine):
             RolloutError: a step has not ended for `STEP_SECONDS`.
         """
         self._hold("update")
+        # The hold is in force: no step runs with weights of which some are new.
         with self._changed:
             self._holds.discard("abandoned")
             super().begin_update()
@@ -551,6 +564,7 @@ class RequestEngine(RolloutEngine):
     def abandon_update(self) -> None:
         with self._changed:
             self.lost_because = "an update was abandoned; update them again"
+            # One step under the lock: between the two, requests would neither wait for the update nor be refused.
             self._holds.add("abandoned")
             self._holds.discard("update")
             self.weight_version = None
@@ -560,8 +574,10 @@ class RequestEngine(RolloutEngine):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        # Not under the lock, which the thread needs to end. In a callback, close() runs in the thread itself.
         if self._thread is not None and not self._in_thread():
             self._thread.join(CLOSE_SECONDS)
+        # If the thread did not end in time, it may still finish a step: `record` ignores requests that have ended.
         self._fail(list(self._requests.values()), RolloutError("the engine was closed before the request ended"))
 
     # --- the inside -----------------------------------------------------------------------------------------------
@@ -613,6 +629,7 @@ class RequestEngine(RolloutEngine):
     def _run(self) -> None:
         while True:
             try:
+                # In the loop too, so that its error fails the requests instead of leaving them without a thread.
                 self.prepare_thread()
                 self.serve()
                 return
@@ -624,6 +641,7 @@ class RequestEngine(RolloutEngine):
                     waiting = set(map(id, self._added))
                     # Those that were handed out; all, if it failed before it asked for any.
                     failed = [one for one in self._requests.values() if id(one) not in waiting] or self._added[:]
+                    # With no request to fail, another round would only meet the same error.
                     if not failed:
                         self._serving = False
                         return

@@ -138,6 +138,7 @@ class VLLMEngine(RequestEngine):
         plain = meta_model(config, trust_remote_code)
         self._shapes = shapes_of(plain.state_dict(keep_vars=True))
         self._log = LastLines()
+        # By name alone, `_deaths` and `close` could not tell the processes of two engines apart.
         if _vllm_processes():
             raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")
         try:
@@ -156,6 +157,7 @@ class VLLMEngine(RequestEngine):
         except BaseException:
             self.close()
             raise
+        # Not only with the first request, as other engines: vLLM's processes run already.
         self.close_at_exit()
 
     def _start(self, vllm: Any, arguments: Mapping[str, Any]) -> None:
@@ -314,6 +316,7 @@ class VLLMEngine(RequestEngine):
     def begin_update(self) -> None:
         """See `RolloutEngine.begin_update`. Nothing happens to the weights before the first tensor comes."""
         super().begin_update()
+        # Of an update that was neither finished nor abandoned: vLLM can have one reload at a time.
         self._end_reload()
         self._raw = False
 
@@ -337,6 +340,7 @@ class VLLMEngine(RequestEngine):
 
     def abandon_update(self) -> None:
         super().abandon_update()
+        # After the hold "abandoned" has begun, so that no step runs with the mixed weights that this leaves.
         self._end_reload()
 
     def _end_reload(self) -> None:
@@ -375,6 +379,7 @@ class VLLMEngine(RequestEngine):
                 f"VLLMEngine.read_weights(): {len(self._parts)} tensors of the update have not come, such as "
                 f"{self._parts[0]!r}; read the weights after the last of them"
             )
+        # During an update: the new tensors can be read only after the reload is finished.
         self._end_reload()
         with self._told("could not read weights"), self.parked(READING, recompute=False):
             by_rank = self._engine.collective_rpc("held_read", args=(list(names), self._parallel))
@@ -417,6 +422,7 @@ class VLLMEngine(RequestEngine):
 
     def sleep(self) -> None:
         """Move the weights to host memory and free the key/value cache. On the CPU this only stops generation."""
+        # First: vLLM must not free memory that a step is using.
         self._hold("sleep")
         if self._sleeps:
             with self._told("could not free device memory"):
@@ -427,6 +433,7 @@ class VLLMEngine(RequestEngine):
         if self._sleeps:
             with self._told("could not take device memory back"):
                 self._engine.wake_up()
+        # Last, for the same reason.
         self._release("sleep")
 
     @property

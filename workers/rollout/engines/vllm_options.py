@@ -170,6 +170,7 @@ class EngineFolder:
         self.path = _folder_of(os.getpid())
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY)
+        # Shared, as an engine that is being closed may hold it too. The kernel releases it however the process ends.
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # until this process ends
         _remove_abandoned(self.path.parent)
 
