@@ -209,6 +209,7 @@ class RolloutWorker(WeightReceiver):
                 tag=lambda completion: with_fingerprints(completion, self.fingerprints, self.weight_version),
             )
             gateway.start()
+            # First: the gateway's sessions use the engine, whose errors they would get instead of the gateway's.
             self._cleanups.insert(0, gateway.stop)
             self._gateway = gateway
         return self._gateway.endpoint
@@ -241,6 +242,7 @@ class RolloutWorker(WeightReceiver):
     def _take_held(self, orders: Orders) -> None:
         """Take the version of weights that the engine has kept when this worker's process was replaced."""
         if self.engine.weights_id == orders.held_weights:
+            # The engine then asks its server for the version it has, so the comparison is made again.
             self.weight_version = orders.version
             if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
                 self.weight_version = None

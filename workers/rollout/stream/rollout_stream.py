@@ -122,6 +122,7 @@ class RolloutStream(Closing):
         """How many deaths and completed groups there were when `take` called ``refresh``, if nothing came of it yet."""
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
         self._thread.start()
+        # Last: a stream whose thread could not be started is none.
         manager.stream = self
 
     @classmethod
@@ -184,6 +185,7 @@ class RolloutStream(Closing):
         while True:
             left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
             try:
+                # In short waits: nobody wakes the buffer when the workers turn out to have no weights.
                 taken = self.buffer.take(left)
                 break
             except TimeoutError:
@@ -255,12 +257,15 @@ class RolloutStream(Closing):
             with self._changed:
                 if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
                     raise self._late(timeout)
+            # Without the lock: an update takes as long as it takes, and the router must be able to wait for its end.
             yield
+            # Before the pause ends, because the router begins groups with the buffer's version.
             self.buffer.set_version(self._manager.weight_version or 0, same_weights=same_weights or self._resending)
             self._updated, self._refreshed = self.buffer.batches, None
         finally:
             with self._changed:
                 self._pauses -= 1
+                # What the workers reported was before the update. The next one waits for new reports.
                 self._idle = self._reported = False
                 self._stuck = None  # until the workers have reported again
                 self._changed.notify_all()
@@ -312,6 +317,7 @@ class RolloutStream(Closing):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        # Before the thread is waited for: `take` in another thread must not wait for it.
         self.buffer.fail(RolloutError("the stream was closed"))
         if self._manager.stream is self:
             self._manager.stream = None
@@ -330,6 +336,7 @@ class RolloutStream(Closing):
         finally:
             with self._changed:
                 longer = self._longer
+            # Before `_ended`, after which an update may begin: no worker may generate for this stream then.
             self._router.leave(longer)
             with self._changed:
                 self._ended = True  # an update must not wait for a router that has ended
@@ -360,6 +367,7 @@ class RolloutStream(Closing):
                     self._changed.wait_for(lambda: not self._pauses, UPDATING_SECONDS)
         else:
             with self._changed:
+                # Looked at under the lock, so that a notification between the look and the wait is not lost.
                 if not self._closed and not self._pauses:
                     self._changed.wait(IDLE_SECONDS)
 

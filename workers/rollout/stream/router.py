@@ -184,11 +184,13 @@ class Router:
     def begin_groups(self) -> None:
         """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
         version = self._buffer.version
+        # Of workers that were just started, nothing is known before their first report.
         current = [one for one in self._workers if one.report is not None and one.report.weight_version == version]
         while free := [worker for worker in current if self._has_room(worker)]:
             begun = self._buffer.begin()
             if begun is None:
                 return
+            # By requests, not by the engine's load, which is as old as the last report.
             worker = min(free, key=lambda one: one.requests)
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
             done = ((k, one) for k, one in enumerate(request.partials) if one.finish_reason != "abort")
@@ -298,11 +300,13 @@ class Router:
             )
             for rank, worker in enumerate(self._workers)
         ]
+        # The limit counts from here, so nothing that takes time may come between this and the call.
         exchange = self._call(longer)
         began = time.monotonic()
         try:
             reports: list[Report] = exchange(orders)
         except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
+            # Only if all say so: an engine may depend on its rank, which finds its server for example.
             known = [worker.report for worker in self._workers if worker.report is not None]
             self.recovery.recover(error, elastic=bool(known) and all(report.any_rank for report in known))
             self._follow_group(error)
@@ -315,6 +319,7 @@ class Router:
             return None  # the workers are alive, and orders may be repeated
         ended = time.monotonic()
         self._reported, self._overhead = (ended, version), max(0.0, ended - began - wait)
+        # Before the reports are handled, which adds to `finished` what the next exchange acknowledges.
         for worker in self._workers:
             worker.finished.clear()
             for one in worker.running.values():
@@ -334,6 +339,7 @@ class Router:
         if members == list(known):
             return
         self._workers = [known.pop(member) if member in known else _Worker(member) for member in members]
+        # Only then a new process has the rank, and so the server, of the one before.
         if len(before) == len(members):
             for old, new in zip(before, self._workers, strict=True):
                 new.held = old.held
@@ -402,6 +408,7 @@ class Router:
     def _handle(self, worker: _Worker, report: Report) -> None:
         worker.report = report
         self._note_progress(worker, report)
+        # A group may be reported again, if the call that acknowledged it was lost: it is not running any more.
         for finished in report.finished:
             running = worker.running.pop(finished.attempt, None)
             worker.finished.append(finished.attempt)
@@ -431,6 +438,7 @@ class Router:
         if self._manager.rewards is None:
             self._put(number, group)
             return
+        # Computed elsewhere, because this thread has to keep the workers busy.
         samples = [Sample(number, k, group.prompt, one.token_ids, one.info) for k, one in enumerate(completions)]
         rollout_id, index = divmod(number, self._buffer.groups_per_batch)
         extras = {name: {number: values[index]} for name, values in self._rollout(rollout_id)[1].items()}
