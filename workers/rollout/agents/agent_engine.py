@@ -160,6 +160,7 @@ class AgentEngine(RolloutEngine):
             RolloutError: also if the engine loses its weights meanwhile.
         """
         check_seeds(prompts, seeds)
+        # All are checked before one begins: a refused batch has no sessions to take back.
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
@@ -225,6 +226,7 @@ class AgentEngine(RolloutEngine):
         )
         session.future.set_running_or_notify_cancel()
         with self._lock:
+            # If this is False, the loop is open: `close` and `_fail` set it under the lock before they end the loop.
             if self._closed:
                 raise RolloutError("AgentEngine.submit(): the engine was closed") from self._failure
             if request_id in self._sessions:
@@ -334,6 +336,7 @@ class AgentEngine(RolloutEngine):
             chosen = list(self._sessions) if request_ids is None else list(request_ids)
             sessions = [self._sessions[name] for name in chosen if name in self._sessions]
             for session in sessions:
+                # Before its turn is aborted below: the session goes on if somebody else has ended its turn.
                 session.aborting = True
                 if session in self._waiting:  # it ends as soon as it begins, and keeps what it has from elsewhere
                     self._waiting.remove(session)
@@ -379,6 +382,7 @@ class AgentEngine(RolloutEngine):
             with self._lock:
                 self._draining = False
                 waiting, self._waiting = self._waiting, []
+                # Their first turns wait for `resume`, in the engine.
                 for session in waiting:
                     self._running_loop().call_soon_threadsafe(self._start, session)
 
@@ -400,12 +404,15 @@ class AgentEngine(RolloutEngine):
         for session in waiting:
             self._forget(session)  # for `pause`, which waits until no session is left
             session.future.set_exception(RolloutError("the engine was closed before the session ended"))
+        # Not under the lock: sessions that end in the loop's thread take it in `_forget`.
         if loop is not None and thread is not None and thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(loop), loop)
+            # A session's callback may call this in the loop's own thread, which cannot wait for itself.
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)
         if isinstance(self.environment, Programs):
             self.environment.close()
+        # Last: the sessions and the gateway use it.
         self.engine.close()
 
     async def _end(self, loop: asyncio.AbstractEventLoop) -> None:

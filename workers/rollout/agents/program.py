@@ -152,6 +152,7 @@ class ProgramEnvironment(Environment):
 
     def end(self) -> None:
         """Close the session, also of a program that does not end. It keeps what it has sampled; running calls end."""
+        # Both `play` and the session call this, the latter for a program that ignores its cancellation.
         if self._opened is not None:
             (gateway, token), self._opened = self._opened, None
             closed = gateway.close_session(token)

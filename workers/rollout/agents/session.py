@@ -214,6 +214,7 @@ class Session:
         except BaseException as raised:
             error = raised
         self._aborted.cancel()
+        # First: who waits for the future may use the request id again at once.
         ended(self)
         if error is None:
             self.future.set_result(completion)
@@ -358,6 +359,7 @@ class Session:
             unavailable = self._unavailable()  # now: it may be available again when its error arrives
             try:
                 turn = asyncio.wrap_future(self._engine.submit(prompt, how, name, seed=seed, partial=self._partial))
+                # Ended in the engine, not cancelled here: its completion has the tokens so far.
                 if not await self._waited(turn, self._seconds_left()):
                     self._engine.abort([name])
                 completion = await turn
@@ -387,6 +389,7 @@ class Session:
         if completion.finish_reason == "length" and most < self._how.max_new_tokens:
             raise _Ended("tokens")
         self._acting = True
+        # The environment has not seen the turn, so its state is still the one before it.
         self._save(self._state_of_environment)
 
     def _action(self, environment: Environment) -> Action:

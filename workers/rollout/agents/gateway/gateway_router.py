@@ -163,6 +163,7 @@ class _Worker:
         self.up = False
         self.left |= self.sessions
         self.sessions.clear()
+        # A copy: each call that ends takes itself out of the set.
         for call in list(self.calls):
             call.cancel()
         self.close_idle()
@@ -361,6 +362,7 @@ class GatewayRouter:
 
         def change() -> list[_Worker]:
             with self._lock:
+                # Calls that are waiting look their session up again, and find the loaded one or none.
                 self._sessions = loaded
             for worker in self._workers:
                 if worker.sessions:  # it gets others as soon as it has forgotten these
@@ -421,6 +423,7 @@ class GatewayRouter:
         try:
             status, given, body = await self._send(worker, call.method, call.path, headers, call.body)
         except WorkerGoneError as error:
+            # Otherwise another call has moved the session already, and its new worker is not the one that is gone.
             if session.moves == moves:
                 session.worker = None
             if worker in self._workers:  # not one that was replaced
@@ -528,6 +531,7 @@ class GatewayRouter:
                     alive = looking.exception() is None
                     if worker.up and not alive:
                         self._lost(worker, str(looking.exception()))
+                    # It answers, but still has sessions that have moved: `look` makes it forget them first.
                     worker.up = alive and not worker.left
                 looks[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
             elif time.monotonic() - begun > SILENCE_SECONDS and looking not in worker.short:

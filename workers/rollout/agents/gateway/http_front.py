@@ -259,6 +259,7 @@ class HTTPFront:
         async def serve() -> None:
             self.loop = asyncio.get_running_loop()
             self.loop.set_exception_handler(_log_exception)
+            # The socket listens already: clients that connect before uvicorn accepts them wait in its backlog.
             started.set()
             expiring = asyncio.ensure_future(self._expire())
             await self._server.serve(sockets=[listening])
@@ -272,6 +273,7 @@ class HTTPFront:
                 logger.exception("the gateway's server has failed")
             finally:
                 listening.close()
+                # Also if it has failed, so that `start` does not wait in vain.
                 started.set()
 
         self._thread = threading.Thread(target=run, name="gateway", daemon=True)
@@ -394,6 +396,7 @@ class HTTPFront:
             waiting.cancel()
             if pings.task is not None:
                 pings.task.cancel()
+                # Until it has ended, so that it does not write between the parts of the reply.
                 await asyncio.wait((pings.task,))
         if not pings.begun:
             await self._send(send, reply)
