@@ -112,6 +112,7 @@ def run_python(
         for name, content in (("in", stdin), ("out", ""), ("err", "")):  # a program that has no time may open none
             Path(folder, name).write_text(content, errors="replace")
         command = [sys.executable, "-I", "-S", __file__, folder, json.dumps(asdict(limits))]
+        # In a session of its own: Ctrl-C in a terminal does not reach it, and killpg below ends it with its children.
         launcher = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -147,10 +148,12 @@ def _launch(folder: str, limits: CodeLimits) -> None:
     separate = limits.isolate and hasattr(libc, "unshare")
     separate = separate and any(libc.unshare(flags) == 0 for flags in (alone, alone | _NEWUSER))
     inside, outside = os.pipe()
+    # A namespace of processes begins with the next child: the launcher stays outside, and reports for it.
     pid = os.fork()
     if not pid:
         os.close(inside)
         if hasattr(libc, "prctl"):
+            # After the fork, which clears it: if the launcher is killed, the supervisor dies, and with it the program.
             libc.prctl(_PDEATHSIG, signal.SIGKILL)
             libc.prctl(_SUBREAPER, 1)
         # Otherwise /proc would show all processes, with their environment and, to root, their memory.
@@ -170,6 +173,7 @@ def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hid
     end = time.monotonic() + limits.seconds
     program = os.fork()
     if not program:
+        # The launcher reads to the end of the pipe, so no process of the program may have it open.
         os.close(report)
         _become(folder, limits)
     status: int | None = None

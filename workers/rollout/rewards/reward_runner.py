@@ -154,6 +154,7 @@ class RewardRunner(Closing):
         """
         self.check()
         future = self._schedule(self._calls(samples, extras, first_row))
+        # After `_schedule`, which may raise: only the future's end ends the progress. It may have ended by now.
         key = self._progress.begin(len(samples))
         future.add_done_callback(lambda _: self._progress.end(key))
         return future
@@ -228,6 +229,7 @@ class RewardRunner(Closing):
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), loop)
+            # A future's callback may call this in the loop's thread.
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)
 
@@ -275,6 +277,7 @@ class RewardRunner(Closing):
                 thread.start()
                 self._loop, self._thread = loop, thread  # only now: without a thread, it would run nothing
                 weakref.finalize(self, _stop, loop)
+            # Under the lock: `close` marks the runner before it ends the loop, so nothing is scheduled behind that.
             return asyncio.run_coroutine_threadsafe(self._group(calls, begun), self._loop)
 
     async def _group(self, calls: Sequence[RewardCall], begun: Awaitable[Any] | None) -> list[float]:
