@@ -70,6 +70,7 @@ class Arrivals:
             count = volume(spec.box)
             if box is None or count > left or (spec.name, spec.box) in self._seen:
                 raise ValueError(f"{spec.name!r} {spec.box} was not expected, or was received twice")
+            # Written before its digest is compared: what was written is what the engine will get.
             part = self._write(spec, parts, box)
             self.missing[spec.name] = left - count
             if left == count:

@@ -112,8 +112,10 @@ class Packer:
         self._shards = {}
         for shard in shards:
             self._shards.setdefault(shard.name, {})[shard.box] = shard
+        # The update before has failed: what was kept is not what the receivers have.
         if self.base is None:
             self._sent = {}
+        # `_patch` overwrites what was kept, so until `end` it is of no update that receivers could have.
         self.base = None
         self._packed = set()
 

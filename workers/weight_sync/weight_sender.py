@@ -207,6 +207,7 @@ class WeightSender:
         update = Update(version, self._name, rank, ranks, self._receivers, Budget(self._timeout), key)
         update.process_group = self._process_group
         update.verify = None if verify == "none" else verify
+        # `_common_key` was a collective: all ranks have returned from the update before, and none reads its keys.
         if self._previous is not None:
             self._previous.forget()
         self._previous = update
@@ -253,15 +254,18 @@ class WeightSender:
             base = self._packer.base
             # Rank 0 keeps the layouts, so that they travel only when they change.
             self._receivers.look_up(update.budget)
+            # After this rank's own part: a receiver without a double buffer stops generating when it begins.
             own = [] if self._receivers.neighbour is None else self._begin_receivers(update)
             about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
             self._layout_id = layout_id
 
         def begin(values: list[Any]) -> Any:
+            # In `decide`, so when every rank is there, for the same reason.
             infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
             known = self._layouts or [{}] * update.ranks
             self._layouts = layouts = [known[rank] if new is None else new for rank, (new, *_) in enumerate(values)]
             bases = {base for *_, base, _ in values}
+            # They differ after a rank was restarted, or if only some ranks saw the last update fail.
             base = bases.pop() if len(bases) == 1 else None
             if self._full_every and not self._updates % self._full_every:
                 base = None
@@ -315,6 +319,7 @@ class WeightSender:
                         headers[index] = payloads[index].header()
                 self._packer.next_round()
                 update.budget.left()
+            # Nobody transfers before all have packed: the others would wait in it for a rank that has failed.
             gathered = update.agree(f"round {number}", headers, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
@@ -344,6 +349,7 @@ class WeightSender:
     def _abandon(self, update: Update, failed: BaseException) -> None:
         """Tell everyone, and drop what is unfinished."""
         error = failed if isinstance(failed, WeightSyncError) else update.error(failed)
+        # The train ranks first: they are waiting, and the receivers' calls may take their time.
         with contextlib.suppress(dist.DistError):  # the store's process has died
             update.give_up(error)
         if update.begun:

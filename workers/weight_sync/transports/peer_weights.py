@@ -98,6 +98,7 @@ class PeerWeights:
 
     def _close(self) -> None:
         server, self._server, self._request, self._key = self._server, None, None, ""
+        # close() waits for no thread of the listener: this may be one of them, and others wait for the lock.
         if server is not None:
             server.close()
 
@@ -147,6 +148,7 @@ class PeerWeights:
         from workers.weight_sync.pieces import WHOLE, PieceSpec
 
         receiver, header = self._receiver, block.header
+        # torch keeps the current device per thread, and each bucket has a thread of its own.
         receiver._prepare_thread()
         with receiver.weights_lock:
             request = self._request
@@ -199,10 +201,12 @@ class PeerWeights:
             receiver._prepare_thread()
             with receiver.weights_lock:
                 _check(receiver, changes)
+                # Planned anew: the receiver has planned for itself, and `layout` says whether both plans are equal.
                 buckets, layout = _plan(receiver.engine)
                 fingerprint, pieces = receiver.proof
             for index, specs in enumerate(buckets):
                 nbytes = specs[-1].begin + specs[-1].nbytes
+                # The bucket before was answered, so nothing reads the buffer any more.
                 memory = buffer.take(nbytes)
                 with receiver.weights_lock:
                     _check(receiver, changes)
@@ -213,6 +217,7 @@ class PeerWeights:
                     header["pieces"] = [
                         (one.name, one.box, str(one.dtype).removeprefix("torch."), one.digests) for one in pieces
                     ]
+                # Without the lock: an update must not wait for another worker's network.
                 send_block(request.address, header, memory, time.monotonic() + BUCKET_SECONDS)
                 sent += nbytes
         except Exception as error:  # the router asks again

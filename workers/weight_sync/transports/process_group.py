@@ -42,6 +42,7 @@ from workers.weight_sync.transports.weight_transport import Transport, Update, r
 
 T = TypeVar("T")
 
+# Between two looks at an operation; between two questions whether others have failed; before a receiver asks that.
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
 _PATIENT_SECONDS = 1.0
@@ -94,6 +95,7 @@ class ProcessGroupTransport(Transport):
 
         try:
             if not update.rank:
+                # Not waited for yet: these calls return when the receivers have joined, which takes this rank too.
                 futures.extend(update.receivers.start("receive_weights", update.key, invitation))
             self._channel = _interruptible(
                 lambda: Channel(invitation, _SENDERS, update.rank, size, where),
@@ -115,6 +117,7 @@ class ProcessGroupTransport(Transport):
         if self._channel is None:
             raise WeightSyncError(f"train rank {update.rank} has left the process group")
         announced = AnnouncedRound(headers, update.budget.left())
+        # Announced before this rank takes part, because the exchange ends only when the receivers have taken part too.
         futures = [] if update.rank else update.receivers.start("receive_weights", update.key, announced)
         own = headers[update.rank]
         to_class = [own[index].nbytes if index in own else 0 for index in range(len(update.classes))]
@@ -178,6 +181,7 @@ class Invitation(Message):
     def receive(self, receiver: Any, key: str) -> None:
         """Join, and leave the groups before."""
         receiver.check_update(key)
+        # The senders have left these groups, or are new: nobody will take part in them any more.
         while receiver.channels:
             receiver.channels.popitem()[1].leave()
         try:

@@ -72,6 +72,7 @@ class DeviceTransport(Transport):
         memory = self._memory.take(max(sum(sizes), 1))
         flats = memory[: sum(sizes)].split(sizes)
         works = []
+        # All ranks list the offers in the same order, as collectives of one group require.
         for (rank, index, header), flat in zip(offers, flats, strict=True):
             if rank == update.rank:
                 payloads[index].copy_to(flat, header)
@@ -147,11 +148,13 @@ class SharedMemory:
     def __init__(self) -> None:
         self._file = os.memfd_create("weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
+        # Opened through this process's descriptor, the memory has no name that a killed process could leave behind.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return that many bytes (uint8), valid until the next call."""
         if self._memory.numel() < nbytes:
+            # Receivers map it anew in each round, so none keeps a mapping of the smaller file.
             os.ftruncate(self._file, nbytes)
             self._memory = _mapped(self.path, nbytes)
         return self._memory[:nbytes]
