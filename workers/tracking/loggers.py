@@ -86,6 +86,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
+        # Otherwise `log` makes it, which then knows the step that purges what is there.
         if not any(about.folder.glob("events.out.tfevents.*")):
             self._writer = SummaryWriter(str(about.folder))
 

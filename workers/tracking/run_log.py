@@ -263,12 +263,14 @@ class RunLog(Closing):
         self.steps[step] = noted
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
+        # Before the lock is taken, because this calls the ranks; `_of_actor` too.
         with self._saving(None if batch is None else "samples"):
             samples = self._samples(step, batch, self._marked.pop(step, self._weight_version))
         events = self._of_actor()
         with self._lock, self._saving("folder"):
             if self._folder is not None:
                 self._write(self._folder, step, noted, samples, events)
+        # On its own, because the alarms are raised without it: a handler of the user's log may take long.
         with self._lock:
             alarms = self._alarms.step(noted, time.monotonic())
         for alarm in alarms:
@@ -488,7 +490,9 @@ class RunLog(Closing):
 
     def _end(self, reason: str) -> None:
         if hasattr(self, "_stop"):
+            # The thread may be in `_tick` and go on to its end: it takes the lock, and finds no folder any more.
             self._stop.set()
+        # Before the lock is taken: close() waits for the watcher's thread, which needs it to report a death.
         for watcher in self._watchers:
             watcher.close()
         self._watchers = []

@@ -83,6 +83,7 @@ class RowNotes:
 
     def _keep(self, batch: Any, notes: list[RowNote]) -> None:
         kept, key = self._kept, id(batch)
+        # An id may be given again only when the batch has ended, and by then its notes have, too.
         kept[key] = weakref.ref(batch, lambda _: kept.pop(key, None)), notes
 
 
