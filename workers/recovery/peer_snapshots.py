@@ -94,6 +94,7 @@ class PeerSnapshots:
             dp_rank: data-parallel rank of this rank.
         """
         self._give_up_sending()
+        # Before addresses are exchanged: a rank that has them sends at once, and `_allocate` looks at the generation.
         with self._lock:
             self._generation = generation
             held = {owner: set(blocks) for owner, blocks in self._held.items()}
@@ -144,6 +145,7 @@ class PeerSnapshots:
         number, waited = self._agree()
         old = None
         for stale in [known for known in self._own if known >= 0 and known != self._committed]:
+            # Taken out first: if copying fails halfway, `_agree` must not count it as complete.
             block = self._own.pop(stale)
             old = Snapshot.of(block.memory, block.header["layout"])
         self._add(number, take_snapshot(live_tensors(state), old), about)
@@ -177,6 +179,7 @@ class PeerSnapshots:
             why = f"the ranks {late} have not sent theirs" if late else f"the replicas {differ} are not bit-identical"
             logger.warning("the last snapshot is incomplete, and a new one is taken instead: %s", why)
         if not late and not differ:
+            # All ranks have gathered the same values, so all come to this or none.
             self._committed = self._latest
             with self._lock:
                 for owner in self._held.keys() - set(self._wards):
@@ -214,6 +217,7 @@ class PeerSnapshots:
         numbers = self._unsent()
         if not numbers:
             return
+        # The buddy may write over all of this rank's versions but the committed one.
         now = {"generation": self._generation, "committed": self._committed}
         blocks = [(number, self._own[number].header | now, self._own[number].memory) for number in numbers]
         end = time.monotonic() + self._seconds
@@ -224,6 +228,7 @@ class PeerSnapshots:
         def send() -> None:
             for number, header, memory in blocks:
                 try:
+                    # Replicas hold the same bytes already. That they do is checked with the next snapshot.
                     if to_replicas or buddy is None:
                         checksums[number] = checksum_of(memory)
                     else:

@@ -102,6 +102,7 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
     Raises:
         SingleControllerError: see `RayTrainGroup.replace`.
     """
+    # Not the present ones: ranks that an earlier, failed attempt has replaced still have no model.
     generations = [group._made for group in groups]
     for left in reversed(range(TRIES)):
         if change is not None:
