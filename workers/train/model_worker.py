@@ -138,6 +138,7 @@ class ModelWorker(TrainWorker):
             self._drop_model()  # whatever weights it has so far, nobody may train them
             raise
         finally:
+            # After a failure too: the groups are there, and the next `init` must end them.
             self._groups = [group for group in process_groups() if group not in before]
 
     _groups: Sequence[Any] = ()
@@ -145,6 +146,7 @@ class ModelWorker(TrainWorker):
 
     def _forget(self) -> None:
         """Free the model of an earlier `init`, its memory, and the process groups that were created for it."""
+        # First: a checkpoint that is being written in the background uses the model and its process groups.
         if "checkpoints" in vars(self):
             try:
                 self.checkpoints.wait()
@@ -428,6 +430,7 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("save_model")
         before = process_groups()
         of_driver = None
+        # Rank 0 alone fetches it, but all must learn if that fails: saving has collectives.
         with all_or_none(CheckpointError, UNWRITTEN):
             if driver_state and not self.rank:
                 of_driver = fetch(driver_state[0])

@@ -251,6 +251,7 @@ class PolicyTrainWorker(ModelWorker):
                 part = rows_of(data, rows)
                 of_rollouts = None if totals is None else totals[rows]
                 weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length, of_rollouts)
+                # Of all dp ranks, so that all skip the same steps: the others would wait in the step's collectives.
                 total = sum(self._over_dp(float(count)))
                 if not total:
                     continue  # no token of any rank counts
@@ -488,6 +489,7 @@ class PolicyTrainWorker(ModelWorker):
         given, latest = token_versions(data), torch.full(data["input_ids"].shape, self.weight_version)
         # Completions that a script has put together may not say of which version they are.
         versions = latest if given is None else torch.where((given < 0) & (data["loss_mask"] != 0), latest, given)
+        # Of all dp ranks: each forward pass below has collectives that all of them enter.
         wanted = set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist())))
         missing = sorted(wanted - kept)
         too_old = [version for version in missing if version > self._lost_until and version not in self._failed]

@@ -298,6 +298,7 @@ class RayTrainGroup:
             self._pair.forget()
         if self._group is None:
             return
+        # While the workers live: the thread that writes is theirs.
         try:
             self._saved.wait(self._group, 60 * self.args.distributed_timeout_minutes, self.role)
         finally:
@@ -621,6 +622,7 @@ class RayTrainGroup:
             )
         self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
+        # Only now: if the call could not be sent, the group is as it was before.
         self.args, self._with_ref, self._made = args, bool(with_ref), workers.generation
         self._saved, self._asleep = LastCheckpoint(), False
         self._progress = Progress()
@@ -675,6 +677,7 @@ class RayTrainGroup:
         shared.take(rollout_id, rollout_data_ref, self.role)
         if self._progress.sent_after == rollout_id:  # it is trained on once more
             self._progress.sent_after = None
+        # Before the call: if sending it fails halfway, some ranks train on the rollout all the same.
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
@@ -868,6 +871,7 @@ class RayTrainGroup:
             if numbered:  # a worker that counts by itself gives the number to the next weights
                 self._tried = version
             self._leave()  # before: no other update may have this version
+            # Until it has succeeded: rollout workers may have these weights, or none, if it is interrupted.
             self._progress.failed = True
             try:
                 workers.update_weights(
@@ -972,6 +976,7 @@ class RayTrainGroup:
             )
         warn_of_different_rollouts((self, critic_group))
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
+        # Only now: if the ranks could not be connected, the connections from before stay.
         for group in (self, critic_group):
             group.disconnect()
         self._pair = critic_group._pair = SharedRollout(self, critic_group)
