@@ -193,6 +193,7 @@ def shard(
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype)
+    # Before sharding, which replaces the parameters, and `to_empty`, which leaves nothing in them.
     whole = dict(model.state_dict()) if not dist.get_rank() else {}
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
@@ -208,6 +209,7 @@ def shard(
             sharded.append(name)
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     model.to_empty(device="cpu" if cpu_offload else device)
+    # Parameters of the meta device that were one have become several.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     if not empty:

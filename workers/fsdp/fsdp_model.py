@@ -309,6 +309,7 @@ class FSDPTrainModel(TrainModel):
         norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        # The norm is of all ranks' gradients, so all of them skip the step or none.
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -466,6 +467,7 @@ class FSDPTrainModel(TrainModel):
             first: str | None = next(filter(None, gathered(why)), None)
             self._packed = first is None
             if first is not None:
+                # Another rank cannot, and all must do the same in each collective.
                 if why is None:
                     use_packed_attention(self.module, on=False)
                 sliced = self._sequence is not None

@@ -241,6 +241,7 @@ class MegatronTrainModel(TrainModel):
         multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
         parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
         if self._shares_experts:
+            # Each micro-batch exchanges tokens among these ranks, so all of them run equally many.
             (most,) = self._over_dp([len(parts)], dist.ReduceOp.MAX)
             parts += fillers(data, most - len(parts))
         return parts
@@ -371,6 +372,7 @@ class MegatronTrainModel(TrainModel):
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
             names, totals = sum_reports(reports)
+            # By name: a loss may report something for some rows only, so a reduced tensor might mix the ranks' sums.
             by_rank = gathered(dict(zip(names, totals.tolist(), strict=True)), group)
             total = {name: sum(one.get(name, 0.0) for one in by_rank) for name in sorted(set().union(*by_rank))}
         summed: dict[str, float] = of_last_stage(total)
@@ -412,6 +414,7 @@ class MegatronTrainModel(TrainModel):
             yield from ((f"{number}.{name}", buffer) for name, buffer in model.named_buffers())
         if self._optimizer is None:
             return
+        # Snapshots of before and after the first step must have the same tensors.
         allocate_state(self._optimizer)
         for number, inner in enumerate(inner_optimizers(self._optimizer)):
             parameters = (parameter for group in inner.param_groups for parameter in group["params"])

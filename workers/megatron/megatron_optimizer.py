@@ -70,8 +70,11 @@ def data_parallel(config: Any, chunks: Sequence[Any], distributed: bool) -> list
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=False
     )
     wrapped = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
+        # Bucketing as in Megatron's own training: only the first chunk's reduction is not hidden by others.
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
     ]
+    # The dp ranks begin with equal weights, whatever each has drawn.
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
@@ -128,6 +131,7 @@ def finite_step(optimizer: Any) -> float:
             scaler.update(True)
         return math.nan
     norm = float(optimizer.get_grad_norm())
+    # The norm is of all ranks' gradients, so all of them skip the step or none.
     if not math.isfinite(norm):
         return norm
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
