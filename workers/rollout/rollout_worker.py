@@ -114,6 +114,7 @@ class RolloutWorker(WeightReceiver):
             RolloutError: the engine did not return one valid completion per prompt. The engine's own errors pass
                 through.
         """
+        # Read once, so that the version that was checked is the one that is returned.
         version = self.weight_version
         if version is None or expected_version not in (None, version):
             return [Generated(None, version, self.rank)] * len(prompts)

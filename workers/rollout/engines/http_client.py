@@ -140,6 +140,7 @@ class Server:
         try:
             return self._exchange("GET", path)
         except ServerError as error:
+            # A server that is only late may be working on it; asking again would make it later still.
             late = isinstance(error.__cause__, httpx.TimeoutException) and not error.gone
             if error.status is not None or late:
                 raise

@@ -421,6 +421,7 @@ class HTTPEngine(RequestEngine):
         paused = self.is_held("pause")
         super().pause(mode)
         self._disconnect(ended=True)
+        # This server goes on generating, so the streams of all requests are closed.
         if not self._dialect.pauses:
             self._disconnect()
             # After `resume`, `serve` sends those again whose streams were closed.
@@ -430,6 +431,7 @@ class HTTPEngine(RequestEngine):
         try:
             self._dialect.pause()
         except BaseException:
+            # A pause that was there before remains.
             if not paused:
                 super().resume()
             raise
@@ -447,6 +449,7 @@ class HTTPEngine(RequestEngine):
 
     def close(self) -> None:
         """See `RolloutEngine.close`. The server keeps running."""
+        # First: the engine's thread must not open streams behind `_disconnect`.
         super().close()
         self._disconnect()
         self._remove_files()
@@ -551,6 +554,7 @@ class HTTPEngine(RequestEngine):
                     self._dialect.resume()
                 self._remove_files()
             self._stamp = stamp
+        # Before requests continue: the next step compares the server's version with this stamp.
         self._asked, self._unsure = time.monotonic(), None
         super().finish_update(version)
 
@@ -595,6 +599,7 @@ class HTTPEngine(RequestEngine):
         try:
             self._dialect.sleep()
         except BaseException:
+            # As in `pause`.
             if not asleep:
                 self._release("sleep")
             raise
@@ -602,6 +607,7 @@ class HTTPEngine(RequestEngine):
     def wake_up(self) -> None:
         """Have the server take the memory back."""
         self._dialect.wake_up()
+        # Last: the next step sends requests, which a server that sleeps would not take.
         self._release("sleep")
 
 

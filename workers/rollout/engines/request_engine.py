@@ -114,6 +114,7 @@ class Request:
         """The completion so far."""
         experts = self.routed_experts
         if experts is not None:
+            # A copy, because the request may continue. The last token has no experts yet, so it is filled up.
             experts = experts.of_tokens(0)
             experts.extend(array("h"), len(self.prompt) + len(self.token_ids))
         return Completion(
@@ -348,6 +349,7 @@ class RequestEngine(RolloutEngine):
         seed: int,
         partial: Completion | None = None,
     ) -> Future[Completion]:
+        # Before the lock: checking may take long, and needs nothing that it protects.
         request = self._request(None, prompt, sampling_params, request_id, seed)
         if partial is not None:
             self._begin_with(request, partial)
@@ -498,7 +500,9 @@ class RequestEngine(RolloutEngine):
             raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
         if mode == "wait":
             self._drain()
+        # After `_drain` too, which sees the last request end while its step still runs.
         self._hold("pause")
+        # After the hold has begun, so that no request begins behind the aborted ones.
         if mode == "abort":
             self.abort()
 
@@ -518,6 +522,7 @@ class RequestEngine(RolloutEngine):
 
     def resume(self) -> None:
         with self._changed:
+            # Without computing anew: pausing changes no weights.
             self._holds.discard("pause")
             self._changed.notify_all()
 

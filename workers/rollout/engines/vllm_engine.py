@@ -203,6 +203,7 @@ class VLLMEngine(RequestEngine):
             self._engine.reset_prefix_cache(reset_running_requests=True)
         while (changes := self.next_step()) is not None:
             with self._told("failed"):
+                # Before new requests are added, for which these make room.
                 ended = set(map(id, changes.ended))
                 self._discard([id_ for id_, request in self._given.items() if id(request) in ended])
                 if changes.recompute:
@@ -291,6 +292,7 @@ class VLLMEngine(RequestEngine):
             RolloutError: no update has begun, the engine sleeps, or vLLM failed.
         """
         self._check_updating("load_weights")
+        # A copy: a call that is refused halfway must leave `_parts` as it was.
         left = dict.fromkeys(self._shapes if self._parts is None else self._parts)
         pairs = []
         for name, tensor in weights:

@@ -90,6 +90,7 @@ def import_vllm(eager: bool) -> Any:
     """
     import torch
 
+    # vLLM reads some of them while it is imported.
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
