@@ -279,6 +279,7 @@ class RolloutManager:
             group, which waits for it. ``.refs`` has one Ray reference to the data, for ``ray.get``. It also is a
             `concurrent.futures.Future`.
         """
+        # In this thread, so that calls reach the workers in the order in which they were made here.
         sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
         outcome: ComputedFuture[TensorDict] = ComputedFuture("generate", _put)
         # A daemon, so that a driver can exit while workers still generate.

@@ -145,6 +145,7 @@ class Router:
         self._prompts = prompts
         self._dynamic_sampling = dynamic_sampling
         self._limit = requests_per_worker
+        # Not the same for two streams of one group: workers abort the groups of another id.
         self._id = uuid.uuid4().hex[:12]
         self._attempts = itertools.count()
         self._workers: list[_Worker] = []
@@ -471,6 +472,7 @@ class Router:
 
     def leave(self, longer: float | None = 0.0) -> None:
         """Abort what is running; the workers keep nothing of this stream. For ``longer`` see `exchange`."""
+        # Otherwise the workers have nothing of this stream, and may be busy with something else.
         if self.due or self._copying:
             try:
                 self._call(longer)([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)
