@@ -163,6 +163,7 @@ class AgentEngine(RolloutEngine):
         # All are checked before one begins: a refused batch has no sessions to take back.
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
+        # The time keeps them apart from those of a call before, whose list of seeds may have had the same id.
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
         futures = []
         self._blocking.update(names)
@@ -348,6 +349,7 @@ class AgentEngine(RolloutEngine):
     def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
         """See `RolloutEngine.progress`."""
         with self._lock:
+            # The loop's thread replaces a state as a whole and never changes one, so a reference is enough.
             states = {name: session.saved for name, session in self._sessions.items()}
         found = {}
         for name, state in states.items():

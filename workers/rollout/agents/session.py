@@ -204,6 +204,7 @@ class Session:
     async def run(self, ended: Callable[[Session], None]) -> None:
         """Play the session, call ``ended``, and set the future."""
         self._aborted = asyncio.get_running_loop().create_future()
+        # `abort` was called before there was a future to set.
         if self.aborting:
             self._aborted.set_result(None)
         error: BaseException | None = None
@@ -227,6 +228,7 @@ class Session:
         async def close() -> None:
             await environment.close()
 
+        # A task of its own, so that a close() which hangs can be cancelled, and this session still ends.
         closing, silence = asyncio.ensure_future(close()), self._limits.silence
         await asyncio.wait({closing}, timeout=silence)
         where = f"{type(environment).__name__}.close()"

@@ -183,6 +183,7 @@ def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hid
             status = os.waitstatus_to_exitcode(how)
             break
         time.sleep(0.005)
+    # In a namespace, the end of this process, the first one there, ends them.
     if not separate:
         _kill_children()
     os.write(report, json.dumps({"status": status, "isolated": hidden}).encode())
@@ -210,6 +211,7 @@ def _become(folder: str, limits: CodeLimits) -> None:
         ("err", 2, os.O_WRONLY),
     ):
         os.dup2(os.open(Path(folder, name), flags), number)
+    # Nothing of the worker or the launcher, such as the pipe's other end, may be open in the program.
     os.closerange(3, 256)
     os.chdir(Path(folder, "work"))
     for what, most in (

@@ -251,6 +251,7 @@ class RewardRunner(Closing):
             next call, because it is called once for each.
         """
         rewards: list[float] = []
+        # For the whole group: other threads' groups come in between groups, not in between calls.
         with self._turn:
             for call in calls:
                 args, given = call.arguments()
@@ -315,6 +316,7 @@ class RewardRunner(Closing):
         if self.workers:
             from workers.rollout.rewards.reward_processes import RewardProcesses
 
+            # In the event loop's thread alone, so no lock is needed.
             if self._processes is None:
                 self._processes = RewardProcesses(_pickled(self.function))
             async with self._processes.reserve(call) as process:

@@ -257,6 +257,7 @@ class GatewayRouter:
 
     def start(self) -> str:
         """Start the server, and return its address; see `HTTPFront.start`."""
+        # Asked before it is started: only a new loop needs a new watch.
         running, address = self._front.running, self._front.start()
         if not running:
             asyncio.run_coroutine_threadsafe(self._watch(), self._front.loop)
@@ -337,6 +338,7 @@ class GatewayRouter:
         Raises:
             KeyError: there is no such session.
         """
+        # Removed first: a reply that comes now finds no session, so that its journal no longer grows.
         with self._lock:
             session = self._sessions.pop(token, None)
         if session is None:
@@ -415,6 +417,7 @@ class GatewayRouter:
             )
         worker = session.worker
         if worker is None or not worker.up:
+            # One for all calls of the session: two of them would open it at two workers.
             if session.placing is None or session.placing.done():
                 session.placing = asyncio.ensure_future(self._place(call.token, session))
             await asyncio.shield(session.placing)
@@ -449,6 +452,7 @@ class GatewayRouter:
         return Reply(status, body[count:], given.get("content-type", "application/json"))
 
     async def _send(self, worker: _Worker, *request: Any) -> tuple[int, dict[str, str], bytes]:
+        # A task of its own, which `leave` cancels without cancelling the client's call.
         sending = asyncio.ensure_future(worker.send(*request))
         worker.calls.add(sending)
         try:
