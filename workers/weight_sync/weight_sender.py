@@ -323,6 +323,7 @@ class WeightSender:
             gathered = update.agree(f"round {number}", headers, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
+                # Experts follow each other along the first dim, and each has a digest of its own.
                 for expert, one in enumerate(piece.digests or ()):
                     begin = [begin for begin, _ in piece.box]
                     if expert:
@@ -343,6 +344,7 @@ class WeightSender:
             with update.attempt():
                 self._transport.finish(update)
                 said = call_all(update, "finish_weights", update.key, update.verify, fingerprint)
+        # Also those that have called nobody wait here: success means that every receiver has the version.
         of_ranks: list[list[Finished]] = update.agree("finish", said, list)
         return [one for finished in of_ranks for one in finished]
 

@@ -102,6 +102,7 @@ class ProcessGroupTransport(Transport):
                 lambda: _check(update, futures),
                 invitation.seconds,
             )
+            # Those receivers too that join groups without this rank: all have joined before the first round.
             wait_all(futures, update)
         except BaseException:
             # Receivers that wait for a missing one in the rendezvous would miss the next update, too. Rank 0 learns of
@@ -248,6 +249,7 @@ class AnnouncedRound(Message):
     def receive(self, receiver: Any, key: str) -> None:
         """As in `Message`. If a transfer fails, the receiver leaves the groups."""
         if not receiver.channels:
+            # First, because it raises the cause if the update has failed here before.
             receiver.check_update(key)
             raise WeightSyncError(f"rollout rank {receiver.rank} is not in a process group of the train ranks")
         # The key is checked only after the transfers: even if this receiver has given the update up, the others would
@@ -269,6 +271,7 @@ class AnnouncedRound(Message):
         memory = channel.memory.take(sum(sizes))
         if first is not None:
             first.exchange(memory, sizes + [0] * (first.size - len(sizes)), self.seconds, receive=True)
+        # All members have the same headers, so all of them skip an empty broadcast or none.
         if others is not None and memory.numel():
             others.broadcast(memory, self.seconds)
         flats = memory.split(sizes)

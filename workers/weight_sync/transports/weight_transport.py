@@ -158,6 +158,7 @@ class Update:
         for name, data in zip(names, store.multi_get(names), strict=True):
             parts = [_part(name, number) for number in range(int.from_bytes(data[:4], "big"))]
             values.append(pickle.loads(b"".join([data[4:], *map(store.get, parts)])))
+            # Rank 0 is the only reader of these. What it writes itself, all read, and it is deleted a step later.
             if delete:
                 for one in (name, *parts):
                     store.delete_key(one)
