@@ -90,6 +90,7 @@ def build(
             )
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
     with all_or_none(ModelFilesError, "the model could not be built"):
+        # A `return` leaves `all_or_none` as its end does: this rank waits there for rank 0 to read the files.
         if dist.get_rank() or seed is None:
             with torch.device("meta"):
                 model = kind.from_config(hf_config, **options)

@@ -140,6 +140,7 @@ class MegatronTrainModel(TrainModel):
         """
         if self._routing is None:
             raise ValueError(f"log_probs_and_routes(): a {self.hf_config.model_type!r} has no experts")
+        # Under two names: `forget` drops the routing's own.
         recorded = self._routing.recorded = {}
         try:
             log_probs = self.log_probs(data, temperature)
@@ -179,6 +180,7 @@ class MegatronTrainModel(TrainModel):
             raise RuntimeError("this model was created without an optimizer; pass optimizer={'lr': ...} to train it")
         for chunk in self._chunks:
             chunk.train()
+            # Megatron's gradients are in its buffers, which the optimizer's `zero_grad` leaves alone.
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         for group in self._optimizer.param_groups:

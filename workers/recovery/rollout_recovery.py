@@ -126,6 +126,7 @@ class GroupRecovery:
             raise error
         elif self._missing:
             wait = min(RETRY_SECONDS[0] * 2 ** min(self._tries, 10), RETRY_SECONDS[1])
+            # There may be room for one at least, which the next attempt asks for: at once.
             wait = 0.0 if isinstance(error, PlacementError) and not self._tries and self._missing > 1 else wait
             self._tries += 1
             self._next_try = time.monotonic() + wait

@@ -119,6 +119,7 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
             one._made = None  # if this fails, the next `replace` tries it again
         try:
             return _continue_together(groups, lost)
+        # Other errors would come again: only a death is mended by replacing ranks once more.
         except WorkerDiedError as error:
             if not left:
                 raise
@@ -174,6 +175,7 @@ def _choose(groups: Sequence[TrainGroup], lost: Collection[TrainGroup]) -> list[
             choices.append((recovery.rollout_id, recovery))
         if len({rollout_id for rollout_id, _ in choices}) == 1:
             return choices
+        # Each round goes further back, until all agree or one has nothing so old.
         newest = min(rollout_id for rollout_id, _ in choices)
 
 

@@ -100,6 +100,7 @@ class _Lines:
     def replace(self, data: bytes) -> None:
         """Replace the whole content."""
         _write(self._path, data)
+        # The descriptor is that of the old file, which has no name any more.
         self.close()
         self._open()
         self.size = len(data)

@@ -42,6 +42,7 @@ class CallLines:
         # By role: `WorkerGroup.stats` has copies of the calls of roles, which would be new each time.
         for role, stats in self._group._stats_by_role().items():
             calls = list(stats.calls)
+            # By identity: the group drops its oldest calls, so their number says nothing.
             known = next((number for number, call in enumerate(calls, 1) if call is self._last.get(role)), 0)
             candidates += [(number, role, call) for number, call in enumerate(calls[known:], self.count)]
             self.count += len(calls) - known

@@ -428,6 +428,7 @@ class RayTrainGroup:
             self._progress = self._progress.after(recovery)
             version = self.weight_version
             begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
+        # Only now, when all ranks have the state of one rollout.
         self._made = workers.generation
         self._asleep = False
         self._leave()
