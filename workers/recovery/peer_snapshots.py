@@ -114,6 +114,7 @@ class PeerSnapshots:
         """Stop receiving, and forget all snapshots. A snapshot that is being sent ends by itself."""
         self._server.close()
         with self._lock:
+            # What is still arriving is then refused, as of a former generation.
             self._generation = -1
             self._held.clear()
         self._own.clear()
@@ -161,6 +162,7 @@ class PeerSnapshots:
         waited = time.perf_counter() - began
         number = -1 if self._latest is None else self._latest
         there = number in self._own and not self._unsent()  # `take` may have dropped it, and failed
+        # Also a barrier: no rank writes over its older snapshot before all have told which of theirs are complete.
         said = gathered((number, there, self._checksums.get(number), self._replicas, waited))
         numbers, sent, checksums, replicas, waits = zip(*said, strict=True)
         latest, longest = max(numbers), max(waits)

@@ -261,6 +261,7 @@ class RolloutCheckpoints:
                 if self._keep is not None:  # not after it: on a full disk, the new checkpoint needs their space
                     with _logged_errors(self._save, "could not be searched for old checkpoints"):
                         self._begin_deletion(self._save, _interrupted(self._save, folder))
+                # Before the folder: what an interrupted save leaves can then be told from a folder of the user's.
                 _unfinished(folder).touch()
                 folder.mkdir(exist_ok=True)
                 for old in (POSITION, DRIVER_STATE):

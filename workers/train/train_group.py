@@ -384,6 +384,7 @@ class RayTrainGroup:
         begin: list[int] | None = None
         for left in reversed(range(TRIES)):
             begin = self._continue_groups(groups, change) or begin
+            # Only the first time: another try after a death must not add ranks once more.
             change = None
             try:  # last, when all groups are at one rollout: it may fail with the rollout workers
                 for group in groups:

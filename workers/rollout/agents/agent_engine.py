@@ -287,6 +287,7 @@ class AgentEngine(RolloutEngine):
             sessions, self._waiting = list(self._sessions.values()), []
             self._sessions.clear()
             self._lock.notify_all()
+        # Without the lock: callbacks of these futures may call the engine.
         for session in sessions:
             if not session.future.done():
                 failed = RolloutError(f"the event loop of the sessions has ended: {type(error).__name__}: {error}")
@@ -390,6 +391,7 @@ class AgentEngine(RolloutEngine):
 
     def load(self) -> EngineLoad:
         """See `RolloutEngine.load`. A session is waiting if its first turn here is."""
+        # Before this lock is taken: it and the engine's are both leaves.
         inner = self.engine.load()
         with self._lock:
             # Not if its next one is: each turn waits for a step of the engine, so that some session always would.

@@ -356,6 +356,7 @@ class Session:
             raise _Ended("tokens")
         name, prompt = f"{self.name}/{self._turns}", self._trajectory.token_ids(self._node)
         how, seed = replace(self._how, max_new_tokens=most), mixed_seed(self._seed, self._turns)
+        # Before it is submitted: `AgentEngine.abort` reads it in another thread.
         self.turn = name
         while True:
             unavailable = self._unavailable()  # now: it may be available again when its error arrives

@@ -152,6 +152,7 @@ class Batch:
         experts: list[RoutedExperts | None] = []
         if self._rows:
             lengths = [row.length for row in self._rows]
+            # Rows are aligned at their ends, so the next token of each goes to the same new column.
             self._width += 1
             last = [row.request.token_ids[-1:] for row in self._rows]
             made, of_rows = self._recorded(last, lengths, self._width, self._cache)

@@ -91,6 +91,7 @@ class LayerwiseReload:
             weights: names as in a checkpoint, and whole tensors.
             keep: whether vLLM may keep the tensors. If not, they are cloned.
         """
+        # Before vLLM repacks the tensors: the signs of zeros cannot be read back afterwards.
         for name, tensor in weights:
             for part in self._parts.get(name, ()):
                 rows = tensor[within(part.box, whole(tensor.shape))]
@@ -207,6 +208,7 @@ class LayerwiseReload:
                 self._keep_signs(own, 0, tensor, tensor.dtype)
                 layer = self._layer(own)
                 if repacked(layer, state[own]):
+                    # vLLM has emptied this parameter, so there is nothing to copy into.
                     layer.weight = torch.nn.Parameter(tensor.clone(), requires_grad=False)
                 elif (isa := packed_by(layer)) and tensor.ndim == 3:
                     state[own].copy_(_pack(tensor, isa))

@@ -277,6 +277,7 @@ class RewardRunner(Closing):
                 thread = threading.Thread(target=_serve, args=(loop,), name="rewards", daemon=True)
                 thread.start()
                 self._loop, self._thread = loop, thread  # only now: without a thread, it would run nothing
+                # The thread refers to the loop alone, so that a runner which nobody uses is collected, and ends it.
                 weakref.finalize(self, _stop, loop)
             # Under the lock: `close` marks the runner before it ends the loop, so nothing is scheduled behind that.
             return asyncio.run_coroutine_threadsafe(self._group(calls, begun), self._loop)

@@ -356,6 +356,7 @@ class RolloutStream(Closing):
                 # For the end of the update, or of the stream, which may have been closed since `_run` looked.
                 self._changed.wait_for(lambda: self._closed or not self._idle)
                 return
+        # Without the lock: the user's function of the prompts may take long.
         if not waiting:
             self._router.begin_groups()
         if updating or self._router.due:

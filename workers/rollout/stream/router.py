@@ -280,6 +280,7 @@ class Router:
         Returns:
             The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
         """
+        # First, so that workers that it has started get orders at once.
         self.recovery.grow()
         self._follow_group()
         expired = set(self._buffer.expired())
@@ -452,6 +453,7 @@ class Router:
             self._put(number, group._replace(rewards=done.result()))
         except CancelledError:
             self._buffer.fail(RolloutError("the rewards were cancelled"))
+        # Nobody looks at what a callback raises, so the error goes to `take`.
         except BaseException as error:
             self._buffer.fail(error)
 

@@ -136,6 +136,7 @@ class SharedRound(Message):
         own, sizes = self.classes[receiver.receiver_id], [header.nbytes for _, header in self.offers]
         handle, nbytes = self.handles[receiver.receiver_id], max(sum(sizes), 1)
         mapped = isinstance(handle, str)
+        # `take` copies, so nothing of the receiver refers to this memory after the call.
         with nullcontext(_mapped(handle, nbytes)) if mapped else opened_memory(handle, here) as flat:
             for (index, header), part in zip(self.offers, flat[: sum(sizes)].split(sizes), strict=True):
                 if index == own:

@@ -111,6 +111,7 @@ class _Worker:
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise WorkerGoneError(f"{self.address}: {type(error).__name__}: {error}") from error
         finally:
+            # After an error or a cancellation, the rest of a reply may still come on this connection.
             if whole:
                 self.idle.append((reader, writer, time.monotonic()))
             else:
@@ -124,6 +125,7 @@ class _Worker:
                 try:
                     self._close_old()
                     if self.idle:
+                        # The one that was used last, which the worker is the least likely to have closed.
                         return self.idle.pop()[:2]
                     async with asyncio.timeout(SILENCE_SECONDS):
                         return await asyncio.open_connection(url.hostname, url.port)

@@ -291,6 +291,7 @@ class HTTPFront:
     def stop(self) -> None:
         """Close all connections, and end the thread."""
         if self._server is not None:
+            # uvicorn's loop looks at both ten times a second, so another thread may set them.
             self._server.should_exit = True
             self._server.force_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -414,6 +415,7 @@ class HTTPFront:
         except GatewayError as error:
             failed = error
         except Exception as error:
+            # Otherwise a `TimeoutError` is the player's own.
             if limit.expired():
                 failed = GatewayError("late", f"there was no completion within {self.limits.call_seconds:g} s")
             else:
@@ -533,6 +535,7 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            # After uvicorn has read the data: its `cycle` begins with a whole head.
             if self.cycle is None or self.cycle.response_complete:
                 self._abort_after(limits.read_seconds, "head")
             else:  # a request has begun
@@ -550,6 +553,7 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
             self._stop("head")
             self._stop("reply")
             super().connection_lost(exc)
+            # Nobody is left to read their replies, so the engine need not go on.
             for call in self.calls:
                 call.cancel()
 
