@@ -319,6 +319,16 @@ def test_sessions_can_be_closed_after_the_router_was_stopped():
         assert len(router.close(token).nodes) == 2
 
 
+def test_a_session_that_is_closed_while_the_router_stops_keeps_its_tokens(monkeypatch):
+    with gateways() as (_, router):
+        _, token = router.open()
+        assert chat(router, token, [user("a")]).status_code == 200
+        router.stop()
+        # As seen by a thread that has looked just before.
+        monkeypatch.setattr(router._front.loop, "is_closed", lambda: False)
+        assert len(router.close(token).nodes) == 2
+
+
 class Mortal:
     """A worker that opens sessions, answers "fine", and ends its connections when it reads "poison"."""
 

@@ -345,8 +345,12 @@ class GatewayRouter:
             session = self._sessions.pop(token, None)
         if session is None:
             raise KeyError("GatewayRouter.close(): no session has this token; was it closed, or did it expire?")
-        if session.worker is not None and not self._front.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._leave(session.worker, token), self._front.loop)
+        if session.worker is not None:
+            leaving = self._leave(session.worker, token)
+            try:
+                asyncio.run_coroutine_threadsafe(leaving, self._front.loop)
+            except RuntimeError:  # `stop` has closed the loop, perhaps just now in another thread
+                leaving.close()
         return Trajectory(list(map(read_node, session.journal)))  # to which no call adds any more
 
     @property
