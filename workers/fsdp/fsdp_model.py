@@ -278,6 +278,7 @@ class FSDPTrainModel(TrainModel):
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
         ranks = self.options.sequence_parallel_size
+        # `_summed` divides by the ranks of a sequence, each of which computes a slice of it.
         counts = {"computed": sum(part.computed for part in parts) * ranks, "real": sum(part.real for part in parts)}
         reports.append(
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}

@@ -152,6 +152,7 @@ class MegatronTrainModel(TrainModel):
             routes = recorded[number]
             if self.config.sequence_parallel:
                 routes = gather(routes.int(), 0).short()  # gloo has no int16
+            # Without the padding that `_shapes` has added.
             rows, tokens = batch.input_ids.shape
             found.append(routes[:tokens, :rows].transpose(0, 1).flatten(0, 1).cpu())
         return log_probs, restore_routes(found, micro_batches, data["attention_mask"].bool().sum(1).tolist())
@@ -311,9 +312,11 @@ class MegatronTrainModel(TrainModel):
             data_iterator=[iter(numbered) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(micro_batches),
+            # Only used if the stages do not tell each other the shapes, see `variable_seq_lengths`.
             seq_length=max(tokens for _, tokens in shapes),
             micro_batch_size=max(rows for rows, _ in shapes),
             forward_only=forward_only,
+            # Otherwise the schedule would take what `finish` returns for a loss.
             collect_non_loss_data=forward_only,
         )
         return results

@@ -121,6 +121,7 @@ class WandbLogger(Logger):
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
+        # The id is the folder's, so a run that was resumed goes on in the same one.
         self._run = self.library.init(project=about.project, resume="allow", **self._arguments(about))
 
     def _arguments(self, about: RunAbout) -> dict[str, Any]:
@@ -154,6 +155,7 @@ class MlflowLogger(Logger):
         number = (
             self._client.create_experiment(about.project, artifacts) if experiment is None else experiment.experiment_id
         )
+        # MLflow gives runs ids of its own, so the folder's is a tag.
         found = self._client.search_runs([number], f"tags.run_folder = '{about.id}'", max_results=1)
         if found:
             self._run = found[0].info.run_id

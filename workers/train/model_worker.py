@@ -174,6 +174,7 @@ class ModelWorker(TrainWorker):
             return 0
         self._build(self.make_model)
         if with_ref:
+            # One model holds both in turn: there is device memory for one.
             if self.args.ref_load is not None:
                 self.backup.copy("actor")
                 self.model.load_hf(self.args.ref_load)

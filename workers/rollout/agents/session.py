@@ -309,10 +309,12 @@ class Session:
             self._rewards[self._node] = reward
             self._info |= step.info or {}
             self._invalid = self._invalid + 1 if step.invalid else 0
+            # A turn that was cut off is no regular end, even if the environment takes it for one.
             if step.done:
                 return "length" if step.reason == "done" and self._finish_reason == "length" else step.reason
             if self._limits.invalid is not None and self._invalid >= self._limits.invalid:
                 return "invalid"
+            # After the last turn, what the environment shows would be in no row.
             if self._limits.turns is None or self._turns < self._limits.turns:
                 self._see(step.observation)
             self._save()
@@ -436,6 +438,7 @@ class Session:
         prompt, sampled = self._trajectory.token_ids(node.parent), node.token_ids.tolist()
         bridged = self._renderer.bridge_to_next_turn(prompt, sampled, messages, tools=tools)
         before = len(prompt) + len(sampled)
+        # Otherwise the renderer has changed what was sampled, and the next turn would follow other tokens.
         if bridged is not None and list(bridged.token_ids[:before]) == prompt + sampled:
             self._give(self._node, list(bridged.token_ids[before:]))
             return

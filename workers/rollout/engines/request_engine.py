@@ -596,6 +596,7 @@ class RequestEngine(RolloutEngine):
 
     def _hold(self, reason: str) -> None:
         with self._changed:
+            # A thread that has not come to `next_step` is not waited for: until then, `serve` leaves the model alone.
             self._holds.add(reason)
             # In a callback of a future, which runs in the engine's thread, the hold begins with the next step.
             if not self._changed.wait_for(lambda: not self._stepping or self._in_thread(), STEP_SECONDS):

@@ -199,6 +199,7 @@ class VLLMEngine(RequestEngine):
     def serve(self) -> None:
         """See `RequestEngine.serve`. One step of vLLM computes one token of each running request."""
         with self._told("failed"):  # what a step that failed has left
+            # These two touch vLLM's scheduler alone, not its model, which another thread may be using: see `_hold`.
             self._discard(list(self._given))
             self._engine.reset_prefix_cache(reset_running_requests=True)
         while (changes := self.next_step()) is not None:
