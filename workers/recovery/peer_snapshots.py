@@ -336,7 +336,7 @@ class PeerSnapshots:
                 raise SnapshotError("; ".join(wrong))
         with self._lock:
             for blocks in self._held.values():
-                # Their numbers will be given again, to snapshots of another course of training.
+                # Their numbers will be used again, for snapshots of other states.
                 for useless in [known for known in blocks if known > number]:
                     del blocks[useless]
         for other in [known for known in self._own if known >= 0 and known != number]:

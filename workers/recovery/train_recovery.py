@@ -119,7 +119,7 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
             one._made = None  # if this fails, the next `replace` tries it again
         try:
             return _continue_together(groups, lost)
-        # Other errors would come again: only a death is mended by replacing ranks once more.
+        # Only a death: replacing ranks once more does not help against other errors.
         except WorkerDiedError as error:
             if not left:
                 raise

@@ -270,7 +270,7 @@ class RunLog(Closing):
         with self._lock, self._saving("folder"):
             if self._folder is not None:
                 self._write(self._folder, step, noted, samples, events)
-        # On its own, because the alarms are raised without it: a handler of the user's log may take long.
+        # Separately: alarms are logged without the lock, because a logging handler may take long.
         with self._lock:
             alarms = self._alarms.step(noted, time.monotonic())
         for alarm in alarms:

@@ -323,6 +323,7 @@ class RolloutCheckpoints:
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = noted(self._save)
         note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
+        # In this order: what `LATEST` names must be known as complete by its own note.
         for file in (at.folder / POSITION, self._save / LATEST):
             fresh = file.with_name(f"{file.name}.new")
             fresh.write_text(json.dumps(note) + "\n")

@@ -152,6 +152,7 @@ class ModelWorker(TrainWorker):
                 self.checkpoints.wait()
             except CheckpointError as error:
                 logger.error("rank %d: init() drops the previous model, whose last save failed: %s", self.rank, error)
+        # While torch_memory_saver is paused, no memory may be freed, as the following does.
         if "memory" in vars(self) and self.memory.paused:
             self.memory.wake_up()
         self._drop_model()

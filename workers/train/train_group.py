@@ -840,6 +840,7 @@ class RayTrainGroup:
         if verify not in (None, "fingerprint", "full", "none"):
             raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
         workers = self.ready_workers("update_weights")
+        # Not the number of an update that has failed: some rollout workers may have its weights.
         version = max(self.weight_version, self._tried) + 1
         # Sent again, for example because a rollout worker was started anew, they make no tokens older.
         same = self._progress.sent_after is not None and self._progress.sent_after == self._progress.trained

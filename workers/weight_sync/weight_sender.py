@@ -260,7 +260,7 @@ class WeightSender:
             self._layout_id = layout_id
 
         def begin(values: list[Any]) -> Any:
-            # In `decide`, so when every rank is there, for the same reason.
+            # In `decide`, that is, when all ranks are there, for the same reason.
             infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
             known = self._layouts or [{}] * update.ranks
             self._layouts = layouts = [known[rank] if new is None else new for rank, (new, *_) in enumerate(values)]
@@ -319,7 +319,7 @@ class WeightSender:
                         headers[index] = payloads[index].header()
                 self._packer.next_round()
                 update.budget.left()
-            # Nobody transfers before all have packed: the others would wait in it for a rank that has failed.
+            # No rank transfers before all have packed: it would wait in the transfer for one that has failed.
             gathered = update.agree(f"round {number}", headers, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
@@ -351,7 +351,7 @@ class WeightSender:
     def _abandon(self, update: Update, failed: BaseException) -> None:
         """Tell everyone, and drop what is unfinished."""
         error = failed if isinstance(failed, WeightSyncError) else update.error(failed)
-        # The train ranks first: they are waiting, and the receivers' calls may take their time.
+        # The train ranks first: they wait for this rank, and the receivers may respond late.
         with contextlib.suppress(dist.DistError):  # the store's process has died
             update.give_up(error)
         if update.begun:

@@ -264,6 +264,7 @@ class AgentEngine(RolloutEngine):
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
+            # Environments may use the device, which torch selects for each thread.
             self.engine.prepare_thread()
             loop.call_soon(self._watch, loop, loop.time())
             while True:
@@ -320,6 +321,7 @@ class AgentEngine(RolloutEngine):
     def _start(self, session: Session) -> None:
         """Play a session. In the event loop's thread."""
         task = asyncio.get_running_loop().create_task(session.run(self._forget), name=session.name)
+        # asyncio itself refers to its tasks weakly.
         self._tasks[task] = session
         task.add_done_callback(self._tasks.pop)
 
@@ -425,6 +427,7 @@ class AgentEngine(RolloutEngine):
             if not session.future.done():  # or its environment is being closed, and that goes on to its end
                 task.cancel()
         if tasks:
+            # Shorter than `close` waits for this thread, which has to end after that.
             await asyncio.wait(tasks, timeout=0.8 * CLOSE_SECONDS)
         loop.stop()
 

@@ -118,12 +118,14 @@ class Server:
         }
         # Proxies of the environment are not for servers of the cluster.
         client: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
+        # Of any thread: httpx's clients may be shared, and this one keeps no connections.
         self._client = httpx.Client(
             **client,
             transport=httpx.HTTPTransport(**transport),
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
         )
         # No limit for a read: a request may wait long at a busy server. `HTTPEngine` looks for streams that are silent.
+        # Of the thread of `run` alone, as asyncio's objects are.
         self._streams = httpx.AsyncClient(
             **client,
             transport=httpx.AsyncHTTPTransport(**transport),

@@ -222,7 +222,7 @@ class HTTPEngine(RequestEngine):
             while (changes := self.next_step()) is not None:
                 waiting += changes.added
                 if changes.recompute:  # their streams were closed, or are of old weights
-                    # In their order and before all others: they hold their callers up for longest.
+                    # In their order, before all others: their callers have waited longest.
                     waiting.extendleft(reversed([self._close(reader) for reader in list(self._readers.values())]))
                 for request in changes.ended:
                     if (reader := self._readers.get(request)) is not None:

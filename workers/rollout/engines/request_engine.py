@@ -226,11 +226,12 @@ class RequestEngine(RolloutEngine):
         """Return what has changed since the last step. `serve` calls it before each step. It waits while no step may be
         taken, and while there is nothing to do. None: `serve` must return."""
         with self._changed:
+            # The previous step has ended; `_hold` waits for this.
             self._stepping = False
             self._changed.notify_all()
             idle_until = time.monotonic() + IDLE_SECONDS
             while not self._closed and (self._holds or not self._has_work()):
-                # Without a limit: whoever holds steps back also ends that, and an idle thread is one without requests.
+                # No time limit: the holder ends a hold, and only a thread without requests is idle.
                 if self._requests:
                     self._changed.wait()
                 elif not self._changed.wait(idle_until - time.monotonic()) and not self._requests:
@@ -249,6 +250,7 @@ class RequestEngine(RolloutEngine):
 
     def _has_work(self) -> bool:
         handed_out = len(self._requests) - len(self._added)
+        # Dropped ones too: until `serve` is told, it goes on computing them.
         return bool(self._dropped or handed_out or (self._added and not self._draining))
 
     def record(
@@ -482,7 +484,7 @@ class RequestEngine(RolloutEngine):
             chosen = list(self._requests) if request_ids is None else list(request_ids)
             ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]
             for request in ended:
-                # Whoever takes a request out under the lock, here or in `record` or `_fail`, sets its future: once.
+                # Only who removes a request under the lock (`abort`, `record`, `_fail`) sets its future, so it is set once.
                 self._drop(request)
             self._changed.notify_all()
         for request in ended:

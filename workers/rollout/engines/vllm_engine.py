@@ -279,6 +279,7 @@ class VLLMEngine(RequestEngine):
 
     def cache_usage(self) -> float | None:
         """See `EngineLoad.cache_usage`. Blocks that are kept for prompts to come are not in use."""
+        # Any thread asks this, also in a step: it is one number, and `close` takes the engine away in between.
         engine = self._engine
         return None if engine is None else float(operator.attrgetter(_CACHE_USAGE)(engine))
 

@@ -122,7 +122,7 @@ class RolloutStream(Closing):
         """How many deaths and completed groups there were when `take` called ``refresh``, if nothing came of it yet."""
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
         self._thread.start()
-        # Last: a stream whose thread could not be started is none.
+        # Last: if the thread cannot be started, the manager has no stream.
         manager.stream = self
 
     @classmethod
@@ -257,7 +257,7 @@ class RolloutStream(Closing):
             with self._changed:
                 if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
                     raise self._late(timeout)
-            # Without the lock: an update takes as long as it takes, and the router must be able to wait for its end.
+            # Without the lock, which the router needs meanwhile: an update may take minutes.
             yield
             # Before the pause ends, because the router begins groups with the buffer's version.
             self.buffer.set_version(self._manager.weight_version or 0, same_weights=same_weights or self._resending)
@@ -265,7 +265,7 @@ class RolloutStream(Closing):
         finally:
             with self._changed:
                 self._pauses -= 1
-                # What the workers reported was before the update. The next one waits for new reports.
+                # The reports are of before the update; the next update waits for new ones.
                 self._idle = self._reported = False
                 self._stuck = None  # until the workers have reported again
                 self._changed.notify_all()
@@ -321,6 +321,7 @@ class RolloutStream(Closing):
         self.buffer.fail(RolloutError("the stream was closed"))
         if self._manager.stream is self:
             self._manager.stream = None
+        # Without the lock, which the thread needs to end.
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logger.warning("the rollout stream has not ended within %.0f s; a call of its workers hangs", CLOSE_SECONDS)

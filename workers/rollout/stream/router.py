@@ -188,12 +188,14 @@ class Router:
         # Of workers that were just started, nothing is known before their first report.
         current = [one for one in self._workers if one.report is not None and one.report.weight_version == version]
         while free := [worker for worker in current if self._has_room(worker)]:
+            # Only when a worker has room: what has begun counts as generated with the version in force.
             begun = self._buffer.begin()
             if begun is None:
                 return
             # By requests, not by the engine's load, which is as old as the last report.
             worker = min(free, key=lambda one: one.requests)
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
+            # Complete samples are in the journal at once, so that no other worker generates them again.
             done = ((k, one) for k, one in enumerate(request.partials) if one.finish_reason != "abort")
             worker.running[request.attempt] = _Running(request, dict(done))
 
@@ -341,7 +343,7 @@ class Router:
         if members == list(known):
             return
         self._workers = [known.pop(member) if member in known else _Worker(member) for member in members]
-        # Only then a new process has the rank, and so the server, of the one before.
+        # Otherwise ranks have moved, and a new process need not have the server of the one before.
         if len(before) == len(members):
             for old, new in zip(before, self._workers, strict=True):
                 new.held = old.held

@@ -181,6 +181,7 @@ class PeerWeights:
         receiver = self._receiver
         if request.id in self._sending or receiver.weight_version != request.version:
             return
+        # Before the thread begins, which takes it out again.
         self._sending.add(request.id)
         # The count as of now, in the thread that also ends copies: the new thread may begin only after an update has.
         arguments = request, receiver.changes
@@ -201,7 +202,7 @@ class PeerWeights:
             receiver._prepare_thread()
             with receiver.weights_lock:
                 _check(receiver, changes)
-                # Planned anew: the receiver has planned for itself, and `layout` says whether both plans are equal.
+                # The receiver has made a plan of its own; `layout` tells it whether both are equal.
                 buckets, layout = _plan(receiver.engine)
                 fingerprint, pieces = receiver.proof
             for index, specs in enumerate(buckets):

@@ -69,6 +69,7 @@ class ProcessGroupTransport(Transport):
     def begin(self, update: Update) -> None:
         """Keep the groups, unless the receivers, their classes or the store have changed."""
         ids = tuple(info.id for info in update.infos)
+        # Another store is that of another rank 0, which is in none of the groups.
         members = (update.shared, ids, tuple(one.members for one in update.classes))
         if self._members != members:
             self._leave()
