@@ -484,7 +484,7 @@ class RequestEngine(RolloutEngine):
             chosen = list(self._requests) if request_ids is None else list(request_ids)
             ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]
             for request in ended:
-                # Only who removes a request under the lock (`abort`, `record`, `_fail`) sets its future, so it is set once.
+                # Only who removes a request under the lock sets its future, here as in `record` and `_fail`: once.
                 self._drop(request)
             self._changed.notify_all()
         for request in ended:
