@@ -519,6 +519,17 @@ def test_rows_keep_the_fingerprints_of_the_worker_before():
         assert data["weight_fingerprints"].tolist() == [[-1, 44, 66]] * len(data)
 
 
+def test_a_fingerprint_that_the_worker_drops_meanwhile_is_unknown():
+    class Dropping(dict):
+        """As a thread sees it that has looked just before."""
+
+        def __contains__(self, version):
+            return True
+
+    one = Completion([2, 3], [-1.0] * 2, "stop", [4, 6])
+    assert with_fingerprints(one, Dropping({6: 66}), 6).fingerprints == {6: 66}
+
+
 def test_weights_of_rollouts_without_a_token():
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0]])
     weights, count = token_weights(mask, "sequence", totals=torch.tensor([3.0, 3.0, 3.0, 0.0]))

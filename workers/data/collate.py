@@ -305,7 +305,9 @@ def with_fingerprints(
         worker: see `token_versions`.
         before: those of the completion that this one continues.
     """
-    of_worker = {version: known[version] for version in {*token_versions(completion, worker)} if version in known}
+    # One look each: engines' threads call this, while the worker's adds and drops versions.
+    looked_up = {version: known.get(version) for version in {*token_versions(completion, worker)}}
+    of_worker = {version: fingerprint for version, fingerprint in looked_up.items() if fingerprint is not None}
     rows = completion.rows and [
         replace(row, completion=with_fingerprints(row.completion, known, worker, before)) for row in completion.rows
     ]
