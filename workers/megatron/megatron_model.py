@@ -114,6 +114,7 @@ class MegatronTrainModel(TrainModel):
             self._uncast = {"fp32_output": False}
         self._optimizer: Any = None
         if options is not None:
+            # In Megatron's order: its DistributedDataParallel wraps the modules that cast.
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
             self._optimizer = make_optimizer(options, self.config, self._chunks)
         distributed = options is not None and options.distributed

@@ -175,6 +175,7 @@ class RolloutCheckpoints:
                 found = [str(error)]
             except (KeyError, TypeError) as error:
                 found = [f"its note of the position is damaged: {type(error).__name__}: {error}"]
+        # Rank 0 decides for all: another host may see an older state of the folder.
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             if self._load is not None and not self._rank:
@@ -285,6 +286,7 @@ class RolloutCheckpoints:
         name = [folder_of(step)]
         if not self._rank and noted(self._save) == name[0]:
             name = [folder_of(step, again=True)]
+        # As in `find`.
         dist.broadcast_object_list(name, src=0)
         return name[0]
 

@@ -119,6 +119,7 @@ class ModelWorker(TrainWorker):
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
         if role not in ROLES:
             raise ValueError(f"init(role={role!r}): expected one of {', '.join(map(repr, ROLES))}")
+        # No snapshot of the earlier model may be restored into the new one.
         if self._peers is not None:
             self._peers.close()
             self._peers = None
@@ -174,6 +175,7 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return 0
         self._build(self.make_model)
+        # Before the checkpoint is loaded: the reference has the weights that training began with.
         if with_ref:
             # One model holds both in turn: there is device memory for one.
             if self.args.ref_load is not None:
@@ -321,6 +323,7 @@ class ModelWorker(TrainWorker):
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = self._lost_until = version
         self._failed = set()
+        # Last: from here on, snapshots of this generation are sent and accepted.
         self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
         self.clear_memory()
         return recovery.rollout_id + 1

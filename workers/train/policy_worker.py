@@ -140,6 +140,7 @@ class PolicyTrainWorker(ModelWorker):
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
+            # All ranks have the same entries here, so all of them raise or none.
             check_entries({*data, *({"ref_log_probs"} if "ref" in self.backup.names else ())}, self.args, self.role)
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
@@ -204,9 +205,11 @@ class PolicyTrainWorker(ModelWorker):
         metrics |= self._correct(data)
         if "advantages" not in data:
             data["advantages"] = self._advantages(data)
+            # After the advantages, whose penalty has the coefficient of this rollout.
             metrics |= self._adapt_kl_coef(data)
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
+        # Not before: completions that are left out still count in their groups' advantages.
         data["loss_mask"] = self._trained(data)
         metrics |= self._of_tokens("advantage", data["advantages"], data)
         loss = policy_loss(
@@ -562,6 +565,7 @@ class PolicyTrainWorker(ModelWorker):
         if path is None:
             return _tensors(given)
         by_gae = self.args.advantage_estimator == "gae"
+        # The function may change rows in place.
         before = given["input_ids"].clone() if by_gae else None
         made = _tensors(function_at(path, "rollout_data_postprocess_path")(self.args, given))
         if before is not None and not torch.equal(made.get("input_ids", before[:0]), before):

@@ -436,6 +436,7 @@ class RayTrainGroup:
         if self._rollout is not None:
             self._rollout.forget()  # the next update tells the workers: a manager that is busy stops no recovery
             self._rollout.rewind(begin[0])
+            # Without an update so far, rollout workers have nothing that could be lost.
             lost = recovery is None or self._progress.sent_after is None
             self._weights_lost = lost and bool(self.weight_version)
         return begin
@@ -630,6 +631,7 @@ class RayTrainGroup:
         self._progress = Progress()
         if self._rollout is not None:
             self._rollout.timeout = update_seconds(args)
+            # `init` drops the workers' senders.
             self._rollout.forget()
         if self._pair is not None:
             self._pair.forget()
@@ -926,6 +928,7 @@ class RayTrainGroup:
         former = getattr(refresh, "__self__", None)
         takes_over = isinstance(former, RayTrainGroup) and former is not self and former.role == self.role
         if takes_over:
+            # `introduce` takes a `refresh` that is None.
             manager.refresh = None
         try:
             link.introduce(workers.set_rollout_manager)
