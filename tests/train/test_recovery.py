@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from workers import distributed
 from workers.recovery import peer_snapshots
-from workers.recovery.peer_snapshots import PeerSnapshots
+from workers.recovery.peer_snapshots import PeerSnapshots, SnapshotError
 from workers.recovery.reshard import moves
 from workers.recovery.snapshot_choice import (
     Recovery,
@@ -166,11 +167,13 @@ def test_snapshot_of_another_size_is_not_written_over():
     assert about == {"rollout_id": 5} and state.parts["w"].tolist() == [0, 0, 0]
 
 
+def with_a_new_rank(value):
+    """What a rank gathers with one that has no snapshots."""
+    return [value, ((1, 2), None)] if isinstance(value, tuple) else [value, value]
+
+
 def test_reference_of_the_former_size_counts_until_a_snapshot_of_the_new_one_is_complete(monkeypatch):
     """A rank gets a second one, which dies before it has sent anything: the group goes on from what one rank took."""
-
-    def with_a_new_rank(value):
-        return [value, ((1, 2), None)] if isinstance(value, tuple) else [value, value]
 
     peers, weights = PeerSnapshots("127.0.0.1", seconds=10), torch.arange(2.0)
     try:
@@ -191,6 +194,22 @@ def test_reference_of_the_former_size_counts_until_a_snapshot_of_the_new_one_is_
     finally:
         peers.close()
     assert reference.parts["w"].tolist() == [0, 1]
+
+
+def test_ranks_exchange_no_rows_if_one_has_no_memory_for_its_new_shard(monkeypatch):
+    """They would wait for its rows, while it waits for their errors."""
+    peers, sent = PeerSnapshots("127.0.0.1", seconds=10), []
+    try:
+        peers.join(0, 0, 0, (0, 1), 0)
+        peers.take([("w", torch.arange(2.0))], {"rollout_id": 5})
+        monkeypatch.setattr(peer_snapshots, "gathered", with_a_new_rank)
+        monkeypatch.setattr(peer_snapshots, "_send", lambda *args: sent.append(args))
+        monkeypatch.setattr(distributed, "gathered", lambda value, group=None: [value, "MemoryError: none left"])
+        with pytest.raises(SnapshotError, match="no room for the snapshots: rank 1: MemoryError: none left"):
+            peers.restore(Recovery(0, 5, (0,)), 0, (0, 2), lambda about: {"w": torch.zeros(1)}, dict)
+    finally:
+        peers.close()
+    assert not sent
 
 
 @pytest.mark.parametrize("seed", range(100))

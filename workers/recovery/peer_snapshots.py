@@ -415,7 +415,10 @@ class PeerSnapshots:
         )
         before = {number: known for part in said for number, known in part.items()}
         about: dict[str, Any] = before[0][1]
-        tensors = live(about)
+        # Agreed upon before the next collective, in which the others would wait for a rank without memory.
+        with all_or_none(SnapshotError, "there is no room for the snapshots"):
+            tensors = live(about)
+            snapshot = empty_snapshot(tensors)
         now = gathered({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         shapes = {number: of_rank for (number, _), of_rank in zip(shards, now, strict=True)}
         try:
@@ -424,7 +427,6 @@ class PeerSnapshots:
                 plan.setdefault((move.source, move.target), []).append(move)
         except ValueError as error:
             raise SnapshotError(str(error)) from error
-        snapshot = empty_snapshot(tensors)
         for to, (target, _) in enumerate(shards):
             for number in sorted(before):
                 part, owner = plan.get((number, target), ()), owner_of[number]
