@@ -208,6 +208,7 @@ def shard(
         if type(module).__name__ in layers and not name.startswith(tuple(f"{outer}." for outer in sharded)):
             fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
             sharded.append(name)
+    # After the layers: it takes the parameters that no call before it has taken.
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     model.to_empty(device="cpu" if cpu_offload else device)
     # Parameters of the meta device that were one have become several.
@@ -233,6 +234,7 @@ def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -
 def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor] | None, device: torch.device) -> None:
     """Broadcast the buffers from rank 0, or allocate them if there are none. Some, such as rotary frequencies, are in
     no state dict."""
+    # In the same order on all ranks, which have the same modules: each broadcast is of one buffer.
     for name, buffer in list(model.named_buffers()):
         whole = torch.empty_like(buffer, device=device)
         if rank_0s is not None:

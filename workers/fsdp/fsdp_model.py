@@ -187,6 +187,7 @@ class FSDPTrainModel(TrainModel):
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
+        # After `shard`, which has replaced the parameters.
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=0.0,
@@ -203,6 +204,7 @@ class FSDPTrainModel(TrainModel):
                     module.set_gradient_divide_factor(1.0)  # the sum: to scale float32 by 3 and back would round
         # Whether the model can be packed is found out when it has its weights.
         self._packed = False if options.exact or (options.sequence_packing is False and ranks == 1) else None
+        # Sequence parallelism needs packing: its error should come now, and not in the first step.
         if ranks > 1 and not empty:
             self._is_packed()
 
@@ -459,6 +461,7 @@ class FSDPTrainModel(TrainModel):
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
         if self._packed is None:
+            # Set again below: `train_step` has set it before it cuts its rows.
             training = self.module.training
             with self._running():
                 why = why_not_packed(
@@ -537,6 +540,7 @@ class FSDPTrainModel(TrainModel):
             yield from (_local(parameter.detach()) for parameter in frozen)
         for state in self._optimizer.state.values():
             for value in state.values():
+                # Without AdamW's counts of steps, which are in host memory.
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield _local(value)
 
@@ -546,12 +550,14 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
         adapter = self.options.lora is not None
+        # `keep_vars`, because a detached parameter could not be told from a buffer.
         held = adapter_tensors(self.module) if adapter else self.module.state_dict(keep_vars=True)
         shards = [
             local_shard(name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype)
             for name, value in held.items()
             if name not in tied
         ]
+        # Of a parameter with few rows, FSDP leaves some ranks nothing.
         return [shard for shard in shards if 0 not in shard.size]
 
     def _reshard(self) -> None:
