@@ -405,6 +405,7 @@ class PeerSnapshots:
         wrong: list[str],
     ) -> tuple[Snapshot, dict[str, Any]]:
         """`_bring`, if there is another number of shards now."""
+        # Reversed, so that the first owner of a shard remains: the same one on all ranks.
         owner_of: dict[int, int] = {number: owner for owner, (number, _) in sorted(shard_of.items(), reverse=True)}
         said = gathered(
             {
@@ -425,6 +426,7 @@ class PeerSnapshots:
             plan: dict[tuple[int, int], list[Move]] = {}
             for move in moves([before[k][0] for k in sorted(before)], [shapes[k] for k in sorted(shapes)]):
                 plan.setdefault((move.source, move.target), []).append(move)
+        # All ranks have gathered the same shapes, so all raise here or none.
         except ValueError as error:
             raise SnapshotError(str(error)) from error
         for to, (target, _) in enumerate(shards):
@@ -448,6 +450,7 @@ class PeerSnapshots:
         """A snapshot that this rank has: of another one, or its own."""
         with self._lock:
             held = self._held.get(owner, {}).get(number)
+        # Its own without the owner: `versions` has offered it under the number of each of its replicas.
         return held or self._own[number]
 
 
