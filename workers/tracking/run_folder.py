@@ -62,6 +62,7 @@ class _Lines:
         most: size in bytes at which the older half is dropped; None for no limit.
     """
 
+    # Of the class: `__del__` needs it where the file could not be opened.
     _file = -1
 
     def __init__(self, path: Path, most: int | None = None) -> None:
@@ -146,6 +147,7 @@ class StepLines(_Lines):
     def add_step(self, step: int, entry: Mapping[str, Any]) -> None:
         """Append the line of a step."""
         begin = self.size
+        # Twice: at the beginning, where `_step_of` looks for it, and last, because an entry may have one too.
         self.add([{"step": step, "time": time.time(), **entry, **{"step": step}}])
         self.offsets[step] = begin
 
@@ -253,6 +255,7 @@ class RunFolder(Closing):
 
     def _open(self, about: Mapping[str, Any], resume: bool) -> None:
         try:
+            # Not `lockf`, whose locks belong to the process: a second log of this one would get it too.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunFolderInUse(

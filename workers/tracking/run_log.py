@@ -148,6 +148,7 @@ class RunLog(Closing):
         self._stop = threading.Event()
         _open_logs.add(self)
         if self._folder is not None:
+            # With a weak reference: the thread would otherwise keep a log that nobody closes, and its folder locked.
             threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="run-log", daemon=True).start()
 
     @classmethod
@@ -489,6 +490,7 @@ class RunLog(Closing):
                 self.event("logger", f"the logger {name} has failed: {error}", logger=name)
 
     def _end(self, reason: str) -> None:
+        # The constructor calls this too, if a logger cannot be opened: there is no thread yet.
         if hasattr(self, "_stop"):
             # The thread may be in `_tick` and go on to its end: it takes the lock, and finds no folder any more.
             self._stop.set()
@@ -496,6 +498,7 @@ class RunLog(Closing):
         for watcher in self._watchers:
             watcher.close()
         self._watchers = []
+        # Not under the lock either: a logger may wait for its server when it is closed.
         loggers, self._loggers = self._loggers, {}
         for name, one in loggers.items():
             self._tell(name, one.close)
