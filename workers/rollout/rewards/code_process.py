@@ -195,6 +195,7 @@ def _kill_children() -> None:
     me = os.getpid()
     while True:
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+            # One that has ended keeps its number until it is waited for, which only this process does.
             os.kill(int(child), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)  # one of those; then there may be others
