@@ -630,6 +630,24 @@ def test_closed_engine_fails_its_sessions_and_closes_environments():
     engine.close()
 
 
+def test_an_engine_is_closed_again_while_its_thread_ends(make, monkeypatch):
+    engine, loop_closed, end = make(), threading.Event(), threading.Event()
+    serve = engine._serve
+
+    def end_late(loop):
+        serve(loop)
+        loop_closed.set()
+        end.wait(SECONDS)
+
+    monkeypatch.setattr(engine, "_serve", end_late)
+    monkeypatch.setattr("workers.rollout.agents.agent_engine.CLOSE_SECONDS", 0.1)
+    check(play(engine))
+    engine.close()
+    assert loop_closed.wait(SECONDS)
+    engine.close()
+    end.set()
+
+
 @pytest.mark.parametrize("ended", [True, False], ids=["after a session", "in a step"])
 def test_closing_an_engine_lets_environments_close(ended):
     closed = []

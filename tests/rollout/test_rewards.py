@@ -17,7 +17,7 @@ import ray
 from waits import wait_gone, wait_until
 
 from workers import RewardError, RewardRunner, Sample
-from workers.rollout.rewards import reward_processes
+from workers.rollout.rewards import reward_processes, reward_runner
 
 
 def group(prompt, count, tokens=2):
@@ -213,6 +213,25 @@ def test_threads_end_with_close_and_when_the_runner_is_collected():
     gc.collect()
     wait_until(lambda: gone() is None and not thread.is_alive())
     assert not set(threads("rewards")) - set(before)
+
+
+def test_a_runner_is_closed_again_while_its_thread_ends(monkeypatch):
+    serve, loop_closed, end = reward_runner._serve, threading.Event(), threading.Event()
+
+    def end_late(loop):
+        serve(loop)
+        loop_closed.set()
+        end.wait(20)
+
+    monkeypatch.setattr(reward_runner, "_serve", end_late)
+    monkeypatch.setattr(reward_runner, "CLOSE_SECONDS", 0.1)
+    runner = RewardRunner(asynchronous)
+    runner.compute(group(1, 1))
+    runner.close()
+    assert loop_closed.wait(20)
+    runner.close()
+    end.set()
+    runner._thread.join(20)
 
 
 def test_close_ends_a_computation_of_another_thread():

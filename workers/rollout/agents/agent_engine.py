@@ -404,7 +404,7 @@ class AgentEngine(RolloutEngine):
     def close(self) -> None:
         """End all sessions, and close their environments and the inner engine."""
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
             loop, thread = self._loop, self._thread
             waiting, self._waiting = self._waiting, []
         for session in waiting:
@@ -412,7 +412,8 @@ class AgentEngine(RolloutEngine):
             session.future.set_exception(RolloutError("the engine was closed before the session ended"))
         # Not under the lock: sessions that end in the loop's thread take it in `_forget`.
         if loop is not None and thread is not None and thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end(loop), loop)
+            if first:  # or the loop may be closed by now, while its thread is still there
+                asyncio.run_coroutine_threadsafe(self._end(loop), loop)
             # A session's callback may call this in the loop's own thread, which cannot wait for itself.
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)

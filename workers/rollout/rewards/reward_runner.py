@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dispatch.checks import check_count
@@ -225,10 +226,11 @@ class RewardRunner(Closing):
         """Cancel all groups, and end threads and processes. A plain function that is running in a thread, and an
         ``async`` one that blocks its event loop, go on until they return."""
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end(), loop)
+            if first:  # or the loop may be closed by now, while its thread is still there
+                asyncio.run_coroutine_threadsafe(self._end(), loop)
             # A future's callback may call this in the loop's thread.
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)
@@ -387,7 +389,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # it is closed: by `close`, just now perhaps
         loop.call_soon_threadsafe(loop.stop)
 
 
