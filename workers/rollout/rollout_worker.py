@@ -155,9 +155,11 @@ class RolloutWorker(WeightReceiver):
             self._take_held(orders)
         for group in orders.submit:
             self._tell_bias(group.sampling_params)
+        # Before the wait, during which the copies make progress.
         for request in orders.send_weights:
             self.peer.send(request)
         report = self._exchange(orders, self.rank, self.engine, self.weight_version)
+        # After the wait, during which the weights may have arrived.
         needed = self.peer.want(orders.version if orders.copies else None)
         return replace(
             report,
@@ -244,6 +246,7 @@ class RolloutWorker(WeightReceiver):
         """Take the version of weights that the engine has kept when this worker's process was replaced."""
         if self.engine.weights_id == orders.held_weights:
             # The engine then asks its server for the version it has, so the comparison is made again.
+            # No copy of it begins in between: setting it ends all, and this thread alone begins new ones.
             self.weight_version = orders.version
             if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
                 self.weight_version = None

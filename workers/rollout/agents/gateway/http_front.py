@@ -253,6 +253,7 @@ class HTTPFront:
             timeout_graceful_shutdown=5,
         )
         self._server, self._listening = uvicorn.Server(config), listening
+        # After both are set: a fork, which another thread may make at any time, looks at them.
         _started.add(self)
         started, failed = threading.Event(), []
 
@@ -262,6 +263,7 @@ class HTTPFront:
             # The socket listens already: clients that connect before uvicorn accepts them wait in its backlog.
             started.set()
             expiring = asyncio.ensure_future(self._expire())
+            # Outside the main thread uvicorn leaves the process's signal handlers alone.
             await self._server.serve(sockets=[listening])
             expiring.cancel()
 
@@ -558,6 +560,7 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
                 call.cancel()
 
         def _abort_after(self, seconds: float, what: str) -> None:
+            # The first deadline counts: a client that sends a byte now and then does not move it.
             if what not in self._timers:
                 self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 
