@@ -219,6 +219,7 @@ class WeightSender:
         except BaseException as failed:  # KeyboardInterrupt too: what is left in progress would disturb the next update
             self._abandon(update, failed)
             raise
+        # Only now may the next deltas count on this version: every receiver has it.
         self._packer.end(key)
         proofs = [one.proved for one in finished]
         return SyncReport(
@@ -293,6 +294,7 @@ class WeightSender:
         with update.attempt():
             self._packer.begin(ExpertNames(infos[0].shapes).shards(shards))
             self._transport.begin(update)
+        # Otherwise the others would wait in the first transfer for a rank that could not begin.
         update.agree("begun")
 
     def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
