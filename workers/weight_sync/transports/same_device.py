@@ -78,6 +78,7 @@ class DeviceTransport(Transport):
                 payloads[index].copy_to(flat, header)
             if update.ranks > 1 and header.nbytes:
                 works.append(dist.broadcast(flat, group=update.process_group, group_src=rank, async_op=True))
+        # With NCCL this only orders the current stream, on which `share_memory` records what receivers wait for.
         for work in works:
             work.wait()
         if neighbour is not None:
