@@ -324,7 +324,7 @@ def test_a_session_that_is_closed_while_the_router_stops_keeps_its_tokens(monkey
         _, token = router.open()
         assert chat(router, token, [user("a")]).status_code == 200
         router.stop()
-        # As seen by a thread that has looked just before.
+        # As if the loop were closed between a check and the call.
         monkeypatch.setattr(router._front.loop, "is_closed", lambda: False)
         assert len(router.close(token).nodes) == 2
 

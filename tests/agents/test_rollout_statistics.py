@@ -521,7 +521,7 @@ def test_rows_keep_the_fingerprints_of_the_worker_before():
 
 def test_a_fingerprint_that_the_worker_drops_meanwhile_is_unknown():
     class Dropping(dict):
-        """As a thread sees it that has looked just before."""
+        """Entries are dropped between a membership test and the lookup."""
 
         def __contains__(self, version):
             return True
