@@ -174,7 +174,6 @@ def with_a_new_rank(value):
 
 def test_reference_of_the_former_size_counts_until_a_snapshot_of_the_new_one_is_complete(monkeypatch):
     """A rank gets a second one, which dies before it has sent anything: the group goes on from what one rank took."""
-
     peers, weights = PeerSnapshots("127.0.0.1", seconds=10), torch.arange(2.0)
     try:
         peers.join(0, 0, 0, (0, 1), 0)
@@ -205,7 +204,7 @@ def test_ranks_exchange_no_rows_if_one_has_no_memory_for_its_new_shard(monkeypat
         monkeypatch.setattr(peer_snapshots, "gathered", with_a_new_rank)
         monkeypatch.setattr(peer_snapshots, "_send", lambda *args: sent.append(args))
         monkeypatch.setattr(distributed, "gathered", lambda value, group=None: [value, "MemoryError: none left"])
-        with pytest.raises(SnapshotError, match="no room for the snapshots: rank 1: MemoryError: none left"):
+        with pytest.raises(SnapshotError, match="shards could not be allocated: rank 1: MemoryError: none left"):
             peers.restore(Recovery(0, 5, (0,)), 0, (0, 2), lambda about: {"w": torch.zeros(1)}, dict)
     finally:
         peers.close()

@@ -417,7 +417,7 @@ class PeerSnapshots:
         before = {number: known for part in said for number, known in part.items()}
         about: dict[str, Any] = before[0][1]
         # Agreed upon before the next collective, in which the others would wait for a rank without memory.
-        with all_or_none(SnapshotError, "there is no room for the snapshots"):
+        with all_or_none(SnapshotError, "the new shards could not be allocated"):
             tensors = live(about)
             snapshot = empty_snapshot(tensors)
         now = gathered({name: tuple(tensor.shape) for name, tensor in tensors.items()})
