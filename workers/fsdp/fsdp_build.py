@@ -90,7 +90,7 @@ def build(
             )
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
     with all_or_none(ModelFilesError, "the model could not be built"):
-        # A `return` leaves `all_or_none` as its end does: this rank waits there for rank 0 to read the files.
+        # The `return` below also enters the collective at the end of `all_or_none`, where this rank waits for rank 0.
         if dist.get_rank() or seed is None:
             with torch.device("meta"):
                 model = kind.from_config(hf_config, **options)
@@ -194,7 +194,7 @@ def shard(
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype)
-    # Before sharding, which replaces the parameters, and `to_empty`, which leaves nothing in them.
+    # Before sharding, which replaces the parameters, and `to_empty`, which discards their values.
     whole = dict(model.state_dict()) if not dist.get_rank() else {}
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
@@ -208,10 +208,10 @@ def shard(
         if type(module).__name__ in layers and not name.startswith(tuple(f"{outer}." for outer in sharded)):
             fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
             sharded.append(name)
-    # After the layers: it takes the parameters that no call before it has taken.
+    # Last, because it takes all parameters that no call before it has taken.
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     model.to_empty(device="cpu" if cpu_offload else device)
-    # Parameters of the meta device that were one have become several.
+    # `to_empty` gives each module a tensor of its own, so tied parameters are separate now.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     if not empty:
@@ -234,7 +234,7 @@ def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -
 def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor] | None, device: torch.device) -> None:
     """Broadcast the buffers from rank 0, or allocate them if there are none. Some, such as rotary frequencies, are in
     no state dict."""
-    # In the same order on all ranks, which have the same modules: each broadcast is of one buffer.
+    # All ranks have the same modules, so they broadcast the buffers in the same order.
     for name, buffer in list(model.named_buffers()):
         whole = torch.empty_like(buffer, device=device)
         if rank_0s is not None:

@@ -204,7 +204,7 @@ class FSDPTrainModel(TrainModel):
                     module.set_gradient_divide_factor(1.0)  # the sum: to scale float32 by 3 and back would round
         # Whether the model can be packed is found out when it has its weights.
         self._packed = False if options.exact or (options.sequence_packing is False and ranks == 1) else None
-        # Sequence parallelism needs packing: its error should come now, and not in the first step.
+        # Sequence parallelism needs packing: raise now if that is not possible, not in the first step.
         if ranks > 1 and not empty:
             self._is_packed()
 
@@ -280,7 +280,7 @@ class FSDPTrainModel(TrainModel):
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
         ranks = self.options.sequence_parallel_size
-        # `_summed` divides by the ranks of a sequence, each of which computes a slice of it.
+        # Times `ranks`, because `computed` counts this rank's slice alone, and `_summed` divides by `ranks`.
         counts = {"computed": sum(part.computed for part in parts) * ranks, "real": sum(part.real for part in parts)}
         reports.append(
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
@@ -312,7 +312,7 @@ class FSDPTrainModel(TrainModel):
         norm = self._clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # The norm is of all ranks' gradients, so all of them skip the step or none.
+        # The norm covers the gradients of all ranks, so either all ranks skip the step or none does.
         if math.isfinite(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -461,7 +461,7 @@ class FSDPTrainModel(TrainModel):
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
         if self._packed is None:
-            # Set again below: `train_step` has set it before it cuts its rows.
+            # Restored below, because `train_step` sets the mode before it calls `_cut`.
             training = self.module.training
             with self._running():
                 why = why_not_packed(
@@ -471,7 +471,7 @@ class FSDPTrainModel(TrainModel):
             first: str | None = next(filter(None, gathered(why)), None)
             self._packed = first is None
             if first is not None:
-                # Another rank cannot, and all must do the same in each collective.
+                # Another rank cannot pack its rows, and all ranks must run the same collectives.
                 if why is None:
                     use_packed_attention(self.module, on=False)
                 sliced = self._sequence is not None
@@ -540,7 +540,7 @@ class FSDPTrainModel(TrainModel):
             yield from (_local(parameter.detach()) for parameter in frozen)
         for state in self._optimizer.state.values():
             for value in state.values():
-                # Without AdamW's counts of steps, which are in host memory.
+                # AdamW's step counts are left out: they are scalars in host memory.
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield _local(value)
 
@@ -550,14 +550,14 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
         adapter = self.options.lora is not None
-        # `keep_vars`, because a detached parameter could not be told from a buffer.
+        # With `keep_vars`, parameters are not detached, and differ from buffers by their type.
         held = adapter_tensors(self.module) if adapter else self.module.state_dict(keep_vars=True)
         shards = [
             local_shard(name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype)
             for name, value in held.items()
             if name not in tied
         ]
-        # Of a parameter with few rows, FSDP leaves some ranks nothing.
+        # If a parameter has fewer rows than there are ranks, FSDP leaves some ranks without any.
         return [shard for shard in shards if 0 not in shard.size]
 
     def _reshard(self) -> None:

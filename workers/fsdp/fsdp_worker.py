@@ -111,7 +111,7 @@ class FSDPTrainWorker(PolicyTrainWorker):
     def dp_replica(self) -> tuple[int, int]:
         # Without HSDP and sequence parallelism each rank can leave alone.
         size = 1
-        # A group may be asked to shrink before `init` has set them.
+        # A group may shrink before `init` has set `args`.
         if "args" in vars(self):
             size = math.lcm(self.args.fsdp_shard_size or 1, self.args.sequence_parallel_size)
         return self.rank // size, self.world_size // size
