@@ -557,7 +557,7 @@ class FSDPTrainModel(TrainModel):
             for name, value in held.items()
             if name not in tied
         ]
-        # If a parameter has fewer rows than there are ranks, FSDP leaves some ranks without any.
+        # FSDP may leave some ranks without any rows of a small parameter.
         return [shard for shard in shards if 0 not in shard.size]
 
     def _reshard(self) -> None:

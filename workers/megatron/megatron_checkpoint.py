@@ -123,7 +123,7 @@ class Checkpoints:
             for inner in inner_optimizers(self._optimizer):
                 inner.state.clear()
         if self._optimizer is not None:
-            # Otherwise the next step would write the optimizer's float32 copies of the former weights back.
+            # Otherwise, the next step would overwrite the weights with the optimizer's old float32 copies.
             self._optimizer.reload_model_params()
 
     def _check(self, folder: Path, content: Mapping[str, Any], optimizer: bool) -> None:

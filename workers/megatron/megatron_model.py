@@ -114,7 +114,7 @@ class MegatronTrainModel(TrainModel):
             self._uncast = {"fp32_output": False}
         self._optimizer: Any = None
         if options is not None:
-            # In Megatron's order: its DistributedDataParallel wraps the modules that cast.
+            # In Megatron's order: DistributedDataParallel wraps Float16Module.
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
             self._optimizer = make_optimizer(options, self.config, self._chunks)
         distributed = options is not None and options.distributed
@@ -141,7 +141,7 @@ class MegatronTrainModel(TrainModel):
         """
         if self._routing is None:
             raise ValueError(f"log_probs_and_routes(): a {self.hf_config.model_type!r} has no experts")
-        # Under two names: `forget` drops the routing's own.
+        # A reference of its own, because `forget` drops that of the routing.
         recorded = self._routing.recorded = {}
         try:
             log_probs = self.log_probs(data, temperature)
@@ -153,7 +153,7 @@ class MegatronTrainModel(TrainModel):
             routes = recorded[number]
             if self.config.sequence_parallel:
                 routes = gather(routes.int(), 0).short()  # gloo has no int16
-            # Without the padding that `_shapes` has added.
+            # This removes the padding that `_shapes` has added.
             rows, tokens = batch.input_ids.shape
             found.append(routes[:tokens, :rows].transpose(0, 1).flatten(0, 1).cpu())
         return log_probs, restore_routes(found, micro_batches, data["attention_mask"].bool().sum(1).tolist())
@@ -182,7 +182,7 @@ class MegatronTrainModel(TrainModel):
             raise RuntimeError("this model was created without an optimizer; pass optimizer={'lr': ...} to train it")
         for chunk in self._chunks:
             chunk.train()
-            # Megatron's gradients are in its buffers, which the optimizer's `zero_grad` leaves alone.
+            # Megatron's gradients are in its buffers, which the optimizer's `zero_grad` does not clear.
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         for group in self._optimizer.param_groups:
@@ -245,7 +245,7 @@ class MegatronTrainModel(TrainModel):
         multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
         parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
         if self._shares_experts:
-            # Each micro-batch exchanges tokens among these ranks, so all of them run equally many.
+            # Each micro-batch exchanges tokens among these ranks, so all must run the same number.
             (most,) = self._over_dp([len(parts)], dist.ReduceOp.MAX)
             parts += fillers(data, most - len(parts))
         return parts
@@ -313,7 +313,7 @@ class MegatronTrainModel(TrainModel):
             data_iterator=[iter(numbered) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(micro_batches),
-            # Only used if the stages do not tell each other the shapes, see `variable_seq_lengths`.
+            # Not used if the stages send each other the shapes: see `variable_seq_lengths`.
             seq_length=max(tokens for _, tokens in shapes),
             micro_batch_size=max(rows for rows, _ in shapes),
             forward_only=forward_only,
@@ -378,7 +378,7 @@ class MegatronTrainModel(TrainModel):
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
             names, totals = sum_reports(reports)
-            # By name: a loss may report something for some rows only, so a reduced tensor might mix the ranks' sums.
+            # By name: a loss may report a number for some rows only, so reducing tensors could mix different numbers.
             by_rank = gathered(dict(zip(names, totals.tolist(), strict=True)), group)
             total = {name: sum(one.get(name, 0.0) for one in by_rank) for name in sorted(set().union(*by_rank))}
         summed: dict[str, float] = of_last_stage(total)
@@ -420,7 +420,7 @@ class MegatronTrainModel(TrainModel):
             yield from ((f"{number}.{name}", buffer) for name, buffer in model.named_buffers())
         if self._optimizer is None:
             return
-        # Snapshots of before and after the first step must have the same tensors.
+        # Snapshots taken before and after the first step must have the same tensors.
         allocate_state(self._optimizer)
         for number, inner in enumerate(inner_optimizers(self._optimizer)):
             parameters = (parameter for group in inner.param_groups for parameter in group["params"])

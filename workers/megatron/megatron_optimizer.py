@@ -69,12 +69,11 @@ def data_parallel(config: Any, chunks: Sequence[Any], distributed: bool) -> list
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=False
     )
+    # As in Megatron's own training, only the first chunk has buckets.
     wrapped = [
-        # Bucketing as in Megatron's own training: only the first chunk's reduction is not hidden by others.
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(chunks)
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
-    # The dp ranks begin with equal weights, whatever each has drawn.
+    # The dp ranks must begin with equal weights, whatever each rank has drawn.
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
@@ -131,7 +130,7 @@ def finite_step(optimizer: Any) -> float:
             scaler.update(True)
         return math.nan
     norm = float(optimizer.get_grad_norm())
-    # The norm is of all ranks' gradients, so all of them skip the step or none.
+    # The norm covers the gradients of all ranks, so either all ranks skip the step or none does.
     if not math.isfinite(norm):
         return norm
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):

@@ -147,7 +147,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
 
     @property
     def dp_replica(self) -> tuple[int, int]:
-        # A group may be asked to shrink before `init` has set them.
+        # A group may shrink before `init` has set `args`.
         if "args" not in vars(self):
             return super().dp_replica
         stage = self.world_size // self.args.pipeline_model_parallel_size

@@ -236,7 +236,7 @@ class MoERouter(TopKRouter):
         if not recomputed:
             self.shared.count(layer, choice.chosen, choice.native, tokens)
         if self.training and any(self.shared.coefficients):
-            # In a recomputation too: the backward pass runs through its graph, and not through the first one.
+            # In a recomputation too, because the backward pass uses its graph and not the first one.
             balance, z = self._losses(logits, tokens)
             if not recomputed:
                 self.shared.add_losses(balance, z)
@@ -263,7 +263,7 @@ class MoERouter(TopKRouter):
             self.topk,
             tokens.real.t(),
             by_row=self.config.moe_router_load_balancing_type == "seq_aux_loss",
-            # These ranks then have a slice of each row, and a row is balanced as a whole.
+            # Each of these ranks then has a slice of every row, and a row is balanced as a whole.
             group=parallel_state.get_tensor_model_parallel_group() if sliced else None,
         )
 
@@ -316,7 +316,7 @@ def draw_experts(model: nn.Module, config: TransformerConfig) -> None:
         own = dict(zip(layer.local_expert_indices, expert_linears(layer), strict=True))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(torch.initial_seed() + int(layer.layer_number or 0))
-            # Those of other ranks too, so that its own ones get the same random numbers at any size.
+            # Draw the experts of other ranks too, so that each expert's random numbers do not depend on the ranks.
             for expert in range(int(config.num_moe_experts or 0)):
                 fc1, fc2 = torch.empty(width, config.hidden_size), torch.empty(config.hidden_size, width // 2)
                 config.init_method(fc1)
