@@ -112,7 +112,7 @@ class GroupRecovery:
             self._size = self._tries = 0  # whoever drops ranks from now on does not want them back
         if not self.due:
             return
-        # Taken out before its error is raised, so that the next call begins anew.
+        # Cleared before its error is raised, so that the next call starts another attempt.
         attempt, self._growing = self._growing, None
         if attempt is None:
             # One at a time if there is not room for all, as after the loss of a host.
@@ -126,7 +126,7 @@ class GroupRecovery:
             raise error
         elif self._missing:
             wait = min(RETRY_SECONDS[0] * 2 ** min(self._tries, 10), RETRY_SECONDS[1])
-            # There may be room for one at least, which the next attempt asks for: at once.
+            # Retry at once: the next attempt asks for one worker, for which there may be room.
             wait = 0.0 if isinstance(error, PlacementError) and not self._tries and self._missing > 1 else wait
             self._tries += 1
             self._next_try = time.monotonic() + wait
