@@ -69,7 +69,7 @@ def data_parallel(config: Any, chunks: Sequence[Any], distributed: bool) -> list
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=False
     )
-    # As in Megatron's own training, only the first chunk has buckets.
+    # As in Megatron's own training, only the first chunk is divided into buckets.
     wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
