@@ -160,10 +160,10 @@ class AgentEngine(RolloutEngine):
             RolloutError: also if the engine loses its weights meanwhile.
         """
         check_seeds(prompts, seeds)
-        # All are checked before one begins: a refused batch has no sessions to take back.
+        # Check all prompts before the first session begins, so that a refused batch leaves no sessions behind.
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
-        # The time keeps them apart from those of a call before, whose list of seeds may have had the same id.
+        # With the time, because an earlier call's list of seeds may have had the same id.
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
         futures = []
         self._blocking.update(names)
@@ -264,7 +264,7 @@ class AgentEngine(RolloutEngine):
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
-            # Environments may use the device, which torch selects for each thread.
+            # Environments may use the device, and torch has a current device per thread.
             self.engine.prepare_thread()
             loop.call_soon(self._watch, loop, loop.time())
             while True:
@@ -321,7 +321,7 @@ class AgentEngine(RolloutEngine):
     def _start(self, session: Session) -> None:
         """Play a session. In the event loop's thread."""
         task = asyncio.get_running_loop().create_task(session.run(self._forget), name=session.name)
-        # asyncio itself refers to its tasks weakly.
+        # asyncio keeps only weak references to tasks.
         self._tasks[task] = session
         task.add_done_callback(self._tasks.pop)
 
@@ -340,7 +340,7 @@ class AgentEngine(RolloutEngine):
             chosen = list(self._sessions) if request_ids is None else list(request_ids)
             sessions = [self._sessions[name] for name in chosen if name in self._sessions]
             for session in sessions:
-                # Before its turn is aborted below: the session goes on if somebody else has ended its turn.
+                # Set before its turn is aborted below: without it, the session would submit the turn again.
                 session.aborting = True
                 if session in self._waiting:  # it ends as soon as it begins, and keeps what it has from elsewhere
                     self._waiting.remove(session)
@@ -352,7 +352,7 @@ class AgentEngine(RolloutEngine):
     def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
         """See `RolloutEngine.progress`."""
         with self._lock:
-            # The loop's thread replaces a state as a whole and never changes one, so a reference is enough.
+            # The loop's thread replaces a state as a whole and never modifies one, so a reference is enough.
             states = {name: session.saved for name, session in self._sessions.items()}
         found = {}
         for name, state in states.items():
@@ -393,7 +393,7 @@ class AgentEngine(RolloutEngine):
 
     def load(self) -> EngineLoad:
         """See `RolloutEngine.load`. A session is waiting if its first turn here is."""
-        # Before this lock is taken: it and the engine's are both leaves.
+        # Without the lock: this lock and the engine's are both leaves.
         inner = self.engine.load()
         with self._lock:
             # Not if its next one is: each turn waits for a step of the engine, so that some session always would.
@@ -410,9 +410,9 @@ class AgentEngine(RolloutEngine):
         for session in waiting:
             self._forget(session)  # for `pause`, which waits until no session is left
             session.future.set_exception(RolloutError("the engine was closed before the session ended"))
-        # Not under the lock: sessions that end in the loop's thread take it in `_forget`.
+        # Without the lock, which sessions that end in the loop's thread acquire in `_forget`.
         if loop is not None and thread is not None and thread.is_alive():
-            if first:  # or the loop may be closed by now, while its thread is still there
+            if first:  # later, the loop may be closed although its thread has not ended yet
                 asyncio.run_coroutine_threadsafe(self._end(loop), loop)
             # A session's callback may call this in the loop's own thread, which cannot wait for itself.
             if threading.current_thread() is not thread:
@@ -428,7 +428,7 @@ class AgentEngine(RolloutEngine):
             if not session.future.done():  # or its environment is being closed, and that goes on to its end
                 task.cancel()
         if tasks:
-            # Shorter than `close` waits for this thread, which has to end after that.
+            # Shorter than `close` waits, because the thread ends only after this.
             await asyncio.wait(tasks, timeout=0.8 * CLOSE_SECONDS)
         loop.stop()
 

@@ -281,7 +281,7 @@ class TemplateRenderer:
         before = self._text(history, tools)
         after = self._text([*history, *new_messages], tools, add_generation_prompt=True)
         _, ended, behind = before.rpartition(self._tokenizer.decode([stop]))
-        # The template has changed what was sampled, or writes no stop token behind it.
+        # The template has changed what was sampled, or writes no stop token after it.
         if not ended or not after.startswith(before):
             return None
         appended = self._tokenizer.encode(behind + after[len(before) :], add_special_tokens=False)

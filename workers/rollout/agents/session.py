@@ -215,7 +215,7 @@ class Session:
         except BaseException as raised:
             error = raised
         self._aborted.cancel()
-        # First: who waits for the future may use the request id again at once.
+        # Before the future is set: whoever waits for it may use the request id again at once.
         ended(self)
         if error is None:
             self.future.set_result(completion)
@@ -228,7 +228,7 @@ class Session:
         async def close() -> None:
             await environment.close()
 
-        # A task of its own, so that a close() which hangs can be cancelled, and this session still ends.
+        # In a task of its own, so that a close() that hangs can be cancelled and this session still ends.
         closing, silence = asyncio.ensure_future(close()), self._limits.silence
         await asyncio.wait({closing}, timeout=silence)
         where = f"{type(environment).__name__}.close()"
@@ -309,12 +309,12 @@ class Session:
             self._rewards[self._node] = reward
             self._info |= step.info or {}
             self._invalid = self._invalid + 1 if step.invalid else 0
-            # A turn that was cut off is no regular end, even if the environment takes it for one.
+            # A session that ends with a truncated turn ends with "length", even if the environment says "done".
             if step.done:
                 return "length" if step.reason == "done" and self._finish_reason == "length" else step.reason
             if self._limits.invalid is not None and self._invalid >= self._limits.invalid:
                 return "invalid"
-            # After the last turn, what the environment shows would be in no row.
+            # No turn follows the last one, so its observation would be in no row.
             if self._limits.turns is None or self._turns < self._limits.turns:
                 self._see(step.observation)
             self._save()
@@ -364,7 +364,7 @@ class Session:
             unavailable = self._unavailable()  # now: it may be available again when its error arrives
             try:
                 turn = asyncio.wrap_future(self._engine.submit(prompt, how, name, seed=seed, partial=self._partial))
-                # Ended in the engine, not cancelled here: its completion has the tokens so far.
+                # Aborted in the engine, not cancelled here, because the completion has the tokens so far.
                 if not await self._waited(turn, self._seconds_left()):
                     self._engine.abort([name])
                 completion = await turn
@@ -394,7 +394,7 @@ class Session:
         if completion.finish_reason == "length" and most < self._how.max_new_tokens:
             raise _Ended("tokens")
         self._acting = True
-        # The environment has not seen the turn, so its state is still the one before it.
+        # The environment has not seen this turn yet, so its state from before the turn is saved with it.
         self._save(self._state_of_environment)
 
     def _action(self, environment: Environment) -> Action:
@@ -438,7 +438,7 @@ class Session:
         prompt, sampled = self._trajectory.token_ids(node.parent), node.token_ids.tolist()
         bridged = self._renderer.bridge_to_next_turn(prompt, sampled, messages, tools=tools)
         before = len(prompt) + len(sampled)
-        # Otherwise the renderer has changed what was sampled, and the next turn would follow other tokens.
+        # Otherwise, the renderer has changed the sampled tokens, and the next turn would follow others.
         if bridged is not None and list(bridged.token_ids[:before]) == prompt + sampled:
             self._give(self._node, list(bridged.token_ids[before:]))
             return

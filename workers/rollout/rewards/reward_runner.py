@@ -229,7 +229,7 @@ class RewardRunner(Closing):
             first, self._closed = not self._closed, True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.is_alive():
-            if first:  # or the loop may be closed by now, while its thread is still there
+            if first:  # later, the loop may be closed although its thread has not ended yet
                 asyncio.run_coroutine_threadsafe(self._end(), loop)
             # A future's callback may call this in the loop's thread.
             if threading.current_thread() is not thread:

@@ -95,7 +95,7 @@ class NemoGymClient(Environment):
                 for call, (text, _) in results
             ]
             return Step(observation, invalid=not any(valid for _, (_, valid) in results))
-        # /verify has a limit of its own, for which `SessionLimits.silence` must wait.
+        # While it is busy, `SessionLimits.silence` does not apply: /verify has a limit of its own.
         self.busy = True
         async with asyncio.timeout(self._verify_seconds):
             verified = await self._post("/verify", {**self._row, "response": {**response, "output": self._output}})

@@ -276,7 +276,7 @@ class Gateway:
             session = self._sessions.pop(token, None)
             if session is None:
                 raise KeyError("Gateway.close(): there is no session with this token; was it closed, or did it expire?")
-            # First: a call whose request comes too late for the copy below sees this, and aborts it itself.
+            # Set before the copy below: a call that submits its request later sees this, and aborts it itself.
             session.closed = True
             running = list(session.running)
         self.engine.abort(running)  # not under the lock: the engine may end requests in this very thread
@@ -325,7 +325,7 @@ class Gateway:
         except GatewayError as error:
             shape = call.dialect
             reply = json_reply(shape.error(error) if shape else {}, error.status)
-        # Also after an error: nodes of other calls of the session may have come, and the router must have them.
+        # Also after an error: other calls may have added nodes to the session, which the router must have.
         with self._lock:
             nodes = b"".join(write_node(node) + b"\n" for node in session.tree.nodes[known:])
         return reply._replace(body=nodes + reply.body, headers=(*reply.headers, (NODES_HEADER, str(len(nodes)))))
@@ -368,7 +368,7 @@ class Gateway:
         # Those that run may fail, and leave their turns to this call.
         while session.end_reason is None and 0 < session.turns_left <= len(session.running):
             await asyncio.sleep(RETRY_SECONDS)
-        # One step, rendering included: another call may add nodes to the tree, and uses up the same limits.
+        # One critical section, rendering included: other calls add nodes and count against the same limits.
         with self._lock:
             session.check_open()
             if session.end_reason is not None:
@@ -387,7 +387,7 @@ class Gateway:
                         _end(session, "tokens")
                     how = replace(how, max_new_tokens=left)
             except GatewayError:
-                # No other call has added any behind them, because the lock is held.
+                # The lock is held, so no other call has added nodes after these.
                 while len(tree.nodes) > before:  # a prompt that is refused, however long, takes no memory
                     tree.drop()
                 raise
@@ -502,7 +502,7 @@ class Gateway:
             id_ = f"gateway-{session.id}-{number}-{attempt}"
             attempt += 1
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
-            # First: `close_session` aborts those that it finds here. One that comes too late for that sees `closed`.
+            # Before it is submitted: `close_session` aborts the requests that it finds here. Later calls see `closed`.
             session.running.add(id_)
             try:
                 future = self._submit(prompt, how, id_, seed, partial, deadline)

@@ -165,7 +165,6 @@ class _Worker:
         self.up = False
         self.left |= self.sessions
         self.sessions.clear()
-        # A copy: each call that ends takes itself out of the set.
         for call in list(self.calls):
             call.cancel()
         self.close_idle()
@@ -340,7 +339,7 @@ class GatewayRouter:
         Raises:
             KeyError: there is no such session.
         """
-        # Removed first: a reply that comes now finds no session, so that its journal no longer grows.
+        # Removed first: a reply that arrives from now on finds no session, so the journal no longer grows.
         with self._lock:
             session = self._sessions.pop(token, None)
         if session is None:
@@ -423,7 +422,7 @@ class GatewayRouter:
             )
         worker = session.worker
         if worker is None or not worker.up:
-            # One for all calls of the session: two of them would open it at two workers.
+            # One placement for all calls of the session: two would open it at two workers.
             if session.placing is None or session.placing.done():
                 session.placing = asyncio.ensure_future(self._place(call.token, session))
             await asyncio.shield(session.placing)
@@ -541,7 +540,7 @@ class GatewayRouter:
                     alive = looking.exception() is None
                     if worker.up and not alive:
                         self._lost(worker, str(looking.exception()))
-                    # It answers, but still has sessions that have moved: `look` makes it forget them first.
+                    # A worker that still has sessions that have moved away stays down until `look` has deleted them there.
                     worker.up = alive and not worker.left
                 looks[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
             elif time.monotonic() - begun > SILENCE_SECONDS and looking not in worker.short:

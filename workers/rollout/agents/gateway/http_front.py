@@ -253,7 +253,7 @@ class HTTPFront:
             timeout_graceful_shutdown=5,
         )
         self._server, self._listening = uvicorn.Server(config), listening
-        # After both are set: a fork, which another thread may make at any time, looks at them.
+        # After both are set: another thread may fork at any time, and `_leave_to_parent` reads them.
         _started.add(self)
         started, failed = threading.Event(), []
 
@@ -275,7 +275,7 @@ class HTTPFront:
                 logger.exception("the gateway's server has failed")
             finally:
                 listening.close()
-                # Also if it has failed, so that `start` does not wait in vain.
+                # Also after a failure, so that `start` does not wait for its whole timeout.
                 started.set()
 
         self._thread = threading.Thread(target=run, name="gateway", daemon=True)
@@ -293,7 +293,7 @@ class HTTPFront:
     def stop(self) -> None:
         """Close all connections, and end the thread."""
         if self._server is not None:
-            # uvicorn's loop looks at both ten times a second, so another thread may set them.
+            # Another thread may set these flags: uvicorn polls them ten times a second.
             self._server.should_exit = True
             self._server.force_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -417,7 +417,7 @@ class HTTPFront:
         except GatewayError as error:
             failed = error
         except Exception as error:
-            # Otherwise a `TimeoutError` is the player's own.
+            # If the limit has not expired, a `TimeoutError` is the player's own.
             if limit.expired():
                 failed = GatewayError("late", f"there was no completion within {self.limits.call_seconds:g} s")
             else:
@@ -537,7 +537,7 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            # After uvicorn has read the data: its `cycle` begins with a whole head.
+            # After uvicorn has parsed the data: it sets `cycle` when the head is complete.
             if self.cycle is None or self.cycle.response_complete:
                 self._abort_after(limits.read_seconds, "head")
             else:  # a request has begun
@@ -555,12 +555,12 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
             self._stop("head")
             self._stop("reply")
             super().connection_lost(exc)
-            # Nobody is left to read their replies, so the engine need not go on.
+            # The client is gone, so the engine need not finish its calls.
             for call in self.calls:
                 call.cancel()
 
         def _abort_after(self, seconds: float, what: str) -> None:
-            # The first deadline counts: a client that sends a byte now and then does not move it.
+            # The first deadline stands, so a client cannot extend it by sending a byte now and then.
             if what not in self._timers:
                 self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 
