@@ -152,7 +152,7 @@ class Batch:
         experts: list[RoutedExperts | None] = []
         if self._rows:
             lengths = [row.length for row in self._rows]
-            # Rows are aligned at their ends, so the next token of each goes to the same new column.
+            # Rows are aligned at their ends, so the last token of each gets the same new column.
             self._width += 1
             last = [row.request.token_ids[-1:] for row in self._rows]
             made, of_rows = self._recorded(last, lengths, self._width, self._cache)
@@ -164,7 +164,7 @@ class Batch:
             experts += of_rows
         if not logits:  # all requests were aborted a moment ago
             return [], [], [], [], []
-        # Before the tokens are drawn: keys and values are those of the tokens so far, without the new one.
+        # The cache has keys and values of the tokens so far, not of those that this step draws.
         for row, of_row in zip(self._rows, experts, strict=True):
             if row.filled < 0:
                 continue
@@ -215,7 +215,7 @@ class Batch:
             or self._width == self._capacity
         ):
             self._rows = [self._rows[place] for place in live]
-            # The last token of each row gets its keys and values in the next forward pass, and its column there.
+            # Less 1, because the next forward pass computes and adds the column of each row's last token.
             self._join([(self._cache, live)], max(row.length for row in self._rows) - 1)
 
     def _prefill(self) -> tuple[list[torch.Tensor], list[RoutedExperts | None]]:

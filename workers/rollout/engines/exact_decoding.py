@@ -50,7 +50,7 @@ class ExactBatch(Batch):
 
     def _forward(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any = None) -> Any:
         count, new = len(tokens), max(map(len, tokens))
-        # Matrix products of few rows add up in another order than those of many; see `least_rows`.
+        # A matrix product of few rows may sum in another order than one of many rows; see `least_rows`.
         spare = max(0, least_rows() - count)
         tokens = [*tokens, *([0] for _ in range(spare))]
         ids = torch.tensor([[*repeat(0, new - len(row)), *row] for row in tokens], device=self._device)

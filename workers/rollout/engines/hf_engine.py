@@ -185,7 +185,7 @@ class HFEngine(RequestEngine):
 
         own = self._tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        # In an update the thread is parked already. This is for those who load weights without one.
+        # During an update, the engine's thread is held already. This is for callers without an update.
         with self.parked("load_weights"), torch.no_grad():
             for name, tensor in weights:
                 check_tensor(name, tensor, shapes, type(self.model).__name__)

@@ -44,7 +44,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 T = TypeVar("T")
 
 _starting = threading.Lock()
-# Never closed, because an engine may need it again; `run_coroutine_threadsafe` may be called by any thread.
+# Never closed, because another engine may need it.
 _loop: asyncio.AbstractEventLoop | None = None
 
 
@@ -118,14 +118,14 @@ class Server:
         }
         # Proxies of the environment are not for servers of the cluster.
         client: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
-        # Of any thread: httpx's clients may be shared, and this one keeps no connections.
+        # Any thread may use this client: httpx's clients are thread-safe.
         self._client = httpx.Client(
             **client,
             transport=httpx.HTTPTransport(**transport),
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
         )
         # No limit for a read: a request may wait long at a busy server. `HTTPEngine` looks for streams that are silent.
-        # Of the thread of `run` alone, as asyncio's objects are.
+        # Only the thread of `run` may use this client, because asyncio's objects belong to one loop.
         self._streams = httpx.AsyncClient(
             **client,
             transport=httpx.AsyncHTTPTransport(**transport),
@@ -142,7 +142,7 @@ class Server:
         try:
             return self._exchange("GET", path)
         except ServerError as error:
-            # A server that is only late may be working on it; asking again would make it later still.
+            # A server that is only late may be working on the request, and a second one would delay it further.
             late = isinstance(error.__cause__, httpx.TimeoutException) and not error.gone
             if error.status is not None or late:
                 raise

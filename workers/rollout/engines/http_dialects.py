@@ -193,14 +193,14 @@ class VLLM(OpenAI):
         self.server.post("/resume")
 
     def reload(self, folder: str, version: str) -> None:
-        # No step may compute with weights of which some are new.
+        # Paused, so that no step runs while only some weights are new.
         self.pause()
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
         # Requests of others go back to the queue, because they hold keys and values of the old weights.
         reset = self.server.post("/reset_prefix_cache", reset_running_requests="true")
         if not reset.get("success"):
             raise ServerError(f"the server at {self.server.url} could not reset its prefix cache; see its log")
-        # Last: a server that has a version has all of its weights.
+        # Last, so that a server that reports a version has all of its weights.
         self.server.post("/update_weight_version", {"new_version": version})
 
     def version(self) -> str | None:

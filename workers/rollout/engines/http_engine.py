@@ -74,20 +74,19 @@ class _Reader:
         self.request, self.had = request, len(request.token_ids)
         self.heard = time.monotonic()
         self.begun = self.closed = False
-        # Last: the other thread begins at once, and puts this object into the queue.
+        # Last, because the other thread begins at once and puts this object into the queue.
         self._reading = run(self._read(parts, into))
 
     async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
         try:
             async for part in parts:
                 into.put((self, part))
-        # Not a cancellation, which is no Exception: after `close` nothing is put into the queue.
+        # CancelledError is not an Exception, so closing a stream puts no error into the queue.
         except Exception as error:
             into.put((self, error))
 
     def close(self) -> None:
         """End the stream, from any thread. The server notices that nobody listens."""
-        # Before the cancellation: parts that are in the queue already must not count either.
         self.closed = True
         self._reading.cancel()
 
@@ -222,7 +221,7 @@ class HTTPEngine(RequestEngine):
             while (changes := self.next_step()) is not None:
                 waiting += changes.added
                 if changes.recompute:  # their streams were closed, or are of old weights
-                    # In their order, before all others: their callers have waited longest.
+                    # In the same order and before all others, because their callers have waited longest.
                     waiting.extendleft(reversed([self._close(reader) for reader in list(self._readers.values())]))
                 for request in changes.ended:
                     if (reader := self._readers.get(request)) is not None:
@@ -247,7 +246,7 @@ class HTTPEngine(RequestEngine):
             except queue.Empty:
                 break
             wait = 0.0
-            # A request that was sent again has another reader, and parts of the one before may still come.
+            # A request that was sent again has a new reader, while parts of the old one may still be in the queue.
             if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
                 if self._must_wait(reader, part):
@@ -410,7 +409,7 @@ class HTTPEngine(RequestEngine):
 
     def _disconnect(self, ended: bool = False) -> None:
         """Close the streams of all requests, or of those that have ended. The engine's thread forgets them later."""
-        # A copy, made in one step of the interpreter: the engine's thread changes the dict meanwhile.
+        # A copy, which CPython makes atomically: the engine's thread may change the dict meanwhile.
         for reader in list(self._readers.values()):
             if reader.request.ended or not ended:
                 reader.close()
@@ -421,17 +420,17 @@ class HTTPEngine(RequestEngine):
         paused = self.is_held("pause")
         super().pause(mode)
         self._disconnect(ended=True)
-        # This server goes on generating, so the streams of all requests are closed.
+        # This server cannot pause, so the streams of all requests are closed.
         if not self._dialect.pauses:
             self._disconnect()
-            # After `resume`, `serve` sends those again whose streams were closed.
+            # After `resume`, `serve` sends these requests again.
             with self._changed:
                 self._recompute = True
             return
         try:
             self._dialect.pause()
         except BaseException:
-            # A pause that was there before remains.
+            # An earlier pause stays in force.
             if not paused:
                 super().resume()
             raise
@@ -441,7 +440,7 @@ class HTTPEngine(RequestEngine):
         if self._server_paused:
             self._dialect.resume()
             self._server_paused = False
-        # The server was silent because it was paused, so its silence counts from now on.
+        # A paused server is silent, so its silence counts only from now on.
         now = time.monotonic()
         for reader in list(self._readers.values()):
             reader.heard = now
@@ -449,7 +448,7 @@ class HTTPEngine(RequestEngine):
 
     def close(self) -> None:
         """See `RolloutEngine.close`. The server keeps running."""
-        # First: the engine's thread must not open streams behind `_disconnect`.
+        # First, so that the engine's thread opens no streams after `_disconnect`.
         super().close()
         self._disconnect()
         self._remove_files()
@@ -493,7 +492,7 @@ class HTTPEngine(RequestEngine):
     def begin_update(self) -> None:
         """See `RolloutEngine.begin_update`. Requests are interrupted."""
         super().begin_update()
-        # After the hold has begun: a step could open streams which nobody would close.
+        # After the hold has begun, so that no step opens streams after this.
         self._disconnect()
         self._remove_files()
 
@@ -554,7 +553,7 @@ class HTTPEngine(RequestEngine):
                     self._dialect.resume()
                 self._remove_files()
             self._stamp = stamp
-        # Before requests continue: the next step compares the server's version with this stamp.
+        # Before requests continue, because the next step compares the server's version with this stamp.
         self._asked, self._unsure = time.monotonic(), None
         super().finish_update(version)
 
@@ -607,7 +606,7 @@ class HTTPEngine(RequestEngine):
     def wake_up(self) -> None:
         """Have the server take the memory back."""
         self._dialect.wake_up()
-        # Last: the next step sends requests, which a server that sleeps would not take.
+        # Last, because the next step sends requests, which a sleeping server would refuse.
         self._release("sleep")
 
 

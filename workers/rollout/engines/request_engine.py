@@ -114,7 +114,7 @@ class Request:
         """The completion so far."""
         experts = self.routed_experts
         if experts is not None:
-            # A copy, because the request may continue. The last token has no experts yet, so it is filled up.
+            # A copy, because the request may continue. It is padded for the last token, which has no experts yet.
             experts = experts.of_tokens(0)
             experts.extend(array("h"), len(self.prompt) + len(self.token_ids))
         return Completion(
@@ -231,7 +231,7 @@ class RequestEngine(RolloutEngine):
             self._changed.notify_all()
             idle_until = time.monotonic() + IDLE_SECONDS
             while not self._closed and (self._holds or not self._has_work()):
-                # No time limit: the holder ends a hold, and only a thread without requests is idle.
+                # No time limit: a thread with requests is not idle.
                 if self._requests:
                     self._changed.wait()
                 elif not self._changed.wait(idle_until - time.monotonic()) and not self._requests:
@@ -241,7 +241,7 @@ class RequestEngine(RolloutEngine):
                 self._serving = False  # under the lock, so that the next request starts another thread
                 return None
             self._stepping = True
-            # While `_drain` waits for the running requests, no new one may begin, or it might wait for ever.
+            # While `_drain` waits for the running requests, no other may begin, or it might never end.
             added = [] if self._draining else self._added
             changes = Changes(added, self._dropped, self._recompute)
             self._added = self._added if self._draining else []
@@ -250,7 +250,7 @@ class RequestEngine(RolloutEngine):
 
     def _has_work(self) -> bool:
         handed_out = len(self._requests) - len(self._added)
-        # Dropped ones too: until `serve` is told, it goes on computing them.
+        # Dropped requests count too: `serve` computes them until it is told.
         return bool(self._dropped or handed_out or (self._added and not self._draining))
 
     def record(
@@ -328,7 +328,7 @@ class RequestEngine(RolloutEngine):
                 or the temperature is too low.
         """
         check_seeds(prompts, seeds)
-        # A batch does not wait for the end of a hold, which requests do: `_submit` would let it.
+        # `_submit` lets requests wait for the end of a hold; a batch fails instead.
         with self._changed:
             self._check_ready("generate", waits=False)
         requests = [
@@ -351,7 +351,7 @@ class RequestEngine(RolloutEngine):
         seed: int,
         partial: Completion | None = None,
     ) -> Future[Completion]:
-        # Before the lock: checking may take long, and needs nothing that it protects.
+        # Without the lock: checking may take long and needs nothing that the lock protects.
         request = self._request(None, prompt, sampling_params, request_id, seed)
         if partial is not None:
             self._begin_with(request, partial)
@@ -436,18 +436,18 @@ class RequestEngine(RolloutEngine):
         return f"token ids from {least} to {most}, but {known}"
 
     def _submit(self, method: str, requests: list[Request]) -> None:
-        # Their results are set below, without the lock: that runs the callbacks in this thread.
+        # Their results are set below, without the lock, because that runs callbacks in this thread.
         done = [request for request in requests if request.finish_reason is not None]
         with self._changed:
             self._check_ready(method)
             for request in requests:
                 if request.id in self._requests:
                     raise ValueError(f"submit(): request_id {request.id!r} is in use; choose another one")
-            # Under the lock, so that two callers do not start one each. The thread waits for it in `next_step`.
+            # Under the lock, so that two callers do not start a thread each.
             if not self._serving:
                 thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 thread.start()
-                # Only now: start() raises if the process can have no more threads, and then nobody would serve.
+                # Only now: start() raises if the process can have no more threads, and then nothing serves.
                 self._thread, self._serving = thread, True
                 self.close_at_exit()
             for request in requests:
@@ -471,7 +471,7 @@ class RequestEngine(RolloutEngine):
             raise RolloutError(f"{what} is asleep; call the worker's wake_up() or the manager's onload() first")
         if "abandoned" in self._holds:
             raise RolloutError(f"{what} has no complete weights: {self.lost_because}")
-        # In an update the version is None as well, but ends: requests wait for it.
+        # The version is None during an update too, but requests can wait for the update's end.
         no_weights = self.weight_version is None and "update" not in self._holds
         if no_weights if waits else self._holds - {READING}:
             why = "is paused; call resume() first" if "pause" in self._holds else "has no complete weights"
@@ -484,7 +484,7 @@ class RequestEngine(RolloutEngine):
             chosen = list(self._requests) if request_ids is None else list(request_ids)
             ended = [self._requests[id_] for id_ in dict.fromkeys(chosen) if id_ in self._requests]
             for request in ended:
-                # Only who removes a request under the lock sets its future, here as in `record` and `_fail`: once.
+                # Only the thread that removes a request sets its future, so the future is set once.
                 self._drop(request)
             self._changed.notify_all()
         for request in ended:
@@ -502,9 +502,9 @@ class RequestEngine(RolloutEngine):
             raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
         if mode == "wait":
             self._drain()
-        # After `_drain` too, which sees the last request end while its step still runs.
+        # Also after `_drain`, which returns when the last request ends, while its step may still run.
         self._hold("pause")
-        # After the hold has begun, so that no request begins behind the aborted ones.
+        # After the hold has begun, so that no other request begins after these end.
         if mode == "abort":
             self.abort()
 
@@ -513,10 +513,10 @@ class RequestEngine(RolloutEngine):
             self._draining = True
             try:
                 while len(self._requests) > len(self._added):
-                    # After every step: a hold that began meanwhile would keep the running requests from ever ending.
+                    # Checked after each wakeup: with another hold in force, the running requests would never end.
                     self.check_ends()
                     self._changed.wait()
-                # Under the same lock as the last look, so that no request begins in between.
+                # Without releasing the lock, so that no request begins in between.
                 self._holds.add("pause")
             finally:
                 self._draining = False
@@ -524,7 +524,7 @@ class RequestEngine(RolloutEngine):
 
     def resume(self) -> None:
         with self._changed:
-            # Without computing anew: pausing changes no weights.
+            # No recomputation, because a pause does not change the weights.
             self._holds.discard("pause")
             self._changed.notify_all()
 
@@ -559,7 +559,7 @@ class RequestEngine(RolloutEngine):
             RolloutError: a step has not ended for `STEP_SECONDS`.
         """
         self._hold("update")
-        # The hold is in force: no step runs with weights of which some are new.
+        # Only now, with the hold in force: no step may run with the weights of an abandoned update.
         with self._changed:
             self._holds.discard("abandoned")
             super().begin_update()
@@ -571,7 +571,7 @@ class RequestEngine(RolloutEngine):
     def abandon_update(self) -> None:
         with self._changed:
             self.lost_because = "an update was abandoned; update them again"
-            # One step under the lock: between the two, requests would neither wait for the update nor be refused.
+            # Both under the lock: between them, requests would neither wait for the update nor be refused.
             self._holds.add("abandoned")
             self._holds.discard("update")
             self.weight_version = None
@@ -598,7 +598,7 @@ class RequestEngine(RolloutEngine):
 
     def _hold(self, reason: str) -> None:
         with self._changed:
-            # A thread that has not come to `next_step` is not waited for: until then, `serve` leaves the model alone.
+            # Does not wait for a thread that has not reached `next_step`: before that, `serve` does not use the model.
             self._holds.add(reason)
             # In a callback of a future, which runs in the engine's thread, the hold begins with the next step.
             if not self._changed.wait_for(lambda: not self._stepping or self._in_thread(), STEP_SECONDS):
@@ -637,7 +637,7 @@ class RequestEngine(RolloutEngine):
     def _run(self) -> None:
         while True:
             try:
-                # In the loop too, so that its error fails the requests instead of leaving them without a thread.
+                # Inside the `try`, so that its error fails the requests instead of leaving them without a thread.
                 self.prepare_thread()
                 self.serve()
                 return
@@ -649,7 +649,7 @@ class RequestEngine(RolloutEngine):
                     waiting = set(map(id, self._added))
                     # Those that were handed out; all, if it failed before it asked for any.
                     failed = [one for one in self._requests.values() if id(one) not in waiting] or self._added[:]
-                    # With no request to fail, another round would only meet the same error.
+                    # With no request to fail, another attempt would only raise the same error.
                     if not failed:
                         self._serving = False
                         return
