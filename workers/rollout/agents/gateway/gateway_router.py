@@ -540,7 +540,7 @@ class GatewayRouter:
                     alive = looking.exception() is None
                     if worker.up and not alive:
                         self._lost(worker, str(looking.exception()))
-                    # A worker that still has sessions that have moved away stays down until `look` has deleted them there.
+                    # A worker stays down until `look` has made it forget the sessions that have moved away.
                     worker.up = alive and not worker.left
                 looks[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
             elif time.monotonic() - begun > SILENCE_SECONDS and looking not in worker.short:
