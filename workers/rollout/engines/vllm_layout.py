@@ -175,7 +175,7 @@ def _find(
         count = total // size if size else 1  # of different parts; key-value heads may be in several processes each
         if count < 1 or count * size != total or ranks % count or (count not in (1, ranks) and (dim or index is None)):
             return None
-        # Processes that have the same part, such as the same key-value heads, follow each other.
+        # Ranks with the same part, such as the same key-value heads, are consecutive.
         begin = rank // (ranks // count) * size
         parts.append((begin, begin + size))
     return Part(parameter, tuple(offset * (dim == 0) for dim in range(len(shape))), tuple(parts), dtype)

@@ -80,7 +80,7 @@ class LayerwiseReload:
         ]
         for method, _ in self._kernels:
             method.moe_kernel = None
-        # vLLM's layers read the configuration from a global, which it sets only while it loads the model itself.
+        # vLLM's layers read the configuration from a global, which vLLM sets only while it loads a model itself.
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
@@ -202,7 +202,7 @@ class LayerwiseReload:
                 rank, _, own = name.partition(":")
                 if int(rank) != self._rank:
                     continue
-                # The tensor replaces whole parameters, of which signs of several fused parts may be remembered.
+                # The tensor replaces the whole parameter, so the signs of all its fused parts are dropped.
                 for key in [key for key in self._negative_zeros if key[0] == own]:
                     del self._negative_zeros[key]
                 self._keep_signs(own, 0, tensor, tensor.dtype)
