@@ -112,7 +112,7 @@ def run_python(
         for name, content in (("in", stdin), ("out", ""), ("err", "")):  # a program that has no time may open none
             Path(folder, name).write_text(content, errors="replace")
         command = [sys.executable, "-I", "-S", __file__, folder, json.dumps(asdict(limits))]
-        # In a session of its own: Ctrl-C in a terminal does not reach it, and killpg below ends it with its children.
+        # In its own session: Ctrl-C in a terminal does not reach it, and killpg below kills its children too.
         launcher = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -148,12 +148,12 @@ def _launch(folder: str, limits: CodeLimits) -> None:
     separate = limits.isolate and hasattr(libc, "unshare")
     separate = separate and any(libc.unshare(flags) == 0 for flags in (alone, alone | _NEWUSER))
     inside, outside = os.pipe()
-    # A namespace of processes begins with the next child: the launcher stays outside, and reports for it.
+    # A PID namespace begins with the next child, so the launcher itself stays outside.
     pid = os.fork()
     if not pid:
         os.close(inside)
         if hasattr(libc, "prctl"):
-            # After the fork, which clears it: the supervisor ends with the launcher, a namespace with the supervisor.
+            # Set after the fork, which clears it. The supervisor dies with the launcher, a namespace with the supervisor.
             libc.prctl(_PDEATHSIG, signal.SIGKILL)
             libc.prctl(_SUBREAPER, 1)
         # Otherwise /proc would show all processes, with their environment and, to root, their memory.
@@ -173,7 +173,7 @@ def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hid
     end = time.monotonic() + limits.seconds
     program = os.fork()
     if not program:
-        # The launcher reads to the end of the pipe, so no process of the program may have it open.
+        # The launcher reads until all writers have closed the pipe, so no process of the program may have it open.
         os.close(report)
         _become(folder, limits)
     status: int | None = None
@@ -183,7 +183,6 @@ def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hid
             status = os.waitstatus_to_exitcode(how)
             break
         time.sleep(0.005)
-    # In a namespace, the end of this process, the first one there, ends them.
     if not separate:
         _kill_children()
     os.write(report, json.dumps({"status": status, "isolated": hidden}).encode())
@@ -195,7 +194,7 @@ def _kill_children() -> None:
     me = os.getpid()
     while True:
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-            # One that has ended keeps its number until it is waited for, which only this process does.
+            # A child that has ended keeps its PID until this process waits for it, so no other process is killed.
             os.kill(int(child), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)  # one of those; then there may be others
@@ -212,7 +211,7 @@ def _become(folder: str, limits: CodeLimits) -> None:
         ("err", 2, os.O_WRONLY),
     ):
         os.dup2(os.open(Path(folder, name), flags), number)
-    # Nothing of the worker or the launcher, such as the pipe's other end, may be open in the program.
+    # The program may have no other file of the launcher open.
     os.closerange(3, 256)
     os.chdir(Path(folder, "work"))
     for what, most in (
