@@ -254,7 +254,7 @@ class RolloutManager:
             if self.refresh is None:
                 raise
             logger.warning("%s. Calling refresh() and trying again", error)
-        # Outside the handler, so that an error of it does not look like one that the version error has caused.
+        # Outside the handler, so that its errors are not chained to the version error.
         self.refresh()
         return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
 
@@ -305,7 +305,7 @@ class RolloutManager:
     def reward_metrics(self) -> dict[str, float]:
         """Return what happened to the rewards since the last call, see `RewardRunner.metrics`, and to the sessions of
         an `AgentEngine`, see `session_metrics`."""
-        # One by one: other threads append meanwhile, and clear() would lose what has come since the look.
+        # One by one, because other threads append meanwhile, and clear() would drop entries that were not read.
         ended = [self.sessions.popleft() for _ in range(len(self.sessions))]
         return ({} if self.rewards is None else self.rewards.metrics()) | session_metrics(ended)
 

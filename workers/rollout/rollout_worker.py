@@ -212,7 +212,7 @@ class RolloutWorker(WeightReceiver):
                 tag=lambda completion: with_fingerprints(completion, self.fingerprints, self.weight_version),
             )
             gateway.start()
-            # First: the gateway's sessions use the engine, whose errors they would get instead of the gateway's.
+            # Before the engine is closed: otherwise, the gateway's sessions would get the engine's errors.
             self._cleanups.insert(0, gateway.stop)
             self._gateway = gateway
         return self._gateway.endpoint
@@ -245,8 +245,8 @@ class RolloutWorker(WeightReceiver):
     def _take_held(self, orders: Orders) -> None:
         """Take the version of weights that the engine has kept when this worker's process was replaced."""
         if self.engine.weights_id == orders.held_weights:
-            # The engine then asks its server for the version it has, so the comparison is made again.
-            # No copy of it begins in between: setting it ends all, and this thread alone begins new ones.
+            # Setting the version has the engine ask its server which weights it has, so compare again.
+            # No copy of these weights begins in between, because only this thread begins copies.
             self.weight_version = orders.version
             if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
                 self.weight_version = None
@@ -263,7 +263,7 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free device memory for a trainer on the same device."""
-        # Under one lock: a thread that copies the weights to another worker must not find the version without them.
+        # Under one lock, so that no thread copies the weights to another worker in between.
         with self.weights_lock:
             self.engine.sleep()
             if not self.engine.keeps_weights:

@@ -253,7 +253,7 @@ class Exchange:
             [request_name(self._stream, attempt, sample) for sample in range(len(request.seeds))],
             list(partials),
         )
-        # Known before anything can fail: the driver learns of a refusal from the report, as of any other end.
+        # Registered before anything can fail, so that the report tells the driver of a refused group too.
         self._groups[attempt] = group
         if refused:
             return

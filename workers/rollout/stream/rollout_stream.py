@@ -185,7 +185,7 @@ class RolloutStream(Closing):
         while True:
             left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
             try:
-                # In short waits: nobody wakes the buffer when the workers turn out to have no weights.
+                # In short waits, because nothing wakes the buffer when the workers have lost their weights.
                 taken = self.buffer.take(left)
                 break
             except TimeoutError:
@@ -265,7 +265,7 @@ class RolloutStream(Closing):
         finally:
             with self._changed:
                 self._pauses -= 1
-                # The reports are of before the update; the next update waits for new ones.
+                # These reports are from before the update; the next update waits for new ones.
                 self._idle = self._reported = False
                 self._stuck = None  # until the workers have reported again
                 self._changed.notify_all()
@@ -317,7 +317,7 @@ class RolloutStream(Closing):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        # Before the thread is waited for: `take` in another thread must not wait for it.
+        # Before the join, so that `take` in another thread raises at once.
         self.buffer.fail(RolloutError("the stream was closed"))
         if self._manager.stream is self:
             self._manager.stream = None
@@ -357,7 +357,7 @@ class RolloutStream(Closing):
                 # For the end of the update, or of the stream, which may have been closed since `_run` looked.
                 self._changed.wait_for(lambda: self._closed or not self._idle)
                 return
-        # Without the lock: the user's function of the prompts may take long.
+        # Without the lock, because the user's prompt function may take long.
         if not waiting:
             self._router.begin_groups()
         if updating or self._router.due:
@@ -369,7 +369,7 @@ class RolloutStream(Closing):
                     self._changed.wait_for(lambda: not self._pauses, UPDATING_SECONDS)
         else:
             with self._changed:
-                # Looked at under the lock, so that a notification between the look and the wait is not lost.
+                # Checked under the lock, so that no notification between the check and the wait is lost.
                 if not self._closed and not self._pauses:
                     self._changed.wait(IDLE_SECONDS)
 
