@@ -86,7 +86,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
-        # Otherwise `log` makes it, which then knows the step that purges what is there.
+        # Otherwise, `log` makes it, because only that knows the step from which old events are purged.
         if not any(about.folder.glob("events.out.tfevents.*")):
             self._writer = SummaryWriter(str(about.folder))
 
@@ -121,7 +121,7 @@ class WandbLogger(Logger):
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
-        # The id is the folder's, so a run that was resumed goes on in the same one.
+        # The id is the folder's, so that a resumed run continues in the same run of the service.
         self._run = self.library.init(project=about.project, resume="allow", **self._arguments(about))
 
     def _arguments(self, about: RunAbout) -> dict[str, Any]:

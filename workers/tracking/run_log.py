@@ -148,7 +148,7 @@ class RunLog(Closing):
         self._stop = threading.Event()
         _open_logs.add(self)
         if self._folder is not None:
-            # With a weak reference: the thread would otherwise keep a log that nobody closes, and its folder locked.
+            # With a weak reference: otherwise, the thread would keep an unclosed log alive, and its folder locked.
             threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="run-log", daemon=True).start()
 
     @classmethod
@@ -264,14 +264,14 @@ class RunLog(Closing):
         self.steps[step] = noted
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
-        # Before the lock is taken, because this calls the ranks; `_of_actor` too.
+        # Without the lock, because `_samples` calls the ranks, as does `_of_actor`.
         with self._saving(None if batch is None else "samples"):
             samples = self._samples(step, batch, self._marked.pop(step, self._weight_version))
         events = self._of_actor()
         with self._lock, self._saving("folder"):
             if self._folder is not None:
                 self._write(self._folder, step, noted, samples, events)
-        # Separately: alarms are logged without the lock, because a logging handler may take long.
+        # Alarms are raised without the lock, because a logging handler may take long.
         with self._lock:
             alarms = self._alarms.step(noted, time.monotonic())
         for alarm in alarms:
@@ -490,15 +490,15 @@ class RunLog(Closing):
                 self.event("logger", f"the logger {name} has failed: {error}", logger=name)
 
     def _end(self, reason: str) -> None:
-        # The constructor calls this too, if a logger cannot be opened: there is no thread yet.
+        # If a logger cannot be opened, the constructor calls this before there is a thread.
         if hasattr(self, "_stop"):
-            # The thread may be in `_tick` and go on to its end: it takes the lock, and finds no folder any more.
+            # The thread may be in `_tick`; when that gets the lock, it finds no folder.
             self._stop.set()
-        # Before the lock is taken: close() waits for the watcher's thread, which needs it to report a death.
+        # Without the lock, which the watcher's thread needs to report a death: close() waits for that thread.
         for watcher in self._watchers:
             watcher.close()
         self._watchers = []
-        # Not under the lock either: a logger may wait for its server when it is closed.
+        # Without the lock too, because a logger may wait for its server when it is closed.
         loggers, self._loggers = self._loggers, {}
         for name, one in loggers.items():
             self._tell(name, one.close)

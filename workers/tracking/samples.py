@@ -83,7 +83,7 @@ class RowNotes:
 
     def _keep(self, batch: Any, notes: list[RowNote]) -> None:
         kept, key = self._kept, id(batch)
-        # An id may be given again only when the batch has ended, and by then its notes have, too.
+        # Python reuses an id only after the batch is gone, and by then the callback has removed its notes.
         kept[key] = weakref.ref(batch, lambda _: kept.pop(key, None)), notes
 
 
