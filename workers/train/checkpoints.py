@@ -262,7 +262,7 @@ class RolloutCheckpoints:
                 if self._keep is not None:  # not after it: on a full disk, the new checkpoint needs their space
                     with _logged_errors(self._save, "could not be searched for old checkpoints"):
                         self._begin_deletion(self._save, _interrupted(self._save, folder))
-                # Before the folder: what an interrupted save leaves can then be told from a folder of the user's.
+                # Before the folder, so that an interrupted save can be told from a folder of the user's.
                 _unfinished(folder).touch()
                 folder.mkdir(exist_ok=True)
                 for old in (POSITION, DRIVER_STATE):
@@ -286,7 +286,7 @@ class RolloutCheckpoints:
         name = [folder_of(step)]
         if not self._rank and noted(self._save) == name[0]:
             name = [folder_of(step, again=True)]
-        # As in `find`.
+        # Rank 0 decides for all here too.
         dist.broadcast_object_list(name, src=0)
         return name[0]
 
@@ -325,7 +325,7 @@ class RolloutCheckpoints:
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = noted(self._save)
         note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
-        # In this order: what `LATEST` names must be known as complete by its own note.
+        # In this order: the folder that `LATEST` names must already have a note of its own.
         for file in (at.folder / POSITION, self._save / LATEST):
             fresh = file.with_name(f"{file.name}.new")
             fresh.write_text(json.dumps(note) + "\n")

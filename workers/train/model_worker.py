@@ -139,7 +139,7 @@ class ModelWorker(TrainWorker):
             self._drop_model()  # whatever weights it has so far, nobody may train them
             raise
         finally:
-            # After a failure too: the groups are there, and the next `init` must end them.
+            # After a failure too, because the next `init` must end the groups that were created.
             self._groups = [group for group in process_groups() if group not in before]
 
     _groups: Sequence[Any] = ()
@@ -153,7 +153,7 @@ class ModelWorker(TrainWorker):
                 self.checkpoints.wait()
             except CheckpointError as error:
                 logger.error("rank %d: init() drops the previous model, whose last save failed: %s", self.rank, error)
-        # While torch_memory_saver is paused, no memory may be freed, as the following does.
+        # torch_memory_saver must not be paused while memory is freed, as below.
         if "memory" in vars(self) and self.memory.paused:
             self.memory.wake_up()
         self._drop_model()
@@ -175,9 +175,9 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return 0
         self._build(self.make_model)
-        # Before the checkpoint is loaded: the reference has the weights that training began with.
+        # Before the checkpoint is loaded, because the reference has the weights that training began with.
         if with_ref:
-            # One model holds both in turn: there is device memory for one.
+            # One model holds both in turn, because there is device memory for only one.
             if self.args.ref_load is not None:
                 self.backup.copy("actor")
                 self.model.load_hf(self.args.ref_load)

@@ -140,7 +140,7 @@ class PolicyTrainWorker(ModelWorker):
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
-            # All ranks have the same entries here, so all of them raise or none.
+            # All ranks have the same entries here, so either all of them raise or none does.
             check_entries({*data, *({"ref_log_probs"} if "ref" in self.backup.names else ())}, self.args, self.role)
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
@@ -205,11 +205,11 @@ class PolicyTrainWorker(ModelWorker):
         metrics |= self._correct(data)
         if "advantages" not in data:
             data["advantages"] = self._advantages(data)
-            # After the advantages, whose penalty has the coefficient of this rollout.
+            # After the advantages, whose KL penalty uses this rollout's coefficient.
             metrics |= self._adapt_kl_coef(data)
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
-        # Not before: completions that are left out still count in their groups' advantages.
+        # After the advantages, in which completions that are left out of training still count.
         data["loss_mask"] = self._trained(data)
         metrics |= self._of_tokens("advantage", data["advantages"], data)
         loss = policy_loss(
@@ -254,7 +254,7 @@ class PolicyTrainWorker(ModelWorker):
                 part = rows_of(data, rows)
                 of_rollouts = None if totals is None else totals[rows]
                 weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length, of_rollouts)
-                # Of all dp ranks, so that all skip the same steps: the others would wait in the step's collectives.
+                # Over all dp ranks, so that all skip the same steps: otherwise, the others would wait in a collective.
                 total = sum(self._over_dp(float(count)))
                 if not total:
                     continue  # no token of any rank counts
@@ -492,7 +492,7 @@ class PolicyTrainWorker(ModelWorker):
         given, latest = token_versions(data), torch.full(data["input_ids"].shape, self.weight_version)
         # Completions that a script has put together may not say of which version they are.
         versions = latest if given is None else torch.where((given < 0) & (data["loss_mask"] != 0), latest, given)
-        # Of all dp ranks: each forward pass below has collectives that all of them enter.
+        # Over all dp ranks, because each forward pass below has collectives that all of them must enter.
         wanted = set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist())))
         missing = sorted(wanted - kept)
         too_old = [version for version in missing if version > self._lost_until and version not in self._failed]

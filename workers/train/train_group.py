@@ -298,7 +298,7 @@ class RayTrainGroup:
             self._pair.forget()
         if self._group is None:
             return
-        # While the workers live: the thread that writes is theirs.
+        # Before the workers end, because the thread that writes the checkpoint is theirs.
         try:
             self._saved.wait(self._group, 60 * self.args.distributed_timeout_minutes, self.role)
         finally:
@@ -384,7 +384,7 @@ class RayTrainGroup:
         begin: list[int] | None = None
         for left in reversed(range(TRIES)):
             begin = self._continue_groups(groups, change) or begin
-            # Only the first time: another try after a death must not add ranks once more.
+            # Only in the first attempt: another one after a death must not add ranks once more.
             change = None
             try:  # last, when all groups are at one rollout: it may fail with the rollout workers
                 for group in groups:
@@ -429,14 +429,14 @@ class RayTrainGroup:
             self._progress = self._progress.after(recovery)
             version = self.weight_version
             begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
-        # Only now, when all ranks have the state of one rollout.
+        # Only now do all ranks have the state of one rollout.
         self._made = workers.generation
         self._asleep = False
         self._leave()
         if self._rollout is not None:
             self._rollout.forget()  # the next update tells the workers: a manager that is busy stops no recovery
             self._rollout.rewind(begin[0])
-            # Without an update so far, rollout workers have nothing that could be lost.
+            # Without an update so far, rollout workers have no weights of this group that could be lost.
             lost = recovery is None or self._progress.sent_after is None
             self._weights_lost = lost and bool(self.weight_version)
         return begin
@@ -625,7 +625,7 @@ class RayTrainGroup:
             )
         self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
-        # Only now: if the call could not be sent, the group is as it was before.
+        # After the call is sent: if that fails, the group stays as it was.
         self.args, self._with_ref, self._made = args, bool(with_ref), workers.generation
         self._saved, self._asleep = LastCheckpoint(), False
         self._progress = Progress()
@@ -681,7 +681,7 @@ class RayTrainGroup:
         shared.take(rollout_id, rollout_data_ref, self.role)
         if self._progress.sent_after == rollout_id:  # it is trained on once more
             self._progress.sent_after = None
-        # Before the call: if sending it fails halfway, some ranks train on the rollout all the same.
+        # Before the call: if sending fails halfway, some ranks still train on the rollout.
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
@@ -842,7 +842,7 @@ class RayTrainGroup:
         if verify not in (None, "fingerprint", "full", "none"):
             raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
         workers = self.ready_workers("update_weights")
-        # Not the number of an update that has failed: some rollout workers may have its weights.
+        # Not the version of a failed update again, because some rollout workers may have its weights.
         version = max(self.weight_version, self._tried) + 1
         # Sent again, for example because a rollout worker was started anew, they make no tokens older.
         same = self._progress.sent_after is not None and self._progress.sent_after == self._progress.trained
@@ -876,7 +876,7 @@ class RayTrainGroup:
             if numbered:  # a worker that counts by itself gives the number to the next weights
                 self._tried = version
             self._leave()  # before: no other update may have this version
-            # Until it has succeeded: rollout workers may have these weights, or none, if it is interrupted.
+            # Until the update has succeeded: if it is interrupted, rollout workers may have these weights or none.
             self._progress.failed = True
             try:
                 workers.update_weights(
@@ -928,7 +928,7 @@ class RayTrainGroup:
         former = getattr(refresh, "__self__", None)
         takes_over = isinstance(former, RayTrainGroup) and former is not self and former.role == self.role
         if takes_over:
-            # `introduce` takes a `refresh` that is None.
+            # `introduce` sets `refresh` only if it is None.
             manager.refresh = None
         try:
             link.introduce(workers.set_rollout_manager)
@@ -982,7 +982,7 @@ class RayTrainGroup:
             )
         warn_of_different_rollouts((self, critic_group))
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
-        # Only now: if the ranks could not be connected, the connections from before stay.
+        # After the ranks are connected: if that fails, the earlier connections stay.
         for group in (self, critic_group):
             group.disconnect()
         self._pair = critic_group._pair = SharedRollout(self, critic_group)
