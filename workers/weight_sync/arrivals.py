@@ -68,10 +68,10 @@ class Arrivals:
         for spec, parts in pieces_of(payload):
             box, left = self._boxes.get(spec.name), self.missing.get(spec.name, 0)
             count = volume(spec.box)
-            # The number of missing elements alone would not show a piece that came twice while others are missing.
+            # The count alone would not reveal a piece that came twice while others are missing.
             if box is None or count > left or (spec.name, spec.box) in self._seen:
                 raise ValueError(f"{spec.name!r} {spec.box} was not expected, or was received twice")
-            # Written before its digest is compared: what was written is what the engine will get.
+            # Written before its digest is compared, because the engine gets what was written.
             part = self._write(spec, parts, box)
             self.missing[spec.name] = left - count
             if left == count:

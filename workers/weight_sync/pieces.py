@@ -112,10 +112,10 @@ class Packer:
         self._shards = {}
         for shard in shards:
             self._shards.setdefault(shard.name, {})[shard.box] = shard
-        # The update before has failed: what was kept is not what the receivers have.
+        # The last update has failed, so the receivers do not have what was kept.
         if self.base is None:
             self._sent = {}
-        # `_patch` overwrites what was kept, so until `end` it is of no update that receivers could have.
+        # `_patch` overwrites what was kept, so until `end` it matches no update that receivers have.
         self.base = None
         self._packed = set()
 

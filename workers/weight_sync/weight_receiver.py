@@ -110,7 +110,7 @@ class WeightReceiver(Worker):
         with self.weights_lock:
             self.peer.stop()
             self._give_up()
-            # The engine's weights come from elsewhere now: a delta on the bytes in host memory would not fit them.
+            # The engine's weights now come from elsewhere, so a delta against the buffered bytes would not fit.
             self._base = None
             if version is not None:  # complete weights that did not come as an update
                 update = _Progress("", version)
@@ -211,7 +211,7 @@ class WeightReceiver(Worker):
             WeightSyncError: elements are missing, or the engine failed, or holds other bytes than were sent.
         """
         update = self.check_update(key)
-        # Without the lock, as in `take`; `finish_copy` calls this with it.
+        # Without the lock, as in `take`; callers of `finish_copy` hold it.
         missing = (update.missing if update.missing is not None else self._arrivals.missing).keys()
         if missing:
             self.fail_update(

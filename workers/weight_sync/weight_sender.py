@@ -207,7 +207,7 @@ class WeightSender:
         update = Update(version, self._name, rank, ranks, self._receivers, Budget(self._timeout), key)
         update.process_group = self._process_group
         update.verify = None if verify == "none" else verify
-        # `_common_key` was a collective: all ranks have returned from the update before, and none reads its keys.
+        # `_common_key` was a collective, so all ranks have returned from the last update and read none of its keys.
         if self._previous is not None:
             self._previous.forget()
         self._previous = update
@@ -219,7 +219,7 @@ class WeightSender:
         except BaseException as failed:  # KeyboardInterrupt too: what is left in progress would disturb the next update
             self._abandon(update, failed)
             raise
-        # Only now may the next deltas count on this version: every receiver has it.
+        # Only now can the next deltas be based on this version, because every receiver has it.
         self._packer.end(key)
         proofs = [one.proved for one in finished]
         return SyncReport(
@@ -255,13 +255,13 @@ class WeightSender:
             base = self._packer.base
             # Rank 0 keeps the layouts, so that they travel only when they change.
             self._receivers.look_up(update.budget)
-            # After this rank's own part: a receiver without a double buffer stops generating when it begins.
+            # As late as possible: a receiver without a double buffer stops generating when its update begins.
             own = [] if self._receivers.neighbour is None else self._begin_receivers(update)
             about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
             self._layout_id = layout_id
 
         def begin(values: list[Any]) -> Any:
-            # In `decide`, that is, when all ranks are there, for the same reason.
+            # In `decide`, which runs when all ranks are there, for the same reason.
             infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
             known = self._layouts or [{}] * update.ranks
             self._layouts = layouts = [known[rank] if new is None else new for rank, (new, *_) in enumerate(values)]
@@ -294,7 +294,7 @@ class WeightSender:
         with update.attempt():
             self._packer.begin(ExpertNames(infos[0].shapes).shards(shards))
             self._transport.begin(update)
-        # Otherwise the others would wait in the first transfer for a rank that could not begin.
+        # Otherwise, ranks would wait in the first transfer for one that could not begin.
         update.agree("begun")
 
     def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
@@ -346,7 +346,7 @@ class WeightSender:
             with update.attempt():
                 self._transport.finish(update)
                 said = call_all(update, "finish_weights", update.key, update.verify, fingerprint)
-        # Also those that have called nobody wait here: success means that every receiver has the version.
+        # Ranks that called no receiver wait here too: success means that every receiver has the version.
         of_ranks: list[list[Finished]] = update.agree("finish", said, list)
         return [one for finished in of_ranks for one in finished]
 

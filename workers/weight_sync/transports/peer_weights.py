@@ -98,7 +98,7 @@ class PeerWeights:
 
     def _close(self) -> None:
         server, self._server, self._request, self._key = self._server, None, None, ""
-        # close() waits for no thread of the listener: this may be one of them, and others wait for the lock.
+        # close() must not wait for the listener's threads: this may be one, and others may wait for the lock.
         if server is not None:
             server.close()
 
@@ -181,7 +181,7 @@ class PeerWeights:
         receiver = self._receiver
         if request.id in self._sending or receiver.weight_version != request.version:
             return
-        # Before the thread begins, which takes it out again.
+        # Before the thread starts, because the thread removes it.
         self._sending.add(request.id)
         # The count as of now, in the thread that also ends copies: the new thread may begin only after an update has.
         arguments = request, receiver.changes
@@ -202,12 +202,12 @@ class PeerWeights:
             receiver._prepare_thread()
             with receiver.weights_lock:
                 _check(receiver, changes)
-                # The receiver has made a plan of its own; `layout` tells it whether both are equal.
+                # The receiver has made its own plan, and `layout` shows it whether both are equal.
                 buckets, layout = _plan(receiver.engine)
                 fingerprint, pieces = receiver.proof
             for index, specs in enumerate(buckets):
                 nbytes = specs[-1].begin + specs[-1].nbytes
-                # The bucket before was answered, so nothing reads the buffer any more.
+                # The receiver has answered the last bucket, so nothing reads the buffer any more.
                 memory = buffer.take(nbytes)
                 with receiver.weights_lock:
                     _check(receiver, changes)

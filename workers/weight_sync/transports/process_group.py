@@ -42,7 +42,7 @@ from workers.weight_sync.transports.weight_transport import Transport, Update, r
 
 T = TypeVar("T")
 
-# Between two looks at an operation; between two questions whether others have failed; before a receiver asks that.
+# Between polls of an operation, between checks for failures elsewhere, and before a receiver's first check.
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
 _PATIENT_SECONDS = 1.0
@@ -69,7 +69,7 @@ class ProcessGroupTransport(Transport):
     def begin(self, update: Update) -> None:
         """Keep the groups, unless the receivers, their classes or the store have changed."""
         ids = tuple(info.id for info in update.infos)
-        # Another store is that of another rank 0, which is in none of the groups.
+        # A new store means a new rank 0, which is not in these groups.
         members = (update.shared, ids, tuple(one.members for one in update.classes))
         if self._members != members:
             self._leave()
@@ -103,7 +103,7 @@ class ProcessGroupTransport(Transport):
                 lambda: _check(update, futures),
                 invitation.seconds,
             )
-            # Those receivers too that join groups without this rank: all have joined before the first round.
+            # Also for receivers whose groups do not have this rank: all must join before the first round.
             wait_all(futures, update)
         except BaseException:
             # Receivers that wait for a missing one in the rendezvous would miss the next update, too. Rank 0 learns of
@@ -272,7 +272,7 @@ class AnnouncedRound(Message):
         memory = channel.memory.take(sum(sizes))
         if first is not None:
             first.exchange(memory, sizes + [0] * (first.size - len(sizes)), self.seconds, receive=True)
-        # All members have the same headers, so all of them skip an empty broadcast or none.
+        # All members have the same headers, so either all of them skip an empty broadcast or none does.
         if others is not None and memory.numel():
             others.broadcast(memory, self.seconds)
         flats = memory.split(sizes)

@@ -116,7 +116,7 @@ class Update:
             WeightSyncError: on all ranks: the error of the first rank that failed, or that of ``decide``, or ranks were
                 late.
         """
-        # Every rank counts alike, as all call this together, so the names agree without being exchanged.
+        # All ranks call this equally often, so their names are equal without being exchanged.
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:
@@ -154,11 +154,11 @@ class Update:
     def _read(self, names: list[str], *, delete: bool = False) -> list[Any]:
         """Read values that have arrived."""
         values, store = [], self._store
-        # One request for all: the store answers them one after the other, in one thread.
+        # One request for all keys, because the store answers requests one at a time.
         for name, data in zip(names, store.multi_get(names), strict=True):
             parts = [_part(name, number) for number in range(int.from_bytes(data[:4], "big"))]
             values.append(pickle.loads(b"".join([data[4:], *map(store.get, parts)])))
-            # Rank 0 is the only reader of these. What it writes itself, all read, and it is deleted a step later.
+            # Only rank 0 reads these. What rank 0 writes is read by all ranks, and deleted later.
             if delete:
                 for one in (name, *parts):
                     store.delete_key(one)
@@ -318,7 +318,7 @@ def wait_all(futures: Sequence[WorkerFuture], update: Update) -> None:
         SingleControllerError: the first error of a call.
         WeightSyncError: another train rank has given the update up.
     """
-    # No pause between two looks: `_ended` waits for `TOLD_SECONDS`.
+    # No sleep is needed, because `_ended` waits for `TOLD_SECONDS`.
     for future in futures:
         while not _ended(future):
             raise_failed(futures)  # this one may wait for a receiver of another group, which has died
@@ -350,7 +350,7 @@ def _ended(future: WorkerFuture) -> bool:
     try:
         future.result(timeout=TOLD_SECONDS)
     except CallTimeoutError as error:
-        # The limit of this wait, not the call's own: the call is still running.
+        # This wait has timed out, not the call itself, which is still running.
         if not error.call_goes_on:
             raise
         return False
