@@ -153,7 +153,7 @@ def _launch(folder: str, limits: CodeLimits) -> None:
     if not pid:
         os.close(inside)
         if hasattr(libc, "prctl"):
-            # Set after the fork, which clears it. The supervisor dies with the launcher, a namespace with the supervisor.
+            # After the fork, which clears it. The supervisor dies with the launcher, a namespace with the supervisor.
             libc.prctl(_PDEATHSIG, signal.SIGKILL)
             libc.prctl(_SUBREAPER, 1)
         # Otherwise /proc would show all processes, with their environment and, to root, their memory.
