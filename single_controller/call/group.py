@@ -1016,6 +1016,15 @@ class RoleGroup(WorkerGroup):
         """The name of the group and the role."""
         return f"{self._whole.name}.{self._role}"
 
+    @property
+    def takeover_data(self) -> Any:
+        """`RayWorkerGroup.takeover_data` of the whole group."""
+        return self._whole.takeover_data
+
+    @takeover_data.setter
+    def takeover_data(self, value: Any) -> None:
+        cast(Any, self._whole).takeover_data = value
+
     def close(self) -> None:
         self._whole.close()
 

@@ -46,6 +46,12 @@ def test_equal_method_names_do_not_clash(group):
     assert group.roles == ("actor", "critic")
 
 
+def test_what_another_driver_finds_belongs_to_the_whole_group(group):
+    group.actor.takeover_data = "step 3"
+    assert group.takeover_data == group.critic.takeover_data == "step 3"
+    group.takeover_data = None
+
+
 @on_ray
 def test_roles_share_their_processes(group):
     assert group.actor.pid() == group.critic.pid() and len(set(group.actor.pid())) == 4
