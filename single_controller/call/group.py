@@ -835,10 +835,12 @@ class WorkerGroup(VerlGroup, Closing):
             return None
         chosen = check_ranks("restart", ranks, self.world_size)
         if self.collectives:
+            on_ray = hasattr(self, "replace")
+            way = f"Call replace(ranks={list(chosen)}), which creates them anew, restart" if on_ray else "Restart"
             raise ValueError(
                 f"restart(ranks={list(chosen)}): the ranks of {self.name} may use collectives, and a new process is "
-                f"not in their process groups. Call replace(ranks={list(chosen)}), which creates them anew, restart "
-                "all ranks, or create the group with collectives=False"
+                f"not in their process groups. {way} all ranks, or create the group with "
+                "collectives=False"
             )
         others = sorted(self._transport.deaths().keys() - set(chosen))
         if others:

@@ -744,8 +744,9 @@ def test_remote_call_without_threads_is_replayed():
 
 def test_partial_restart_with_collectives_is_rejected(make):
     group = make(world_size=2)
-    with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False"):
+    with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False") as caught:
         group.restart(ranks=[1])
+    assert "replace" not in str(caught.value) and "Restart all ranks" in str(caught.value)
     for wrong in ([2], [1.0], [True], [[0]], 1, []):
         with pytest.raises(ValueError, match="distinct ranks from 0 to 1"):
             group.restart(ranks=wrong)
