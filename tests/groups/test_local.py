@@ -859,6 +859,30 @@ class TestCollectives:
             torch.distributed.destroy_process_group()
 
 
+def logged(method):
+    def inner(*args, **kwargs):  # without functools.wraps, as verl's GPUMemoryLogger
+        return method(*args, **kwargs)
+
+    return inner
+
+
+class Logged(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    @logged
+    def first(self):
+        return "first"
+
+    @register(Dispatch.ONE_TO_ALL)
+    @logged
+    def second(self):
+        return "second"
+
+
+def test_methods_under_a_plain_wrapper_are_told_apart(make):
+    group = make(Logged, world_size=1)
+    assert group.on(Logged.first)() == ["first"] and group.on(Logged.second)() == ["second"]
+
+
 @pytest.mark.parametrize("name", ["workers", "worker_names", "resource_pool", "detached", "master_port", "shrink"])
 def test_attributes_of_ray_groups_are_missing(make, name):
     with pytest.raises(AttributeError, match=rf"a LocalWorkerGroup has no {name}: "):
