@@ -187,12 +187,14 @@ _INSTEAD = {
 """What to use instead of each of `VerlOptions`."""
 
 
-def check_verl_options(group: type, options: Mapping[str, Any]) -> None:
-    """Warn of each option, and raise for ``worker_nsight_options`` and for one that verl has not either."""
+def check_verl_options(function: Any, options: Mapping[str, Any]) -> None:
+    """Warn of each option of a function or a class, and raise for ``worker_nsight_options`` and for one that verl has
+    not either."""
     for name, value in options.items():
         if name not in _INSTEAD:
-            known = [other for other in inspect.signature(group).parameters if other != "verl"]
-            raise TypeError(f"{group.__name__}() got an unexpected keyword argument {name!r}{suggestion(name, known)}")
+            known = [other for other in inspect.signature(function).parameters if other != "verl"]
+            told = suggestion(name, known)
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{told}")
         if value is None:
             continue
         if name == "worker_nsight_options":

@@ -219,6 +219,7 @@ class RayWorkerGroup(WorkerGroup):
         *,
         namespace: str | None = None,
         own: bool = False,
+        **verl: Unpack[VerlOptions],
     ) -> Self:
         """Attach to running workers, for example to those that another driver started with ``detached=True``.
 
@@ -236,12 +237,15 @@ class RayWorkerGroup(WorkerGroup):
                 groups, with everything else in those, and `restart` and `replace` work, also if ranks have died. Calls
                 with ``replay=True`` of the former driver are not repeated. With ``worker_handles``, the group can only
                 be closed.
+            verl: as of the constructor.
 
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
             WorkerDiedError: a worker is dead, and the group is not taken over.
             ResultError: their class cannot be loaded here.
+            TypeError: there is no such option.
         """
+        check_verl_options(cls.from_detached, verl)
         process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
         if own and worker_handles is None and (name_prefix is None) != (worker_names is None):
             left = find_takeover(name_prefix, worker_names, process.name if process else None, namespace)

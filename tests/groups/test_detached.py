@@ -364,6 +364,8 @@ def test_attaching_requires_all_ranks(counters):
         RayWorkerGroup.from_detached(worker_handles=[object()])
     with pytest.raises(ValueError, match="takes exactly one of name_prefix"):
         RayWorkerGroup.from_detached()
+    with pytest.raises(TypeError, match=r"from_detached\(\) got an unexpected.*did you mean 'worker_handles'"):
+        RayWorkerGroup.from_detached(worker_handels=counters.workers)
     # The same for both names of the call.
     for call in (lambda name: RayWorkerGroup.from_detached(name_prefix=name), RayWorkerGroup.attach):
         with pytest.raises(ValueError, match=r"^cannot attach: no actor's name begins with 'nobody_'"):

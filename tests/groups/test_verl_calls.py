@@ -249,9 +249,11 @@ def test_options_environment_and_attaching_without_constructor_arguments(pool):
         assert group.environment(tuple(expected)) == [expected] * 4
         master = (group.master_address, str(group.master_port))
         assert group.execute_all_sync("get_master_addr_port") == [master] * 4
-        attached = RayWorkerGroup.from_detached(
-            worker_handles=group.workers, ray_cls_with_init=RayClassWithInitArgs(cls=NeedsConfig)
-        )
+        made = RayClassWithInitArgs(cls=NeedsConfig)
+        with pytest.warns(UserWarning, match="device_name='cpu' has no effect"):
+            attached = RayWorkerGroup.from_detached(
+                worker_handles=group.workers, ray_cls_with_init=made, device_name="cpu", profile_steps=None
+            )
         assert attached.pid() == group.pid()
 
         group.start_worker_aliveness_check(0.1)
