@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -64,6 +65,22 @@ def stop(pid: int) -> None:
         return True
 
     wait_until(stopped, what="the stop of all threads")
+
+
+def interrupt_first_start(patch: Any, name: str) -> list[threading.Thread]:
+    """Have Ctrl-C come in the start of the first thread of this name, which runs then. Returns those that have started,
+    which grows."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == name:
+            started.append(thread)
+            if len(started) == 1:
+                raise KeyboardInterrupt
+
+    patch.setattr(threading.Thread, "start", interrupted)
+    return started
 
 
 def wait_gone(pids: Iterable[int | str], seconds: float = 15) -> None:

@@ -25,7 +25,7 @@ from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
 from ray.exceptions import RayError
 from tensordict import TensorDict
 from test_failure import errors_of, in_fork
-from waits import wait_collected, within
+from waits import interrupt_first_start, wait_collected, within
 
 from single_controller import (
     Broadcast,
@@ -1064,15 +1064,6 @@ class TestUnsentCalls:
         assert asyncio.run(main()) == [[1, 5]] * 2
 
     def test_interrupted_start_of_their_thread_sends_none_twice(self, plain, monkeypatch):
-        start, started = threading.Thread.start, []
-
-        def interrupted(thread):
-            start(thread)
-            if thread.name == "send-later":
-                started.append(thread)
-                if len(started) == 1:
-                    raise KeyboardInterrupt
-
         async def main():
             sending_held(plain)
             with plain._state.lock:  # another event loop comes before the thread
@@ -1081,7 +1072,7 @@ class TestUnsentCalls:
                 second = plain.see.remote(2)
             return await second
 
-        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        started = interrupt_first_start(monkeypatch, "send-later")
         assert asyncio.run(main()) == [[2]] * 2
         for thread in started:
             thread.join(5)

@@ -20,7 +20,7 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waits import wait_until, within
+from waits import interrupt_first_start, wait_until, within
 
 from dispatch.errors import ResultError
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
@@ -759,18 +759,9 @@ def test_function_that_raises_in_the_hub_keeps_no_other_from_running():
 
 def test_interrupted_start_of_the_hub_does_not_leave_two_threads(monkeypatch):
     """They would read the same connections, and mix up the frames."""
-    start, started, ran = threading.Thread.start, [], threading.Event()
-
-    def interrupted(thread):
-        start(thread)
-        if thread.name == "wire":
-            started.append(thread)
-            if len(started) == 1:
-                raise KeyboardInterrupt
-
-    hub = connection.Hub()
+    hub, ran = connection.Hub(), threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
+        started = interrupt_first_start(patch, "wire")
         with pytest.raises(KeyboardInterrupt):
             hub.start()
         hub.later(0.0, ran.set)
