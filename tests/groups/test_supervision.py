@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import ray
 from group_workers import Counter, Fragile, Model
-from waits import wait_gone, wait_until, within
+from waits import interrupt_first_start, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -141,16 +141,8 @@ def test_threads_that_cannot_be_started_are_typed_errors(fragile, monkeypatch):
 
 
 def test_interrupted_start_does_not_leave_a_thread_that_aborts_collectives(fragile, monkeypatch):
-    start, started = threading.Thread.start, []
-
-    def interrupted(thread):
-        start(thread)
-        if thread.name == "abort-collectives":
-            started.append(thread)
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(threading.Thread, "start", interrupted)
+        started = interrupt_first_start(patch, "abort-collectives")
         fragile._transport.leaving([]).__enter__()
     started[0].join(5)
     assert not started[0].is_alive()
