@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypedDict
 
 from dispatch.batch import Uneven
 from dispatch.checks import check_count, check_seconds, suggestion
-from dispatch.errors import DispatchError
+from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.layout import Layout, layout_from
 from dispatch.modes import CustomMode, Mode, has_axes
 from dispatch.plan import CallPlan, deferred_in, find_futures, futures_in, plan_call
@@ -864,8 +864,17 @@ class WorkerGroup(VerlGroup, Closing):
             plan = replay.plan(group, None)
             if ranks is not None:
                 plan = plan.only(ranks)
-            if plan.ranks:
+            if not plan.ranks:
+                continue
+            try:
                 group._send(replay.spec, plan, replay.options).check()
+            except SingleControllerError as error:
+                if plan.deferred:
+                    error.add_note(
+                        f"{replay.spec.label}() is repeated (replay=True) with a future, whose result may have ended "
+                        "with the ranks that computed it. If so, create a new group, and pass future.result() instead"
+                    )
+                raise
 
     def _check_replays(self, added: int) -> None:
         """Raise the `DispatchError` of a logged call that does not fit the group with more ranks, for `grow`. What a

@@ -735,6 +735,24 @@ def test_restart_repeats_replayed_calls(make):
     assert logs[3] == [("init", "a"), ("load", [4])] and ("train", None) in logs[0]
 
 
+class Prepared(Worker):
+    fails = False
+
+    @register(Dispatch.ONE_TO_ALL, replay=True)
+    def prepare(self, state):
+        if Prepared.fails:
+            raise ValueError("no such state")
+
+
+def test_repeated_call_that_fails_with_a_future_says_to_pass_its_value(make, monkeypatch):
+    group = make(Prepared, world_size=1)
+    group.prepare(group.prepare.remote(None))
+    monkeypatch.setattr(Prepared, "fails", True)
+    with pytest.raises(WorkerError, match="no such state") as caught:
+        group.restart()
+    assert "pass future.result() instead" in caught.value.__notes__[-1]
+
+
 def test_remote_call_without_threads_is_replayed():
     with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7)) as group:
         group.init_model.remote("a")
