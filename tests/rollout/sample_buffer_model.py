@@ -36,7 +36,7 @@ class Model:
         self.num_batches, self.limit = num_batches, float("inf") if max_filtered is None else max_filtered
         self.state, self.born, self.partial, self.journal = {}, {}, {}, {}
         self.flat, self.trained, self.dropped = {}, [], []
-        self.updates, self.updated_at = 1, 0
+        self.updates, self.updated_at, self.sent_at = 1, 0, 0
         self.keep, self.kept, self.updates_when, self.rewound = keep_batches, set(), {}, False
         self.most, self.first = 0, 0
         """The largest number of batches, and the first batch that can be rewound."""
@@ -171,12 +171,13 @@ class Model:
         del self.trained[batch:]
         self.kept = {number for number in self.kept if number < batch}
         self.updates, self.updated_at, self.rewound = self.updates_when[batch], batch, True
+        self.sent_at = batch
 
     def update(self):
         if self.rewound:  # the same weights again
             return
         self.updates += 1
-        self.updated_at = self.batches
+        self.updated_at = self.sent_at = self.batches
         for number in self.of("pending", "ready"):
             if self.too_old(number):
                 self.drop(number)
@@ -353,7 +354,8 @@ class History:
             self.version += 1
             self.model.update()
             self.updates_at[self.version] = self.model.updates
-            self.model.rewound = True  # until a batch is taken
+            self.model.sent_at = self.model.batches
+        self.model.rewound = self.model.sent_at == self.model.batches  # until a batch is taken
         for number in self.model.of("pending"):
             if self.model.too_old(number):  # expired in flight
                 self.model.drop(number)

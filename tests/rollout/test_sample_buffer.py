@@ -516,6 +516,24 @@ def test_first_update_of_a_resumed_run_may_have_a_later_number():
     assert other.staleness(3) == 1
 
 
+@pytest.mark.parametrize("interval", [1, 2])
+def test_first_update_of_a_run_that_was_saved_after_an_update_has_the_same_weights(interval):
+    """Train, update, save. If the weights were trained since the update, those of the first update are new."""
+    buffer = buffer_with(1, 1, max_staleness=1, update_interval=interval)
+    begun(buffer)
+    ready(buffer, 0, 1)
+    assert taken(buffer) == [0]
+    if interval == 1:
+        buffer.set_version(2)
+    other = SampleBuffer(1, max_staleness=1, update_interval=interval)
+    other.load_state_dict(buffer.state_dict())
+    assert other.version == (2 if interval == 1 else 1)
+    other.set_version(3)
+    assert other.staleness(1) == 1 and taken(other) == [1]
+    other.set_version(4)  # of new weights
+    assert other.staleness(3) == 1
+
+
 def test_resume_from_before_the_batch_that_was_taken_last_was_trained():
     buffer = buffer_with(1, 2, max_staleness=1)
     begun(buffer)

@@ -227,6 +227,8 @@ class SampleBuffer:
         """The batches that were taken, the last one at the end."""
         self._interval = 0
         """``batches // update_interval`` at the last update."""
+        self._sent = 0
+        """``batches`` at the last update with new weights, or at a rewind since."""
         self._updates = Updates()
         self._filter = FlatFilter(groups_per_batch, max_filtered)
         self._error: BaseException | None = None
@@ -430,6 +432,7 @@ class SampleBuffer:
                 return
             if self._updates.add(version, same_weights=same_weights):
                 self._interval = max(self._interval, self.batches // self.update_interval)
+                self._sent = self.batches
             self.version = version
             self._drop_stale()
             self._changed.notify_all()
@@ -467,7 +470,7 @@ class SampleBuffer:
                 again = self._taken.pop()
                 self._groups |= {number: again.groups.get(number) or Group() for number in again.numbers}
             self._replace_groups(dict(sorted(self._groups.items())))
-            self.batches, self._interval = batch, batch // self.update_interval
+            self.batches, self._sent, self._interval = batch, batch, batch // self.update_interval
             self._updates.rewind(again.update)
             self._changed.notify_all()
 
@@ -501,7 +504,7 @@ class SampleBuffer:
             updates = self._updates
             state |= {"version": self.version, "updates": updates.state_dict(), "update": updates.count}
             due = not updates.count or updates.behind or trained // self.update_interval > self._interval
-            state |= {"update_due": due}
+            state |= {"update_due": due, "sent": self._sent}
         for group in groups.values():
             if materialize is not None and group.data is not None:
                 group.data = materialize(group.data)
@@ -516,9 +519,10 @@ class SampleBuffer:
         Args:
             state: the state.
             version: the version with which the weights of the checkpoint are sent. None: the saved version, or the one
-                after it if an update was due; send them as `version` then, or as a later one: until the next `take`,
-                all versions are those weights, sent again. With any other number, ``restore`` has to add the difference
-                to the versions of the tokens.
+                after it if an update was due; send them as `version` then, or as a later one. Until the next `take`,
+                all versions are those weights, sent again, unless no update was due and the trainer had trained since
+                the last one. With any other number, ``restore`` has to add the difference to the versions of the
+                tokens.
             restore: makes a payload or partial completions of what ``materialize`` returned, such as `ray.put`.
 
         Raises:
@@ -545,7 +549,9 @@ class SampleBuffer:
             self._updates = Updates(state["updates"], self.version - same, state["update"])
             if due:
                 self._updates.add(self.version)
-                self._updates.rewound = True  # the update may have failed before it got this version
+            self._sent = self.batches if due else state.get("sent", -1)  # older states lack it
+            # The trainer has not trained since. An update that was due may have failed before it got this version.
+            self._updates.rewound = self._sent >= self.batches
             self._error = None
             self._drop_stale()  # of a run with another max_staleness
             self._changed.notify_all()
