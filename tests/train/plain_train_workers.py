@@ -169,7 +169,7 @@ class Choosy(Plain):
 
     def set_rollout_manager(self, manager):
         super().set_rollout_manager(manager)
-        if manager.name == "other":
+        if getattr(manager, "name", None) == "other":
             raise TypeError("not for these workers")
 
 

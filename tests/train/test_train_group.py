@@ -914,7 +914,11 @@ def test_manager_is_refreshed_by_the_group_that_got_it_last(slots):
 
 def test_manager_that_is_refused_changes_nothing(slots):
     manager, other = Manager(), Manager("other")
-    with begun(ranks=1, pg=slots, actor_cls=Choosy, manager=manager) as group:
+    with begun(ranks=1, pg=slots, actor_cls=Choosy) as group:
+        with pytest.raises(WorkerError, match="not for these workers"):
+            group.set_rollout_manager(other)
+        assert group.worker_group.said()[0]["manager"] is None
+        group.set_rollout_manager(manager)
         with pytest.raises(WorkerError, match="not for these workers"):
             group.set_rollout_manager(other)
         assert other.refresh is None and manager.refresh is not None

@@ -932,11 +932,14 @@ class RayTrainGroup:
             manager.refresh = None
         try:
             link.introduce(workers.set_rollout_manager)
-        except BaseException:
+        except BaseException as error:
             if before is None or before.manager is not manager:
                 link.leave()
             if before is not None:
                 before.forget()  # workers that have dropped its manager are told of it again
+            elif isinstance(error, SingleControllerError):  # ranks that have not refused it would send to it
+                with suppress(SingleControllerError):
+                    workers.set_rollout_manager(None)
             if takes_over:  # the other group still sends to it
                 manager.refresh = refresh
             raise
