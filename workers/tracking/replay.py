@@ -124,6 +124,11 @@ def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | Non
     several = ranks["world_size"] > 1
     if several and args.shuffle_minibatches and args.num_steps_per_rollout > 1:
         raise ReplayError("the run shuffles each rank's rows (shuffle_minibatches), which one rank cannot repeat")
+    if ranks["dp_size"] > 1 and args.moe_aux_loss_coeff and args.moe_router_load_balancing_type == "aux_loss":
+        raise ReplayError(
+            "the run balances the experts in each micro-batch (moe_router_load_balancing_type='aux_loss'), which one "
+            "rank cannot repeat"
+        )
     since = run["resumed"][-1]["time"] if run.get("resumed") else run["started"]
     since = min(since, run["process"]["started"])  # later, if the run was opened again and has logged no step yet
     checkpoint, begin = _begin(args.load, run["config"].get("save"), step, started, since, folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from train_helpers import begin, learn, llamas_rollout
 
-from single_controller.view.run_files import EVENTS, read_lines, read_run, sample_files
+from single_controller.view.run_files import EVENTS, RUN, read_lines, read_run, sample_files
 from workers import RunLog, read_args
 from workers.tracking import replay as replaying
 from workers.tracking.replay import ReplayError, replay
@@ -127,6 +127,12 @@ def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
         replay(run, 2)
     with pytest.raises(ReplayError, match="has no step 7"):
         replay(run, 7)
+    about = read_run(run)
+    about["ranks"] |= {"world_size": 2, "dp_size": 2}
+    about["config"] |= {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
+    (run / RUN).write_text(json.dumps(about))
+    with pytest.raises(ReplayError, match="balances the experts in each micro-batch"):
+        replay(run, 1)
     with pytest.raises(SystemExit) as ended:
         replaying.main([str(tmp_path), "1"])
     assert ended.value.code == 1 and "is not a run folder" in capsys.readouterr().err
