@@ -99,7 +99,7 @@ def test_metrics_match_a_loop_on_any_number_of_ranks(name, ranks):
         "mismatch_log_perplexity_gap": statistics.fmean(abs(rollout - old) for old, rollout in means),
         "correction_ratio": statistics.fmean(flat),
         "correction_ratio_max": max(flat),
-        "correction_weight": statistics.fmean(left) if any(left) else 1.0,
+        "correction_weight": statistics.fmean(left) if left else 1.0,
         "correction_ess": sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights),
         "correction_outside": sum(outside) / len(outside),
         "correction_rejected": (sum(rejected) + sum(zeroed)) / len(full),
@@ -125,8 +125,16 @@ def test_normalized_weights_match_a_loop_on_any_number_of_ranks(name, ranks):
 def test_metrics_without_a_token_that_counts():
     data = {**made(), "loss_mask": torch.zeros(ROWS, TOKENS)}
     found = correction_metrics(corrected(data, "token_tis").sums, [0.0])
-    assert found.pop("correction_weight") == 1.0  # what weights are divided by
+    assert found.pop("correction_weight") == 1.0
     assert set(found.values()) == {0.0}
+
+
+def test_mean_of_weights_that_are_all_masked_is_0():
+    old, rollout = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-5.0, -6.0]])
+    found = correct(old, rollout, torch.ones(1, 2), find_correction("icepop"))
+    metrics = correction_metrics(found.sums, [float(found.largest)])
+    assert metrics["correction_weight"] == 0.0 and metrics["correction_outside"] == 1.0
+    assert mean_weight(found.sums) == 1.0  # by which they are divided
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *BOTH])

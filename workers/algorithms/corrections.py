@@ -341,12 +341,12 @@ def correction_metrics(sums: torch.Tensor, largest: Sequence[float]) -> dict[str
         - ``mismatch_log_perplexity_gap``: mean of the absolute difference of their logarithms, in nats.
         - ``correction_ratio``, ``correction_ratio_max``: the ratio before bounds, mean and maximum over tokens, or over
           completions at their levels.
-        - ``correction_weight``: `mean_weight`, by which the weights are divided with `Correction.normalize`.
+        - ``correction_weight``: `mean_weight` before `Correction.normalize`, but 0 if all weights are masked.
         - ``correction_ess``: effective sample size of the weights as used, as a share: (sum w)^2 / (n sum w^2).
         - ``correction_outside``: share of the weights that were truncated or masked.
         - ``correction_rejected``: share of the completions that were rejected.
     """
-    units, ratio, used, squares, _, outside, rows, rejected, tokens, k1, k3, gap, log_gap = sums.tolist()
+    units, ratio, used, squares, kept, outside, rows, rejected, tokens, k1, k3, gap, log_gap = sums.tolist()
     units, rows, tokens = max(units, 1.0), max(rows, 1.0), max(tokens, 1.0)
     return {
         "mismatch_k1": k1 / tokens,
@@ -355,7 +355,7 @@ def correction_metrics(sums: torch.Tensor, largest: Sequence[float]) -> dict[str
         "mismatch_log_perplexity_gap": log_gap / rows,
         "correction_ratio": ratio / units,
         "correction_ratio_max": max(largest),
-        "correction_weight": mean_weight(sums),
+        "correction_weight": used / kept if kept else 1.0,
         "correction_ess": used * used / (units * squares) if squares else 0.0,
         "correction_outside": outside / units,
         "correction_rejected": rejected / rows,
