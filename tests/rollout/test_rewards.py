@@ -1,6 +1,7 @@
 """RewardRunner: rewards of groups, in the event loop, in processes that are killed, and in the caller's thread."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -249,6 +250,21 @@ def test_close_ends_a_computation_of_another_thread():
     runner.close()
     thread.join(20)
     assert len(errors) == 1
+
+
+def test_close_ends_the_thread_also_if_a_call_ignores_that_it_is_cancelled(monkeypatch):
+    async def ignores(prompt_ids, completion_ids):
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                begun.set()
+                await asyncio.sleep(60)
+
+    monkeypatch.setattr("workers.rollout.rewards.reward_runner.CLOSE_SECONDS", 1.0)
+    begun, runner = threading.Event(), RewardRunner(ignores)
+    future = runner.submit(group(1, 1))
+    assert begun.wait(20)
+    runner.close()
+    assert not runner._thread.is_alive() and future.cancelled()
 
 
 def test_exit_in_an_async_function_reaches_the_caller_and_the_runner_goes_on():

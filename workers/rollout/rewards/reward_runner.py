@@ -345,7 +345,7 @@ class RewardRunner(Closing):
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+            await asyncio.wait(tasks, timeout=0.8 * CLOSE_SECONDS)
         if self._processes is not None:
             self._processes.close()
         asyncio.get_running_loop().stop()
