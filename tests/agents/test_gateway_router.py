@@ -389,6 +389,40 @@ def test_a_call_that_breaks_the_connection_of_the_only_worker_gets_an_error(monk
         assert chat(router, good, [user("x")], timeout=20).text == "fine"
 
 
+class Full(Mortal):
+    """Has no connection left for calls, nor for the first request to forget a session, as uvicorn says it."""
+
+    async def answer(self, reader, writer):
+        with suppress(EOFError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
+                self.read += head.startswith("DELETE")
+                taken = head.startswith(("PUT", "GET")) or self.read > 1
+                status = "200 OK" if taken else "503 Service Unavailable"
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\ncontent-length: 4\r\n\r\nfull".encode())
+        writer.close()
+
+
+def test_a_worker_without_a_connection_left_is_asked_again():
+    """Its server refuses requests before the gateway sees them. Clients get an error in the shape of their dialect."""
+
+    async def look_twice():
+        worker = gateway_router._Worker(*one.endpoint)
+        worker.left.add("token")
+        await worker.look()
+        first = len(worker.left)
+        await worker.look()
+        worker.leave()
+        return first, len(worker.left)
+
+    with Full() as one, routing(one.endpoint) as router:
+        _, token = router.open()
+        refused = chat(router, token, [user("a")])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert asyncio.run(look_twice()) == (1, 0)
+
+
 def test_a_connection_that_the_worker_may_be_closing_is_not_used(monkeypatch):
     async def play():
         worker, seen = gateway_router._Worker(*one.endpoint), []

@@ -157,7 +157,10 @@ class _Worker:
         await self.send("GET", "/health", {}, b"")
         while self.left:
             token = next(iter(self.left))
-            await self.send("DELETE", "/private/sessions", {"authorization": f"Bearer {token}"}, b"")
+            headers = {"authorization": f"Bearer {token}"}
+            status, _, _ = await self.send("DELETE", "/private/sessions", headers, b"")
+            if status != 200:  # it has too many connections, for example: the next look tries again
+                return
             self.left.discard(token)
 
     def leave(self) -> None:
@@ -446,6 +449,8 @@ class GatewayRouter:
             session.worker = None
             return None
         session.lost.clear()
+        if given.get("content-type", "").startswith("text/plain"):  # of its server, which has too many connections
+            raise GatewayError("unavailable", f"the worker at {worker.address} does not take it: {body[:500]!r}")
         count = int(given.get(NODES_HEADER, 0))
         # Before the client gets the reply: what it has seen must survive the worker, and be in what `close` returns.
         with self._lock:
