@@ -272,6 +272,17 @@ def test_a_program_that_raises_behind_the_models_positions_has_used_its_tokens()
     assert "error" not in done[0].info and "tool" in done[1].info["error"]
 
 
+def test_a_program_that_raises_behind_the_last_node_of_its_tree_has_used_its_tokens():
+    async def agent(row, base_url, api_key):
+        await ask(base_url, api_key)
+        await ask(base_url, api_key, "y")
+
+    program = AgentProgram(agent, limits=GatewayLimits(nodes=2))
+    engine = AgentEngine(ScriptEngine(lambda *_: "a"), environment=program, renderer=TokenRenderer(Characters()))
+    (done,) = play(engine, [{"row": 0}])
+    assert (done.info["end_reason"], done.info["turns"], done.info["reward"]) == ("tokens", 1, 0.0)
+
+
 def test_a_program_can_stop_the_run_behind_a_limit_too():
     async def agent(row, base_url, api_key):
         await ask(base_url, api_key)

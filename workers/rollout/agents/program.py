@@ -37,9 +37,9 @@ class AgentProgram:
     ends its session with the reason "error", and one that takes longer than `SessionLimits.seconds` is cancelled. A
     call beyond `SessionLimits.turns` or ``tokens`` gets an error, which clients do not retry, and the session ends with
     that reason: with the reward that the program returns then, or with 0 if it raises. A program that raises because
-    the prompt of its last call has left no position of the model ends its session with "tokens" too. Turns are the
-    calls that were answered, those of subagents too; see `Gateway.open`. The other limits do not apply. When its worker
-    dies, the session begins again.
+    the prompt of its last call has left no position of the model, or because its tree has reached
+    `GatewayLimits.nodes`, ends its session with "tokens" too. Turns are the calls that were answered, those of
+    subagents too; see `Gateway.open`. The other limits do not apply. When its worker dies, the session begins again.
 
     Args:
         agent: gets the row of `Environment.reset`, an address and a token. It returns the reward; or a dict with

@@ -326,7 +326,7 @@ class Session:
         except _Ended as ended:
             if ended.reason != "error" or not (environment.end_reason or environment.full):
                 raise
-            environment.end_reason = environment.end_reason or "tokens"  # the model has no positions left
+            environment.end_reason = environment.end_reason or "tokens"  # no position, or no node, is left
             told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
             environment.end()  # a program that was cancelled may still be running

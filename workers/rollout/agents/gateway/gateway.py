@@ -84,7 +84,7 @@ class GatewaySession:
         closed: whether it was closed.
         limits: of its turns and tokens; see `Gateway.open`.
         end_reason: "turns" or "tokens" once that limit is used up: then each call gets an error.
-        full: whether the last prompt left no position of the model, so that its call got an error.
+        full: whether the last prompt left no position of the model, or the tree no node, so that its call got an error.
         mismatch: what ``verify`` has found.
         expires: whether it is closed when it is idle for too long.
         use: its calls.
@@ -376,6 +376,7 @@ class Gateway:
             if session.turns_left <= 0:
                 _end(session, "turns")
             if len(tree.nodes) + 2 > self.limits.nodes:
+                session.full = True
                 raise GatewayError("invalid", f"the session's tree has {len(tree.nodes)} nodes, which is the limit")
             before = len(tree.nodes)
             try:
