@@ -48,6 +48,16 @@ def test_error_fails_the_running_requests_and_the_engine_goes_on():
     engine.close()
 
 
+def test_hold_lasts_as_long_as_somebody_is_inside_parked():
+    """Such as two threads that read the weights at once."""
+    engine = BigramEngine()
+    with engine.parked("test"):
+        with engine.parked("test"):
+            pass
+        assert engine.is_held("test")
+    assert not engine.is_held("test")
+
+
 def test_engine_whose_thread_cannot_begin_fails_its_requests():
     engine = BigramEngine()
     engine.serve = None

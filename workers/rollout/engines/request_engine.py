@@ -19,6 +19,7 @@ import uuid
 import weakref
 from abc import abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -174,6 +175,8 @@ class RequestEngine(RolloutEngine):
         self._dropped: list[Request] = []
         self._holds: set[str] = set()
         """Why no step may be taken, for the error messages."""
+        self._parked = Counter[str]()
+        """How many threads are inside `parked`, for each reason."""
         self._draining = False
         self._recompute = False
         self._stepping = False
@@ -305,11 +308,18 @@ class RequestEngine(RolloutEngine):
             reason: for the errors of those that cannot wait.
             recompute: whether keys and values are computed anew.
         """
-        self._hold(reason)
+        with self._changed:
+            self._parked[reason] += 1
         try:
+            self._hold(reason)
             yield
         finally:
-            self._release(reason, recompute=recompute)
+            with self._changed:
+                self._parked[reason] -= 1
+                if self._parked[reason]:  # another thread is still inside
+                    self._recompute |= recompute
+                else:
+                    self._release(reason, recompute=recompute)
 
     def prepare_thread(self) -> None:
         """Called first in the engine's thread, to select its device for example."""
