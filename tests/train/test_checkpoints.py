@@ -54,6 +54,17 @@ def test_partially_overwritten_checkpoint_is_not_complete(alone, tmp_path):
     assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
 
 
+def test_files_of_more_ranks_do_not_stay_in_a_checkpoint(alone, tmp_path):
+    writing, model, folder = RolloutCheckpoints(None, str(tmp_path), 0), Model(), tmp_path / "rollout_0000003"
+    model.fails = True
+    with pytest.raises(CheckpointError):
+        writing.save(model, 3, optimizer_step=3, weight_version=0, background=False)
+    (folder / "__7_0.distcp").write_text("of rank 7")
+    model.fails = False
+    assert writing.save(model, 3, optimizer_step=3, weight_version=0, background=False) == str(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [POSITION, "shard"]
+
+
 @pytest.mark.parametrize("damaged", ["{}", "[]", '{"folder": "rollout_0000003", "colour": 1}', "{"])
 def test_damaged_note_of_the_position_is_an_error(alone, tmp_path, damaged):
     RolloutCheckpoints(None, str(tmp_path), 0).save(Model(), 3, optimizer_step=3, weight_version=0, background=False)

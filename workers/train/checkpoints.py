@@ -265,8 +265,9 @@ class RolloutCheckpoints:
                 # Before the folder, so that an interrupted save can be told from a folder of the user's.
                 _unfinished(folder).touch()
                 folder.mkdir(exist_ok=True)
-                for old in (POSITION, DRIVER_STATE):
-                    (folder / old).unlink(missing_ok=True)  # the folder may have an old checkpoint of this step
+                # The folder may have an old checkpoint of this step, or the rest of one, perhaps of more ranks.
+                for old in (folder / POSITION, folder / DRIVER_STATE, *folder.glob("*.distcp")):
+                    old.unlink(missing_ok=True)
                 if driver_state is not None:
                     (folder / DRIVER_STATE).write_bytes(driver_state)
         try:
