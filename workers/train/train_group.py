@@ -724,7 +724,7 @@ class RayTrainGroup:
 
     def async_compute_log_prob(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to rank,
-        so its rows are computed in the given order.
+        so its rows are computed in the given order. A future of `RolloutManager.generate_async` is waited for first.
 
         Raises:
             RuntimeError: see `async_train`.
