@@ -20,7 +20,7 @@ from dispatch.batch import Deferred
 from dispatch.errors import DispatchError, SingleControllerError
 from dispatch.modes import Join
 from single_controller.call.call import Call
-from single_controller.call.codec import MAX_INLINE_BYTES
+from single_controller.call.codec import MAX_TASK_BYTES
 from single_controller.call.errors import CallTimeoutError, ForkedProcessError, StartError, start_thread
 from single_controller.call.joining import CallResults, join_results
 from single_controller.call.transport import Outcome
@@ -226,7 +226,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
             failed, ended = outcome.result() is not None, results.values()
             # The thread that settles a call must not wait: for a store that is full (several such calls may be the
             # arguments of one), a value whose rank has died, or the module of an exception, which is imported.
-            if failed or any(one.kept for one in ended) or sum(one.nbytes for one in ended) > MAX_INLINE_BYTES // 8:
+            if failed or any(one.kept for one in ended) or sum(one.nbytes for one in ended) > MAX_TASK_BYTES // 8:
                 with contextlib.suppress(StartError):  # the process has as many threads as it may have
                     in_own_thread(lambda: tell(failed))
                     return

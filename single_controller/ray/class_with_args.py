@@ -14,7 +14,7 @@ import ray
 from dispatch.batch import user_batch_types
 from dispatch.checks import check_amounts
 from dispatch.register import method_spec
-from single_controller.call.codec import MAX_INLINE_BYTES, Encoded, encode
+from single_controller.call.codec import MAX_TASK_BYTES, Encoded, encode
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import ClassWithInitArgs, Colocated, constructors
 from single_controller.ray.compat import declared_class
@@ -237,7 +237,7 @@ class ProcessSpec:
             for made in self.roles.values():
                 made.check_encodable(error)
             raise
-        return encoded if encoded.nbytes <= MAX_INLINE_BYTES else put(encoded)
+        return encoded if encoded.nbytes <= MAX_TASK_BYTES else put(encoded)
 
 
 def _batch_types() -> list[Encoded]:

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from dispatch.errors import DispatchError
 from dispatch.plan import CallPlan
 from dispatch.register import MethodSpec
-from single_controller.call.codec import MAX_INLINE_BYTES, SEPARATE, Encoded, encode_call
+from single_controller.call.codec import MAX_INLINE_BYTES, MAX_TASK_BYTES, SEPARATE, Encoded, encode_call
 from single_controller.call.errors import ControlStoreError, StartError, ranks_text, start_thread
 from single_controller.call.transport import (
     MAX_STACK_SECONDS,
@@ -478,7 +478,7 @@ def _messages(
             for part, most in ((whole, room), (shard, MAX_INLINE_BYTES)):
                 if part is not None and (part.nbytes > most or part.references):
                     if id(part) not in stored:  # Ray must see the references in small arguments too
-                        stored[id(part)] = put(part) if part.nbytes > most else part
+                        stored[id(part)] = put(part) if part.nbytes > MAX_TASK_BYTES else part
                     beside.append(stored[id(part)])
                     inside.append(SEPARATE)
                 else:

@@ -168,7 +168,7 @@ class Connection:
         self.on_frame, self.on_lost, self.max_bytes = on_frame, on_lost, max_bytes
         self.timed_out = self.reset = False  # how it was lost, if it was: by silence, or by the other side
         self._sending = threading.Lock()
-        self._read = b""
+        self._read = bytearray()  # the beginning of a frame
         self._unsent = bytearray()
         self._lost = False
         self._writing = False
@@ -267,10 +267,13 @@ class Connection:
                 return
             if not data:
                 raise ConnectionResetError("the other side has closed it")
-            self._take_frames(self._read + data if self._read else data)
+            self._take_frames(data)
 
-    def _take_frames(self, data: bytes) -> None:
-        start, size, self._read = 0, HEADER.size, b""
+    def _take_frames(self, data: bytes | bytearray) -> None:
+        if self._read:
+            self._read += data  # in place: a large frame comes in many parts
+            data = self._read
+        start, size = 0, HEADER.size
         while start + size <= len(data):
             nbytes, kind, number, acknowledged = HEADER.unpack_from(data, start)
             if nbytes > self.max_bytes:
@@ -278,11 +281,14 @@ class Connection:
             stop = start + size + nbytes
             if stop > len(data):
                 break
-            self.on_frame(kind, number, acknowledged, data[start + size : stop])
+            self.on_frame(kind, number, acknowledged, bytes(memoryview(data)[start + size : stop]))
             if self._lost:
                 return
             start = stop
-        self._read = data[start:]
+        if data is not self._read or start == len(data):  # a new one, because an emptied one keeps its memory
+            self._read = bytearray(data[start:])
+        else:
+            del self._read[:start]
 
 
 def _keep_alive(sock: socket.socket) -> None:
