@@ -241,7 +241,7 @@ class TestDeaths:
         assert group.ping() == [0, 1, 2, 3]
 
 
-LARGE = [-1] * 50_000
+LARGE = [-1] * 150_000  # 750 KB, more than a frame has
 
 
 class TestPartialSend:

@@ -110,7 +110,7 @@ class TestValues:
         assert isinstance(cause, ValueError) and len(cause.args[1]) == nbytes
         assert len(str(caught.value)) < 200_000 and group.ping() == [0, 1]
 
-    @pytest.mark.parametrize("size", [4, 100_000])
+    @pytest.mark.parametrize("size", [4, 200_000])
     @pytest.mark.parametrize("blocking", [True, False])
     def test_result_that_the_next_call_changes(self, group, size, blocking):
         group.increment(1)
@@ -121,7 +121,7 @@ class TestValues:
         assert all(torch.equal(tensor, torch.ones(size)) for tensor in first)
         assert all(torch.equal(tensor, torch.full((size,), 2.0)) for tensor in second)
 
-    @pytest.mark.parametrize("nbytes", [100, 400_000])
+    @pytest.mark.parametrize("nbytes", [100, 800_000])
     @pytest.mark.parametrize("ended", [True, False])
     def test_references_of_a_future(self, group, nbytes, ended):
         future = group.large.options(blocking=False)(5, nbytes)
@@ -157,10 +157,10 @@ class TestThreadsAndProcesses:
 
     def test_large_results_of_several_threads(self, group):
         with ThreadPoolExecutor(6) as pool:
-            large = [pool.submit(group.large, key, 200_000) for key in range(12)]
+            large = [pool.submit(group.large, key, 800_000) for key in range(12)]
             small = [pool.submit(group.echo, key) for key in range(50)]
             assert [call.result() for call in small] == [[key, key] for key in range(50)]
-            wanted = [[bytes([key, rank]) * 100_000 for rank in range(2)] for key in range(12)]
+            wanted = [[bytes([key, rank]) * 400_000 for rank in range(2)] for key in range(12)]
             assert [call.result() for call in large] == wanted
 
     def test_another_process_is_served_while_threads_keep_calling(self, group):
@@ -215,11 +215,11 @@ class TestThreadsAndProcesses:
     def test_copies_of_the_group(self, group):
         @ray.remote(num_cpus=0)
         def use(copy):
-            return copy.count(), copy.large(1, 200_000)
+            return copy.count(), copy.large(1, 800_000)
 
         before = group.count()[0]
         counted, large = ray.get(use.remote(group))
-        assert counted == [before + 1] * 2 and [len(part) for part in large] == [200_000] * 2
+        assert counted == [before + 1] * 2 and [len(part) for part in large] == [800_000] * 2
         assert pickle.loads(pickle.dumps(group)).count() == [before + 2] * 2
         assert group.count() == [before + 3] * 2
 
