@@ -182,11 +182,11 @@ def test_views_share_memory(counters):
 
 @pytest.mark.parametrize(
     ("whole", "shard", "stored"),
-    [(1, 1, 0), (40, 40, 0), (90, 1, 0), (60, 60, 1), (1, 500, 4), (500, 1, 1), (500, 500, 5)],
+    [(1, 1, 0), (250, 250, 0), (500, 1, 0), (300, 300, 1), (1, 900, 4), (900, 1, 1), (900, 900, 5)],
     ids=str,
 )
 def test_large_values_are_stored_once_and_small_ones_sent_inline(counters, monkeypatch, whole, shard, stored):
-    """Sizes in KB: shared by all ranks, and per rank. Ray itself would store a message of 100 KiB."""
+    """Sizes in KB: shared by all ranks, and per rank. A frame has up to 512 KiB."""
     puts = []
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or real(value))
