@@ -1,11 +1,11 @@
 """Distil a teacher's policy into a student, on tokens that the student samples (on-policy distillation).
 
     python tutorials/distill.py                    # the sampled-token loss: a policy gradient
-    python tutorials/distill.py loss=top_k k=24    # over the teacher's k most likely tokens
+    python tutorials/distill.py loss=top_k k=32    # over the teacher's k most likely tokens
     python tutorials/distill.py teacher=FOLDER hf_checkpoint=FOLDER     # models of your own
 
 Pass any key of workers/train/ARGUMENTS.md as key=value. The teacher's outputs go from its ranks to the student's
-as a future, and never pass through the driver.
+as a future; large ones never pass through the driver.
 """
 
 import sys
@@ -41,7 +41,7 @@ GOAL = 0.2  # nats per token
 def arguments(words):
     given: Any = OmegaConf.to_container(OmegaConf.from_cli(words))
     teacher, temperature = given.pop("teacher", TEACHER), given.pop("teacher_temperature", None)
-    loss, k = given.pop("loss", "sampled"), given.pop("k", 24)
+    loss, k = given.pop("loss", "sampled"), given.pop("k", 32)
     if loss not in LOSSES:
         sys.exit(f"loss={loss}: expected one of {', '.join(LOSSES)}")
     usual = {key: value for key, value in USUAL.items() if key != "hf_config" or "hf_checkpoint" not in given}
