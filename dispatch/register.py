@@ -195,10 +195,10 @@ def register(
             moved to the device without a copy on the host.
         replay: whether the latest successful call of this method is repeated on new workers after their constructors,
             in ``group.restart()``, ``replace()`` and ``grow()``. Use it for methods that create the state of a worker,
-            such as ``init_model`` or ``load_checkpoint``. The driver keeps the arguments of the call, not a
-            copy of them: do not change them, and pass values instead of futures, whose large results end with the ranks
-            that computed them. If several methods have such a call, these calls are repeated in their original order.
-            Calls of the group's copies in other processes do not count.
+            such as ``init_model`` or ``load_checkpoint``. The driver keeps references to the arguments, not copies: do
+            not modify them. Pass values instead of futures, because a large result of a future is lost when the rank
+            that computed it ends. If several methods have such a call, these calls are repeated in their original
+            order. Calls of the group's copies in other processes do not count.
 
     Raises:
         ValueError: a mode or option is unknown (the message lists the known ones), or ``uneven`` would have no
@@ -249,7 +249,7 @@ def plain_signature(function: Callable[..., Any], *, skip_first: bool) -> inspec
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if skip_first and not (parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL):
-        parameters = parameters[1:]  # otherwise the method takes ``self`` in its ``*args``, as plain wrappers do
+        parameters = parameters[1:]  # a plain wrapper has no ``self`` to drop: it is in the wrapper's ``*args``
     return signature.replace(parameters=[p for p in parameters if p.name != _RAY_TRACING])
 
 

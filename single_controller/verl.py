@@ -188,8 +188,8 @@ _INSTEAD = {
 
 
 def check_verl_options(function: Any, options: Mapping[str, Any]) -> None:
-    """Warn of each option of a function or a class, and raise for ``worker_nsight_options`` and for one that verl has
-    not either."""
+    """Warn about each option that was passed to a function or a class. Raise an error for ``worker_nsight_options``,
+    and for an option that verl does not have either."""
     for name, value in options.items():
         if name not in _INSTEAD:
             known = [other for other in inspect.signature(function).parameters if other != "verl"]
@@ -223,8 +223,8 @@ class MegatronGlobalInfo:
 
 
 class MegatronInfo:
-    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s, or a role of one.
-    Before these have initialized Megatron, both methods raise a `DispatchError`."""
+    """The two methods of verl's Megatron group. ``self`` is a group of `workers.MegatronWorker`s, or the group of a
+    role with such workers. Before these have initialized Megatron, both methods raise a `DispatchError`."""
 
     def get_megatron_rank_info(self: Any, rank: int) -> MegatronRankInfo:
         """The coordinates of a rank; an `IndexError` if the group has no such rank."""

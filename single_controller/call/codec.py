@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import numpy
 
 MAX_INLINE_BYTES = 512 * 1024
-"""Arguments and results of a rank up to this size travel inside their message. Larger ones are stored once and referred
-to. Measured with four ranks on one host: an echo of 256 KiB per rank takes 6 ms inside and 23 ms stored, an argument of
-256 KiB that all ranks read 2 ms and 6.4 ms."""
+"""Arguments and results of a rank up to this size are sent inside the message. Larger ones are stored once, and the
+message contains a reference. Measured with four ranks on one host, inside the message and with the store: an echo of
+256 KiB per rank takes 6 ms and 23 ms; an argument of 256 KiB that all ranks read takes 2 ms and 6.4 ms."""
 
 MAX_TASK_BYTES = 96 * 1024
 """What goes to ranks through Ray, such as arguments with references, is stored first if it is larger: from 100 KiB on,
@@ -181,7 +181,7 @@ def add_reference_types(*types: type[Any], in_process: bool = False) -> None:
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value is of a type that was given to `add_reference_types`, for readers in any process."""
+    """Whether the type of a value was passed to `add_reference_types`, without ``in_process``."""
     return isinstance(value, _reference_types)
 
 

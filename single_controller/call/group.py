@@ -836,7 +836,7 @@ class WorkerGroup(VerlGroup, Closing):
         chosen = check_ranks("restart", ranks, self.world_size)
         if self.collectives:
             on_ray = hasattr(self, "replace")
-            way = f"Call replace(ranks={list(chosen)}), which creates them anew, restart" if on_ray else "Restart"
+            way = f"Call replace(ranks={list(chosen)}), which creates new ones, restart" if on_ray else "Restart"
             raise ValueError(
                 f"restart(ranks={list(chosen)}): the ranks of {self.name} may use collectives, and a new process is "
                 f"not in their process groups. {way} all ranks, or create the group with "
@@ -871,8 +871,8 @@ class WorkerGroup(VerlGroup, Closing):
             except SingleControllerError as error:
                 if plan.deferred:
                     error.add_note(
-                        f"{replay.spec.label}() is repeated (replay=True) with a future, whose result may have ended "
-                        "with the ranks that computed it. If so, create a new group, and pass future.result() instead"
+                        f"{replay.spec.label}() was repeated (replay=True) with a future, whose result is lost if the "
+                        "ranks that computed it have ended. Create a new group, and pass future.result() instead"
                     )
                 raise
 
@@ -1047,7 +1047,7 @@ class RoleGroup(WorkerGroup):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (hasattr(type(self._whole), name) or name in vars(self._whole)):
-            if name in vars(MegatronInfo):  # of the layout of this role: the whole group has none
+            if name in vars(MegatronInfo):  # reads the layout of this role; the whole group has no layout
                 return getattr(MegatronInfo, name).__get__(self)
             return getattr(self._whole, name)
         return super().__getattr__(name)

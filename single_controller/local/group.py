@@ -27,7 +27,7 @@ _ON_RAY_ONLY = {
     "hand_over_placement": "it takes no resources from a pool",
     **dict.fromkeys(
         ("replace", "areplace", "replace_or_shrink", "shrink", "ashrink", "grow", "agrow"),
-        "its ranks share one process and stay the same; restart() creates their workers anew",
+        "its ranks share one process and cannot be added or removed; restart() creates new workers for all of them",
     ),
 }
 """Attributes that only a group on Ray has, and why this one does not."""

@@ -237,13 +237,13 @@ class RayWorkerGroup(WorkerGroup):
                 groups, with everything else in those, and `restart` and `replace` work, also if ranks have died. Calls
                 with ``replay=True`` of the former driver are not repeated. With ``worker_handles``, the group can only
                 be closed.
-            verl: as of the constructor.
+            verl: see the constructor.
 
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
             WorkerDiedError: a worker is dead, and the group is not taken over.
             ResultError: their class cannot be loaded here.
-            TypeError: there is no such option.
+            TypeError: an option is unknown.
         """
         check_verl_options(cls.from_detached, verl)
         process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
@@ -301,7 +301,7 @@ class RayWorkerGroup(WorkerGroup):
         WorkerGroup.__init__(self, classes, name, error_grace)
         self._state.independent = not collectives
         self._state.transport, self._rendezvous = RayTransport(ranks), rendezvous
-        self.advise("Only the driver that started it can restart it. Then attach to it again, or get a new copy")
+        self.advise("Only the driver that started it can restart it. After that, attach to it again or get a new copy")
         return self
 
     def __reduce__(self) -> Any:
@@ -371,7 +371,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def _owned_plan(self) -> StartPlan:
         if self._start_plan is None:
-            raise GroupBrokenError(f"{self.name} was attached to and cannot be restarted here. {self._state.advice}")
+            raise GroupBrokenError(
+                f"{self.name} is attached to its workers and cannot restart them. {self._state.advice}"
+            )
         return self._start_plan
 
     def close(self) -> None:

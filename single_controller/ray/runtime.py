@@ -50,8 +50,8 @@ def ensure_ray() -> None:
     ``RAY_ADDRESS=local`` always starts a new one.
 
     Raises:
-        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond, or refuses this host's token; or this process
-            uses Ray Client.
+        ConnectionError: the Ray at ``RAY_ADDRESS`` does not respond or refuses this host's token, or this process uses
+            Ray Client.
         ForkedProcessError: this process is a fork of one that is connected to Ray.
     """
     if _forked:
@@ -60,8 +60,8 @@ def ensure_ray() -> None:
     connected = ray.is_initialized()
     if ray_client.is_connected() if connected else address.startswith("ray://"):
         raise ConnectionError(
-            "Ray Client (ray://...) is not supported: it gives this process neither the addresses of the workers nor "
-            "Ray's control store. Run the script on a host of the cluster, for example with `ray job submit`"
+            "Ray Client (ray://...) is not supported, because it gives access neither to the addresses of the workers "
+            "nor to Ray's control store. Run the script on a host of the cluster, for example with `ray job submit`"
         )
     if connected:
         return

@@ -58,10 +58,10 @@ class GroupLook:
     stacks: Mapping[int, str]
 
     def problems(self, late: float = LATE_SECONDS, no_progress: float = NO_PROGRESS_SECONDS) -> list[str]:
-        """What is wrong with the group, one line each: it is broken; a rank is dead, does not answer, or has run
-        one call for more than ``no_progress`` seconds; or others wait for a rank whose call, or one of theirs if it is
-        idle, has run for more than ``late`` seconds. Of ranks that wait for each other in a chain, the last one is
-        late."""
+        """Return one line for each problem of the group: it is broken; a rank is dead, does not answer, or has run one
+        call for more than ``no_progress`` seconds; or other ranks wait for a rank whose call has run for more than
+        ``late`` seconds. If that rank is idle, the longest call of the waiting ranks counts. In a chain of ranks that
+        wait for each other, only the last one is late."""
         status, explained = self.status, self._waiting()
         found = [f"{status.name} is broken: {status.reason}"] if status.state == "broken" else []
         runs = {rank.rank: max((call.seconds for call in rank.running or ()), default=0.0) for rank in status.ranks}

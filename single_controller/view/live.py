@@ -29,8 +29,8 @@ RETRY_SECONDS = 10.0
 """How long the page says why there is no connection before it is tried again."""
 
 IDLE_SECONDS = 20.0
-"""How long a connection stays open for which no page asks. Ray's C++ code ends a process a minute after the cluster has
-ended to which it is connected, such as that of a script that has started its own."""
+"""Seconds after which a connection that no page uses is closed. One minute after a cluster has ended, Ray's C++ code
+ends the processes that are still connected to it. The cluster ends with the script if the script has started it."""
 
 
 def connect(address: str | None) -> None:
@@ -45,7 +45,7 @@ def connect(address: str | None) -> None:
     address = address or os.environ.pop("RAY_ADDRESS", None) or "auto"
     if address in ("auto", "local"):  # for other commands the latter means a new cluster
         address = deserted_address() or "auto"
-    if check_responds(address) and is_own(address):  # a token goes to others only if RAY_AUTH_MODE is set
+    if check_responds(address) and is_own(address):  # another host gets a token only if RAY_AUTH_MODE is set
         use_token_of_this_host()
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -56,8 +56,8 @@ def connect(address: str | None) -> None:
 
 
 def check_responds(address: str) -> bool:
-    """Raise a `ConnectionError` if nothing listens at an address of the form host:port, for which Ray itself would try
-    for a minute. Returns whether the address has that form: others are not checked."""
+    """Raise a `ConnectionError` if nothing listens at an address of the form host:port. Ray itself would try for a
+    minute. Returns whether the address has this form; other addresses are not checked."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return False
@@ -102,7 +102,7 @@ class Live(Closing):
             try:
                 if self._watch is None or self._address != address:
                     if self._connected or not ray.is_initialized():
-                        check_responds(address)  # first: one that has ended must not cost another its connection
+                        check_responds(address)  # before the current connection is closed for a cluster that has ended
                     elif not _is_connected(address):
                         raise ConnectionError("this process is connected to another Ray cluster")
                     self.disconnect()
@@ -136,7 +136,7 @@ class Live(Closing):
             ray.shutdown()
 
     def disconnect_if_idle(self) -> None:
-        """Close the connections for which no page has asked for `IDLE_SECONDS`. Does not wait for a look."""
+        """Close the connection if no page has used it for `IDLE_SECONDS`. Returns at once if `look` is running."""
         if self._looking.acquire(blocking=False):
             try:
                 if self._watch is not None and time.monotonic() - self._looked > IDLE_SECONDS:

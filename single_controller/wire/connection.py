@@ -168,7 +168,7 @@ class Connection:
         self.on_frame, self.on_lost, self.max_bytes = on_frame, on_lost, max_bytes
         self.timed_out = self.reset = False  # how it was lost, if it was: by silence, or by the other side
         self._sending = threading.Lock()
-        self._read = bytearray()  # the beginning of a frame
+        self._read = bytearray()  # what has arrived of an incomplete frame
         self._unsent = bytearray()
         self._lost = False
         self._writing = False
@@ -271,7 +271,7 @@ class Connection:
 
     def _take_frames(self, data: bytes | bytearray) -> None:
         if self._read:
-            self._read += data  # in place: a large frame comes in many parts
+            self._read += data  # in place, because a large frame arrives in many parts
             data = self._read
         start, size = 0, HEADER.size
         while start + size <= len(data):
@@ -285,7 +285,7 @@ class Connection:
             if self._lost:
                 return
             start = stop
-        if data is not self._read or start == len(data):  # a new one, because an emptied one keeps its memory
+        if data is not self._read or start == len(data):  # a new bytearray: an emptied one would keep its memory
             self._read = bytearray(data[start:])
         else:
             del self._read[:start]

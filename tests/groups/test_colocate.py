@@ -149,7 +149,7 @@ def test_stats_and_layout_of_the_whole_group(group):
 def test_attaching_with_the_class_of_one_role(group):
     role = RayClassWithInitArgs(Actor)
     with RayWorkerGroup.from_detached(worker_handles=group.workers, ray_cls_with_init=role) as attached:
-        with pytest.raises(WorkerError, match="no worker without a role, but of: actor, critic"):
+        with pytest.raises(WorkerError, match="no worker without a role; its roles: actor, critic"):
             attached.add(0)
 
 

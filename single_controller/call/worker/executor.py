@@ -274,17 +274,17 @@ class Executor:
         """Run a method by name, ``async`` or not, and return its value."""
         worker = self.workers.get(role)
         if worker is None and self.workers:
-            known = ", ".join("no role" if one is None else one for one in self.workers)
+            known = ", ".join("none" if one is None else one for one in self.workers)
             raise LookupError(
-                f"this process has no worker {'without a role' if role is None else f'of the role {role!r}'}, but of: "
-                f"{known}. Attach to it without ray_cls_with_init, or with what its group was created with"
+                f"this process has no worker {'without a role' if role is None else f'of the role {role!r}'}; its "
+                f"roles: {known}. Attach without ray_cls_with_init, or with the one that the group was created with"
             )
         if worker is None:
             raise RuntimeError("this worker has not been started")
         if type(worker)._prepare_thread is not Worker._prepare_thread:
             worker._prepare_thread()
         value = getattr(worker, method)(*args, **kwargs)
-        # Not a reference, although it can be awaited: whoever returns it does not want to send its value.
+        # A reference is awaitable too, but the caller gets the reference itself, not its value.
         awaits = value is not None and inspect.isawaitable(value) and not is_reference(value)
         return self._await(worker, value) if awaits else value
 

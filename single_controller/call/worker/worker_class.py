@@ -176,14 +176,14 @@ class WorkerClass:
         return replace(spec, role=self.role)
 
     def name_of(self, method: object) -> str:
-        """The name of a method that was given as a function, ``Scorer.score``. A class that was sent to another process
-        comes back as a copy, so functions that are not the same are compared by module and qualified name."""
+        """The name of a method that was passed as a function, such as ``Scorer.score``. If the function is not one of
+        the class's own, compare module and qualified name, because a class that another process returns is a copy."""
         if not inspect.isfunction(method):
             raise TypeError(
                 f"group.on() takes a method of the worker class, as in group.on(Scorer.score); got {method!r}"
             )
         name, wanted = method.__name__, (method.__module__, method.__qualname__)
-        # Under a decorator without functools.wraps, functions have the name of the wrapper, and all the same one.
+        # A decorator without functools.wraps gives all functions the name of its wrapper.
         members = (member for base in self.cls.__mro__ for member in vars(base).items())
         names = [key for key, value in members if getattr(value, "__func__", value) is method]
         if names:

@@ -380,7 +380,7 @@ class RayResourcePool(Closing, ResourcePool):
         seen = set[Hashable]()
         for reservation, number in self._members(slots_of):
             slot = slots_of[reservation][number]
-            # By bundle, if there are any yet: several pools may be on one external placement group.
+            # Compare the bundles if they exist already: several pools may use one external placement group.
             key = (slot.placement_group, slot.bundle) if slot.placement_group is not None else (reservation, number)
             if key in seen:
                 raise ValueError(
