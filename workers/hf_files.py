@@ -235,8 +235,8 @@ def compute_output_in_float32(model: Any) -> None:
 
 
 def compute_values_in_float32(model: Any) -> None:
-    """Make a model for token classification compute its head, the linear layer beside its base model, in float32: in
-    bfloat16, a critic's values would be rounded to three digits. A model with another head stays as it is."""
+    """Make a model for token classification compute its head, the linear layer next to its base model, in float32. In
+    bfloat16, a critic's values would be rounded to three digits. A model with another head is not changed."""
     import torch
 
     for layer in model.children():

@@ -341,7 +341,7 @@ def correction_metrics(sums: torch.Tensor, largest: Sequence[float]) -> dict[str
         - ``mismatch_log_perplexity_gap``: mean of the absolute difference of their logarithms, in nats.
         - ``correction_ratio``, ``correction_ratio_max``: the ratio before bounds, mean and maximum over tokens, or over
           completions at their levels.
-        - ``correction_weight``: `mean_weight` before `Correction.normalize`, but 0 if all weights are masked.
+        - ``correction_weight``: `mean_weight` before `Correction.normalize`; 0 if all weights are masked.
         - ``correction_ess``: effective sample size of the weights as used, as a share: (sum w)^2 / (n sum w^2).
         - ``correction_outside``: share of the weights that were truncated or masked.
         - ``correction_rejected``: share of the completions that were rejected.

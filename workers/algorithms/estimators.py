@@ -84,11 +84,11 @@ def check_groups(rows: AdvantageRows) -> tuple[torch.Tensor, int]:
     """Return the ``group_ids`` of the rollouts of all ranks, (N,), and how many rollouts are alone in their groups.
 
     Args:
-        rows: with the name of an estimator that compares the completions of a group.
+        rows: the rows; their ``estimator`` compares the completions of a group.
 
     Raises:
-        RolloutDataError: all are, so all advantages would be 0. Unless failed sessions, which `collate` moves out of
-            their groups, may be the reason: for each completion that is trained, another one is not.
+        RolloutDataError: all are alone, so all advantages would be 0. No error is raised if at least half of the
+            completions are not trained: `collate` moves failed sessions out of their groups, which may be the reason.
     """
     groups = rows.everywhere("group_ids")
     sizes = groups.unique(return_counts=True)[1]
@@ -198,7 +198,7 @@ class AdvantageRows:
         if alone and not self.rank:
             logger.warning(
                 "%d of %d completions are alone in their groups: advantage_estimator=%r gives them the advantage 0 "
-                "(before whitening, if it does that)",
+                "(before whitening, if the estimator whitens)",
                 alone,
                 len(groups),
                 self.estimator,

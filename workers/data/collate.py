@@ -305,7 +305,7 @@ def with_fingerprints(
         worker: see `token_versions`.
         before: those of the completion that this one continues.
     """
-    # Look each version up once: engines' threads call this while the worker's thread adds and drops versions.
+    # Look up each version once: engine threads call this while the worker's thread adds and drops versions.
     looked_up = {version: known.get(version) for version in {*token_versions(completion, worker)}}
     of_worker = {version: fingerprint for version, fingerprint in looked_up.items() if fingerprint is not None}
     rows = completion.rows and [

@@ -194,7 +194,7 @@ def shard(
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype)
-    # Before sharding, which replaces the parameters, and `to_empty`, which discards their values.
+    # Read the weights now: sharding replaces the parameters, and `to_empty` discards their values.
     whole = dict(model.state_dict()) if not dist.get_rank() else {}
     mixed = MixedPrecisionPolicy(
         param_dtype=None if param_dtype is torch.float32 else param_dtype, reduce_dtype=reduce_dtype
@@ -208,10 +208,10 @@ def shard(
         if type(module).__name__ in layers and not name.startswith(tuple(f"{outer}." for outer in sharded)):
             fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
             sharded.append(name)
-    # Last, because it takes all parameters that no call before it has taken.
+    # Shard the whole model last: this call takes all parameters that the calls above have left.
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     model.to_empty(device="cpu" if cpu_offload else device)
-    # `to_empty` gives each module a tensor of its own, so tied parameters are separate now.
+    # `to_empty` has allocated a separate tensor for each module, so tie the parameters again.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     if not empty:

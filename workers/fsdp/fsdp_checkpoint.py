@@ -48,7 +48,7 @@ class FSDPCheckpoints:
             RuntimeError: on all ranks: one has no memory for its state, or for a copy.
             CheckpointException: on all ranks: one could not write. In the background, `wait` raises it.
         """
-        # One save at a time: the threads of two saves would interleave their collectives in `_group`.
+        # Allow one save at a time: the threads of two saves would interleave their collectives in `_group`.
         self.wait()
         with all_or_none(RuntimeError, f"{str(folder)!r} could not be written"):
             state = self._state(optimizer=bool(self._optimizer.state))
@@ -63,7 +63,7 @@ class FSDPCheckpoints:
         with all_or_none(RuntimeError, f"{str(folder)!r} could not be written"):
             copied = writer.stage(state)
         write = partial(dcp.save, copied, storage_writer=writer, process_group=self._group)
-        # Not a daemon: Python waits for it when the process exits, so the last checkpoint is complete.
+        # Do not use a daemon thread: Python waits for other threads at exit, so the last checkpoint is complete.
         self._writing = in_thread("checkpoint", write, daemon=False)
 
     def wait(self) -> None:

@@ -71,7 +71,7 @@ class FSDPOptions:
         trust_remote_code: whether code that comes with the weights may run.
         lora: the adapter to train instead of all weights; None for none.
         fp32_lm_head: whether to compute an actor's output layer in float32, see `compute_output_in_float32`. A critic's
-            value head always does.
+            value head is always computed in float32.
         exact: whether log-probabilities equal those of an exact engine, bit for bit; see `workers.exact`.
         moe_aux_loss_coeff, moe_z_loss_coeff: coefficients of the auxiliary losses of a mixture of experts, see
             `workers.fsdp.load_balancing`.
@@ -187,7 +187,7 @@ class FSDPTrainModel(TrainModel):
         if options.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, mesh, device, options.param_dtype, options.reduce_dtype, options.cpu_offload, empty)
-        # After `shard`, which has replaced the parameters.
+        # Create the optimizer after `shard`, which replaces the parameters.
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=0.0,
@@ -204,7 +204,7 @@ class FSDPTrainModel(TrainModel):
                     module.set_gradient_divide_factor(1.0)  # the sum: to scale float32 by 3 and back would round
         # Whether the model can be packed is found out when it has its weights.
         self._packed = False if options.exact or (options.sequence_packing is False and ranks == 1) else None
-        # Sequence parallelism needs packing: raise now if that is not possible, not in the first step.
+        # Sequence parallelism needs packing. If packing is not possible, raise now instead of in the first step.
         if ranks > 1 and not empty:
             self._is_packed()
 
@@ -280,7 +280,7 @@ class FSDPTrainModel(TrainModel):
         reports: list[dict[str, torch.Tensor]] = []
         parts = self._cut(data)
         ranks = self.options.sequence_parallel_size
-        # Times `ranks`, because `computed` counts this rank's slice alone, and `_summed` divides by `ranks`.
+        # Multiply by `ranks`, because `computed` counts only this rank's slice, and `_summed` divides by `ranks`.
         counts = {"computed": sum(part.computed for part in parts) * ranks, "real": sum(part.real for part in parts)}
         reports.append(
             {name: torch.full((), count, dtype=torch.float64, device=self.device) for name, count in counts.items()}
@@ -461,7 +461,7 @@ class FSDPTrainModel(TrainModel):
     def _is_packed(self) -> bool:
         """Whether rows are packed. The first call finds out whether the model can, on all ranks together."""
         if self._packed is None:
-            # Restored below, because `train_step` sets the mode before it calls `_cut`.
+            # Restore the mode below, because `train_step` sets it before it calls `_cut`.
             training = self.module.training
             with self._running():
                 why = why_not_packed(
@@ -471,7 +471,7 @@ class FSDPTrainModel(TrainModel):
             first: str | None = next(filter(None, gathered(why)), None)
             self._packed = first is None
             if first is not None:
-                # Another rank cannot pack its rows, and all ranks must run the same collectives.
+                # If another rank cannot pack its rows, no rank packs: all ranks must run the same collectives.
                 if why is None:
                     use_packed_attention(self.module, on=False)
                 sliced = self._sequence is not None
@@ -540,7 +540,7 @@ class FSDPTrainModel(TrainModel):
             yield from (_local(parameter.detach()) for parameter in frozen)
         for state in self._optimizer.state.values():
             for value in state.values():
-                # AdamW's step counts are left out: they are scalars in host memory.
+                # Leave out AdamW's step counts, which are scalars in host memory.
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield _local(value)
 
@@ -550,7 +550,7 @@ class FSDPTrainModel(TrainModel):
         self._reshard()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or {})
         adapter = self.options.lora is not None
-        # With `keep_vars`, parameters are not detached, and differ from buffers by their type.
+        # With `keep_vars`, parameters are not detached, so their type distinguishes them from buffers.
         held = adapter_tensors(self.module) if adapter else self.module.state_dict(keep_vars=True)
         shards = [
             local_shard(name, value, self.options.param_dtype if isinstance(value, torch.nn.Parameter) else value.dtype)

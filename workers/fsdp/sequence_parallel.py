@@ -105,7 +105,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        # Contiguous, as the exchange requires: `empty_like` would keep the strides of a transposed tensor.
+        # The exchange requires a contiguous tensor. By default, `empty_like` keeps the strides of a transposed one.
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, parts.contiguous(), group=group)
         return received

@@ -96,7 +96,7 @@ def _install() -> bool:
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     random.CudaRNGStatesTracker = _cpu_tracker(random)
-    # Megatron may already have made a tracker of its own class.
+    # Replace a tracker that Megatron may already have created.
     random.initialize_rng_tracker(force_reset=True)
     _rewrite_recomputation(random.CheckpointFunction)
     _use_gloo_for_nccl()

@@ -126,7 +126,7 @@ class MegatronLMWorker(MegatronWorker):
         data = self._data(input_ids, attention_mask, loss_mask)
         tokens = data["loss_mask"].sum(dtype=torch.float64).to(self.model.device)
         torch.distributed.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        # Counted over all dp ranks: the loss is a mean over the whole batch, and gradients are summed.
+        # Count over all dp ranks, because the loss is a mean over the whole batch, and gradients are summed.
         count = tokens.item()
 
         def loss(outputs: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

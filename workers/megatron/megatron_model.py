@@ -114,7 +114,7 @@ class MegatronTrainModel(TrainModel):
             self._uncast = {"fp32_output": False}
         self._optimizer: Any = None
         if options is not None:
-            # In Megatron's order: DistributedDataParallel wraps Float16Module.
+            # Keep Megatron's order: DistributedDataParallel wraps Float16Module.
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
             self._optimizer = make_optimizer(options, self.config, self._chunks)
         distributed = options is not None and options.distributed
@@ -141,7 +141,7 @@ class MegatronTrainModel(TrainModel):
         """
         if self._routing is None:
             raise ValueError(f"log_probs_and_routes(): a {self.hf_config.model_type!r} has no experts")
-        # A reference of its own, because `forget` drops that of the routing.
+        # Keep a reference here, because `forget` drops the one of the routing.
         recorded = self._routing.recorded = {}
         try:
             log_probs = self.log_probs(data, temperature)
@@ -153,7 +153,7 @@ class MegatronTrainModel(TrainModel):
             routes = recorded[number]
             if self.config.sequence_parallel:
                 routes = gather(routes.int(), 0).short()  # gloo has no int16
-            # This removes the padding that `_shapes` has added.
+            # Remove the padding that `_shapes` has added.
             rows, tokens = batch.input_ids.shape
             found.append(routes[:tokens, :rows].transpose(0, 1).flatten(0, 1).cpu())
         return log_probs, restore_routes(found, micro_batches, data["attention_mask"].bool().sum(1).tolist())
@@ -245,7 +245,7 @@ class MegatronTrainModel(TrainModel):
         multiple_of = int(self.config.microbatch_group_size_per_vp_stage) if self._interleaved else 1
         parts = cut_by_tokens(data, self.max_tokens, at_least=1, multiple_of=multiple_of, cost=self.sequence_cost)
         if self._shares_experts:
-            # Each micro-batch exchanges tokens among these ranks, so all must run the same number.
+            # Each micro-batch exchanges tokens among these ranks, so all ranks must run the same number of them.
             (most,) = self._over_dp([len(parts)], dist.ReduceOp.MAX)
             parts += fillers(data, most - len(parts))
         return parts
@@ -313,11 +313,11 @@ class MegatronTrainModel(TrainModel):
             data_iterator=[iter(numbered) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(micro_batches),
-            # Not used if the stages send each other the shapes: see `variable_seq_lengths`.
+            # Ignored if the stages send each other the shapes; see `variable_seq_lengths`.
             seq_length=max(tokens for _, tokens in shapes),
             micro_batch_size=max(rows for rows, _ in shapes),
             forward_only=forward_only,
-            # Otherwise the schedule would take what `finish` returns for a loss.
+            # With `forward_only`, `finish` returns no loss, and the schedule must not treat its result as one.
             collect_non_loss_data=forward_only,
         )
         return results
@@ -378,7 +378,7 @@ class MegatronTrainModel(TrainModel):
         if _is_last_stage():
             group = state.get_data_parallel_group(with_context_parallel=True)
             names, totals = sum_reports(reports)
-            # By name: a loss may report a number for some rows only, so reducing tensors could mix different numbers.
+            # Sum by name: a loss may report a number for some rows only, so reducing tensors could mix metrics.
             by_rank = gathered(dict(zip(names, totals.tolist(), strict=True)), group)
             total = {name: sum(one.get(name, 0.0) for one in by_rank) for name in sorted(set().union(*by_rank))}
         summed: dict[str, float] = of_last_stage(total)

@@ -73,7 +73,7 @@ def data_parallel(config: Any, chunks: Sequence[Any], distributed: bool) -> list
     wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
-    # The dp ranks must begin with equal weights, whatever each rank has drawn.
+    # The dp ranks must begin with equal weights, even if their random initial weights differ.
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped

@@ -143,7 +143,7 @@ class MegatronWorker(Worker):
         use_device(self._taken)
 
     def _leave_process(self) -> None:
-        # Looked up, not imported: a process that has not used megatron has nothing to end.
+        # Look the module up instead of importing it: a process that has not used megatron has nothing to end.
         parallel_state: Any = sys.modules.get(PARALLEL_STATE)
         if parallel_state is not None and parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()

@@ -236,7 +236,7 @@ class MoERouter(TopKRouter):
         if not recomputed:
             self.shared.count(layer, choice.chosen, choice.native, tokens)
         if self.training and any(self.shared.coefficients):
-            # In a recomputation too, because the backward pass uses its graph and not the first one.
+            # Recomputations need this too, because the backward pass uses their graph instead of the first one.
             balance, z = self._losses(logits, tokens)
             if not recomputed:
                 self.shared.add_losses(balance, z)
@@ -263,7 +263,7 @@ class MoERouter(TopKRouter):
             self.topk,
             tokens.real.t(),
             by_row=self.config.moe_router_load_balancing_type == "seq_aux_loss",
-            # Each of these ranks then has a slice of every row, and a row is balanced as a whole.
+            # If each of these ranks has a slice of every row, balance over the whole rows.
             group=parallel_state.get_tensor_model_parallel_group() if sliced else None,
         )
 
