@@ -94,7 +94,8 @@ class PeerSnapshots:
             dp_rank: data-parallel rank of this rank.
         """
         self._give_up_sending()
-        # Before addresses are exchanged: ranks then begin to send, and `_allocate` refuses other generations.
+        # Set the generation before addresses are exchanged: after that, other ranks send, and `_allocate` refuses
+        # snapshots of other generations.
         with self._lock:
             self._generation = generation
             held = {owner: set(blocks) for owner, blocks in self._held.items()}
@@ -114,7 +115,7 @@ class PeerSnapshots:
         """Stop receiving, and forget all snapshots. A snapshot that is being sent ends by itself."""
         self._server.close()
         with self._lock:
-            # Refuses what is still arriving, as if it were of a former generation.
+            # No snapshot has this generation, so those that are still arriving are refused.
             self._generation = -1
             self._held.clear()
         self._own.clear()
@@ -146,7 +147,7 @@ class PeerSnapshots:
         number, waited = self._agree()
         old = None
         for stale in [known for known in self._own if known >= 0 and known != self._committed]:
-            # Taken out first: if copying fails halfway, `_agree` must not count it as complete.
+            # Remove the snapshot first: if copying fails halfway, `_agree` must not count it as complete.
             block = self._own.pop(stale)
             old = Snapshot.of(block.memory, block.header["layout"])
         self._add(number, take_snapshot(live_tensors(state), old), about)
@@ -162,7 +163,8 @@ class PeerSnapshots:
         waited = time.perf_counter() - began
         number = -1 if self._latest is None else self._latest
         there = number in self._own and not self._unsent()  # `take` may have dropped it, and failed
-        # Also a barrier: no rank overwrites its older snapshot before all have reported which of theirs are complete.
+        # This is also a barrier: no rank overwrites its older snapshot before all ranks have reported which of their
+        # snapshots are complete.
         said = gathered((number, there, self._checksums.get(number), self._replicas, waited))
         numbers, sent, checksums, replicas, waits = zip(*said, strict=True)
         latest, longest = max(numbers), max(waits)
@@ -181,7 +183,7 @@ class PeerSnapshots:
             why = f"the ranks {late} have not sent theirs" if late else f"the replicas {differ} are not bit-identical"
             logger.warning("the last snapshot is incomplete, and a new one is taken instead: %s", why)
         if not late and not differ:
-            # All ranks have gathered the same values, so either all of them commit or none does.
+            # All ranks have gathered the same values, so either all ranks commit or none does.
             self._committed = self._latest
             with self._lock:
                 for owner in self._held.keys() - set(self._wards):
@@ -230,7 +232,7 @@ class PeerSnapshots:
         def send() -> None:
             for number, header, memory in blocks:
                 try:
-                    # Replicas hold the same bytes already; `_agree` compares their checksums.
+                    # Send nothing to replicas: they hold the same bytes, and `_agree` compares their checksums.
                     if to_replicas or buddy is None:
                         checksums[number] = checksum_of(memory)
                     else:
@@ -405,7 +407,7 @@ class PeerSnapshots:
         wrong: list[str],
     ) -> tuple[Snapshot, dict[str, Any]]:
         """`_bring`, if there is another number of shards now."""
-        # Reversed, so that the lowest owner of each shard remains, the same one on all ranks.
+        # Reverse the order, so that the dict keeps the lowest owner of each shard, which is the same on all ranks.
         owner_of: dict[int, int] = {number: owner for owner, (number, _) in sorted(shard_of.items(), reverse=True)}
         said = gathered(
             {
@@ -416,7 +418,7 @@ class PeerSnapshots:
         )
         before = {number: known for part in said for number, known in part.items()}
         about: dict[str, Any] = before[0][1]
-        # Before the next collective, in which the other ranks would wait for one that has no memory.
+        # Allocate before the next collective, in which the other ranks would wait for a rank that has no memory.
         with all_or_none(SnapshotError, "the new shards could not be allocated"):
             tensors = live(about)
             snapshot = empty_snapshot(tensors)
@@ -426,7 +428,7 @@ class PeerSnapshots:
             plan: dict[tuple[int, int], list[Move]] = {}
             for move in moves([before[k][0] for k in sorted(before)], [shapes[k] for k in sorted(shapes)]):
                 plan.setdefault((move.source, move.target), []).append(move)
-        # All ranks have gathered the same shapes, so either all of them raise or none does.
+        # All ranks have gathered the same shapes, so either all ranks raise or none does.
         except ValueError as error:
             raise SnapshotError(str(error)) from error
         for to, (target, _) in enumerate(shards):
@@ -450,7 +452,7 @@ class PeerSnapshots:
         """A snapshot that this rank has: of another one, or its own."""
         with self._lock:
             held = self._held.get(owner, {}).get(number)
-        # Its own are kept by number alone, because `versions` lists them under the rank of every replica.
+        # Look up this rank's own snapshots by number only: `versions` lists them under the rank of every replica.
         return held or self._own[number]
 
 

@@ -112,7 +112,7 @@ class GroupRecovery:
             self._size = self._tries = 0  # whoever drops ranks from now on does not want them back
         if not self.due:
             return
-        # Cleared before its error is raised, so that the next call starts another attempt.
+        # Clear the attempt before its error is raised, so that the next call starts another one.
         attempt, self._growing = self._growing, None
         if attempt is None:
             # One at a time if there is not room for all, as after the loss of a host.

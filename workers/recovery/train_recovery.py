@@ -102,7 +102,7 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
     Raises:
         SingleControllerError: see `RayTrainGroup.replace`.
     """
-    # `_made`, not the present generations: ranks that a failed attempt has replaced still have no model.
+    # Use `_made` instead of the current generations: ranks that a failed attempt has replaced have no model yet.
     generations = [group._made for group in groups]
     for left in reversed(range(TRIES)):
         if change is not None:
@@ -119,7 +119,7 @@ def replace_ranks(groups: Sequence[TrainGroup], change: Callable[[], object] | N
             one._made = None  # if this fails, the next `replace` tries it again
         try:
             return _continue_together(groups, lost)
-        # Only after a death: replacing ranks once more does not help against other errors.
+        # Try again only after a death: replacing ranks once more does not help against other errors.
         except WorkerDiedError as error:
             if not left:
                 raise
@@ -175,7 +175,7 @@ def _choose(groups: Sequence[TrainGroup], lost: Collection[TrainGroup]) -> list[
             choices.append((recovery.rollout_id, recovery))
         if len({rollout_id for rollout_id, _ in choices}) == 1:
             return choices
-        # Each round goes further back, until all groups agree or one has no snapshot that old.
+        # Each iteration goes further back, until all groups agree or a group has no snapshot that old.
         newest = min(rollout_id for rollout_id, _ in choices)
 
 

@@ -163,7 +163,7 @@ class AgentEngine(RolloutEngine):
         # Check all prompts before the first session begins, so that a refused batch leaves no sessions behind.
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             self.engine.check_submit(prompt, sampling_params, seed, number=number)
-        # With the time, because an earlier call's list of seeds may have had the same id.
+        # Add the time to the names, because an earlier call's list of seeds may have had the same id.
         names = [f"generate-{id(seeds)}-{number}-{time.monotonic_ns()}" for number in range(len(prompts))]
         futures = []
         self._blocking.update(names)
@@ -227,7 +227,7 @@ class AgentEngine(RolloutEngine):
         )
         session.future.set_running_or_notify_cancel()
         with self._lock:
-            # If this is False, the loop is open: `close` and `_fail` set it under the lock before they end the loop.
+            # As long as this is False, the loop is open: `close` and `_fail` set it under the lock, then end the loop.
             if self._closed:
                 raise RolloutError("AgentEngine.submit(): the engine was closed") from self._failure
             if request_id in self._sessions:
@@ -288,7 +288,7 @@ class AgentEngine(RolloutEngine):
             sessions, self._waiting = list(self._sessions.values()), []
             self._sessions.clear()
             self._lock.notify_all()
-        # Without the lock: callbacks of these futures may call the engine.
+        # Do not hold the lock here: callbacks of these futures may call the engine.
         for session in sessions:
             if not session.future.done():
                 failed = RolloutError(f"the event loop of the sessions has ended: {type(error).__name__}: {error}")
@@ -321,7 +321,7 @@ class AgentEngine(RolloutEngine):
     def _start(self, session: Session) -> None:
         """Play a session. In the event loop's thread."""
         task = asyncio.get_running_loop().create_task(session.run(self._forget), name=session.name)
-        # asyncio keeps only weak references to tasks.
+        # Keep a reference, because asyncio keeps only weak references to tasks.
         self._tasks[task] = session
         task.add_done_callback(self._tasks.pop)
 
@@ -340,7 +340,7 @@ class AgentEngine(RolloutEngine):
             chosen = list(self._sessions) if request_ids is None else list(request_ids)
             sessions = [self._sessions[name] for name in chosen if name in self._sessions]
             for session in sessions:
-                # Set before its turn is aborted below: without it, the session would submit the turn again.
+                # Set this before the turn is aborted below. Otherwise, the session would submit the turn again.
                 session.aborting = True
                 if session in self._waiting:  # it ends as soon as it begins, and keeps what it has from elsewhere
                     self._waiting.remove(session)
@@ -387,13 +387,13 @@ class AgentEngine(RolloutEngine):
             with self._lock:
                 self._draining = False
                 waiting, self._waiting = self._waiting, []
-                # Their first turns wait for `resume`, in the engine.
+                # The first turns of these sessions wait in the engine for `resume`.
                 for session in waiting:
                     self._running_loop().call_soon_threadsafe(self._start, session)
 
     def load(self) -> EngineLoad:
         """See `RolloutEngine.load`. A session is waiting if its first turn here is."""
-        # Without the lock: this lock and the engine's are both leaves.
+        # Do not hold the lock here: neither this lock nor the engine's may be held while the other one is acquired.
         inner = self.engine.load()
         with self._lock:
             # Not if its next one is: each turn waits for a step of the engine, so that some session always would.
@@ -410,16 +410,16 @@ class AgentEngine(RolloutEngine):
         for session in waiting:
             self._forget(session)  # for `pause`, which waits until no session is left
             session.future.set_exception(RolloutError("the engine was closed before the session ended"))
-        # Without the lock, which sessions that end in the loop's thread acquire in `_forget`.
+        # Do not hold the lock here: sessions that end in the loop's thread acquire it in `_forget`.
         if loop is not None and thread is not None and thread.is_alive():
-            if first:  # later, the loop may be closed although its thread has not ended yet
+            if first:  # in a later call, the loop may be closed although its thread has not ended yet
                 asyncio.run_coroutine_threadsafe(self._end(loop), loop)
             # A session's callback may call this in the loop's own thread, which cannot wait for itself.
             if threading.current_thread() is not thread:
                 thread.join(CLOSE_SECONDS)
         if isinstance(self.environment, Programs):
             self.environment.close()
-        # Last: the sessions and the gateway use it.
+        # Close the engine last: the sessions and the gateway use it.
         self.engine.close()
 
     async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -428,7 +428,7 @@ class AgentEngine(RolloutEngine):
             if not session.future.done():  # or its environment is being closed, and that goes on to its end
                 task.cancel()
         if tasks:
-            # Shorter than `close` waits, because the thread ends only after this.
+            # Wait for less time than `close` does, because the thread ends only after this.
             await asyncio.wait(tasks, timeout=0.8 * CLOSE_SECONDS)
         loop.stop()
 

@@ -36,10 +36,10 @@ class AgentProgram:
     calls: the prompt that the rollout is named after is not in it, unless the program asks it. A program that raises
     ends its session with the reason "error", and one that takes longer than `SessionLimits.seconds` is cancelled. A
     call beyond `SessionLimits.turns` or ``tokens`` gets an error, which clients do not retry, and the session ends with
-    that reason: with the reward that the program returns then, or with 0 if it raises. A program that raises because
-    the prompt of its last call has left no position of the model, or because its tree has reached
-    `GatewayLimits.nodes`, ends its session with "tokens" too. Turns are the calls that were answered, those of
-    subagents too; see `Gateway.open`. The other limits do not apply. When its worker dies, the session begins again.
+    that reason: with the reward that the program returns then, or with 0 if it raises. If the program raises because
+    the prompt of its last call filled the model's context, or because its tree has reached `GatewayLimits.nodes`, the
+    session also ends with "tokens". Turns are the calls that were answered, including those of subagents; see
+    `Gateway.open`. The other limits do not apply. If its worker dies, the session begins again.
 
     Args:
         agent: gets the row of `Environment.reset`, an address and a token. It returns the reward; or a dict with
@@ -50,7 +50,7 @@ class AgentProgram:
         verify: see `Gateway`.
 
     Raises:
-        TypeError: ``agent`` does not take three arguments, or ``limits`` is no `GatewayLimits`.
+        TypeError: ``agent`` does not take three arguments, or ``limits`` is not a `GatewayLimits`.
     """
 
     def __init__(

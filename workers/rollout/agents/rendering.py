@@ -281,7 +281,7 @@ class TemplateRenderer:
         before = self._text(history, tools)
         after = self._text([*history, *new_messages], tools, add_generation_prompt=True)
         _, ended, behind = before.rpartition(self._tokenizer.decode([stop]))
-        # The template has changed what was sampled, or writes no stop token after it.
+        # Here, the template has changed the sampled text, or writes no stop token after it.
         if not ended or not after.startswith(before):
             return None
         appended = self._tokenizer.encode(behind + after[len(before) :], add_special_tokens=False)
@@ -400,11 +400,11 @@ def _by_value(arguments: Any, read: Callable[[str], Any] = json.loads) -> Any:
 
 
 def _finite(text: str) -> float:
-    """A number of JSON with a fraction or an exponent. Python's json also reads NaN, Infinity and 1e999, but what it
-    writes for them is no JSON, and clients in other languages cannot read it.
+    """Read a JSON number with a fraction or an exponent. Python's json also reads NaN, Infinity and 1e999, but writes
+    them as text that is not JSON, and that clients in other languages cannot read.
 
     Raises:
-        ValueError: it is one of these.
+        ValueError: the number is not finite.
     """
     number = float(text)
     if not math.isfinite(number):
@@ -458,7 +458,7 @@ _in_order = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _whole(text: str) -> float:
-    """`_finite`, with 1 for 1.0, as clients in JavaScript return it."""
+    """Like `_finite`, but return 1 for 1.0, because clients in JavaScript send 1.0 back as 1."""
     number = _finite(text)
     return int(number) if number.is_integer() else number
 
@@ -471,7 +471,7 @@ def _hash(value: Any) -> str:
 
 
 def _hash_text(text: str) -> str:
-    # Half of an emoji is not UTF-8. Replies have a question mark for it, and the client sends that back.
+    # A lone surrogate cannot be encoded. Replies contain a question mark instead, which the client sends back.
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 

@@ -204,7 +204,7 @@ class Session:
     async def run(self, ended: Callable[[Session], None]) -> None:
         """Play the session, call ``ended``, and set the future."""
         self._aborted = asyncio.get_running_loop().create_future()
-        # `abort` was called before there was a future to set.
+        # `abort` may have been called before there was a future to set.
         if self.aborting:
             self._aborted.set_result(None)
         error: BaseException | None = None
@@ -215,7 +215,7 @@ class Session:
         except BaseException as raised:
             error = raised
         self._aborted.cancel()
-        # Before the future is set: whoever waits for it may use the request id again at once.
+        # Call this before the future is set: code that waits for it may immediately reuse the request id.
         ended(self)
         if error is None:
             self.future.set_result(completion)
@@ -228,7 +228,7 @@ class Session:
         async def close() -> None:
             await environment.close()
 
-        # In a task of its own, so that a close() that hangs can be cancelled and this session still ends.
+        # Use a separate task, so that a close() that hangs can be cancelled, and this session still ends.
         closing, silence = asyncio.ensure_future(close()), self._limits.silence
         await asyncio.wait({closing}, timeout=silence)
         where = f"{type(environment).__name__}.close()"
@@ -314,7 +314,7 @@ class Session:
                 return "length" if step.reason == "done" and self._finish_reason == "length" else step.reason
             if self._limits.invalid is not None and self._invalid >= self._limits.invalid:
                 return "invalid"
-            # No turn follows the last one, so its observation would be in no row.
+            # No turn follows the last one, so its observation would not be part of any row.
             if self._limits.turns is None or self._turns < self._limits.turns:
                 self._see(step.observation)
             self._save()
@@ -326,7 +326,7 @@ class Session:
         except _Ended as ended:
             if ended.reason != "error" or not (environment.end_reason or environment.full):
                 raise
-            environment.end_reason = environment.end_reason or "tokens"  # no position, or no node, is left
+            environment.end_reason = environment.end_reason or "tokens"  # the context or the tree is full
             told = {"reward": 0.0}  # the program raises the error that a call beyond a limit got
         finally:
             environment.end()  # a program that was cancelled may still be running
@@ -358,13 +358,13 @@ class Session:
             raise _Ended("tokens")
         name, prompt = f"{self.name}/{self._turns}", self._trajectory.token_ids(self._node)
         how, seed = replace(self._how, max_new_tokens=most), mixed_seed(self._seed, self._turns)
-        # Before it is submitted: `AgentEngine.abort` reads it in another thread.
+        # Set this before the turn is submitted: `AgentEngine.abort` reads it in another thread.
         self.turn = name
         while True:
             unavailable = self._unavailable()  # now: it may be available again when its error arrives
             try:
                 turn = asyncio.wrap_future(self._engine.submit(prompt, how, name, seed=seed, partial=self._partial))
-                # Aborted in the engine, not cancelled here, because the completion has the tokens so far.
+                # Abort the request in the engine instead of cancelling it here: the completion has the tokens so far.
                 if not await self._waited(turn, self._seconds_left()):
                     self._engine.abort([name])
                 completion = await turn
@@ -394,7 +394,7 @@ class Session:
         if completion.finish_reason == "length" and most < self._how.max_new_tokens:
             raise _Ended("tokens")
         self._acting = True
-        # The environment has not seen this turn yet, so its state from before the turn is saved with it.
+        # The environment has not processed this turn yet, so save its state from before the turn.
         self._save(self._state_of_environment)
 
     def _action(self, environment: Environment) -> Action:
@@ -438,7 +438,7 @@ class Session:
         prompt, sampled = self._trajectory.token_ids(node.parent), node.token_ids.tolist()
         bridged = self._renderer.bridge_to_next_turn(prompt, sampled, messages, tools=tools)
         before = len(prompt) + len(sampled)
-        # Otherwise, the renderer has changed the sampled tokens, and the next turn would follow others.
+        # If this is false, the renderer has changed the sampled tokens, and the next turn would follow other tokens.
         if bridged is not None and list(bridged.token_ids[:before]) == prompt + sampled:
             self._give(self._node, list(bridged.token_ids[before:]))
             return

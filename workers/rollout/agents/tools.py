@@ -27,7 +27,7 @@ the function."""
 
 _JSON = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
-# By loop, because asyncio binds a semaphore to the loop in which a task first waits for it.
+# One semaphore per loop, because asyncio binds a semaphore to the loop in which a task first waits for it.
 _places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
 

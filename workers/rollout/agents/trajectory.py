@@ -145,7 +145,7 @@ class Trajectory:
         """Of how many tokens of the path to a node the experts are known."""
         while node is not None and self.nodes[node].routed_experts is None:
             node = self.nodes[node].parent
-        # The engine has computed no experts for the last token of a node: nothing followed it there.
+        # The engine has computed no experts for the last token of a node, because it generated nothing after it.
         return 0 if node is None else self._lengths[node] - 1
 
     def children(self, node: int | None) -> Sequence[int]:

@@ -95,7 +95,7 @@ class NemoGymClient(Environment):
                 for call, (text, _) in results
             ]
             return Step(observation, invalid=not any(valid for _, (_, valid) in results))
-        # While it is busy, `SessionLimits.silence` does not apply: /verify has a limit of its own.
+        # Exempt this request from `SessionLimits.silence`: /verify has a separate time limit.
         self.busy = True
         async with asyncio.timeout(self._verify_seconds):
             verified = await self._post("/verify", {**self._row, "response": {**response, "output": self._output}})

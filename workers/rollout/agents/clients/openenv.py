@@ -102,7 +102,7 @@ class OpenEnvClient(Environment):
         return await self._ask("state", None, "state")
 
     async def close(self) -> None:
-        # Cleared first, so that a second close(), or one after an error, does nothing.
+        # Clear the socket first, so that a second close(), or one after an error, does nothing.
         socket, self._socket = self._socket, None
         if socket is None:
             return

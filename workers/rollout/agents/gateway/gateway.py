@@ -84,7 +84,7 @@ class GatewaySession:
         closed: whether it was closed.
         limits: of its turns and tokens; see `Gateway.open`.
         end_reason: "turns" or "tokens" once that limit is used up: then each call gets an error.
-        full: whether the last prompt left no position of the model, or the tree no node, so that its call got an error.
+        full: whether the last call failed because the model's context or the tree was full.
         mismatch: what ``verify`` has found.
         expires: whether it is closed when it is idle for too long.
         use: its calls.
@@ -156,7 +156,7 @@ class Gateway:
         key: what a `GatewayRouter` shows.
 
     Raises:
-        TypeError: the engine generates batches only, the renderer is none, or ``limits`` is no `GatewayLimits`.
+        TypeError: the engine generates batches only, or ``renderer`` or ``limits`` is not of its type.
         RenderError: the renderer applies a chat template, which its tokenizer does not have.
     """
 
@@ -276,7 +276,7 @@ class Gateway:
             session = self._sessions.pop(token, None)
             if session is None:
                 raise KeyError("Gateway.close(): there is no session with this token; was it closed, or did it expire?")
-            # Set before the copy below: a call that submits its request later sees this, and aborts it itself.
+            # Set this before the copy below: a call that submits its request later sees it, and aborts the request.
             session.closed = True
             running = list(session.running)
         self.engine.abort(running)  # not under the lock: the engine may end requests in this very thread
@@ -325,7 +325,7 @@ class Gateway:
         except GatewayError as error:
             shape = call.dialect
             reply = json_reply(shape.error(error) if shape else {}, error.status)
-        # Also after an error: other calls may have added nodes to the session, which the router must have.
+        # Send nodes after an error too: other calls may have added nodes to the session, which the router needs.
         with self._lock:
             nodes = b"".join(write_node(node) + b"\n" for node in session.tree.nodes[known:])
         return reply._replace(body=nodes + reply.body, headers=(*reply.headers, (NODES_HEADER, str(len(nodes)))))
@@ -368,7 +368,7 @@ class Gateway:
         # Those that run may fail, and leave their turns to this call.
         while session.end_reason is None and 0 < session.turns_left <= len(session.running):
             await asyncio.sleep(RETRY_SECONDS)
-        # One critical section, rendering included: other calls add nodes and count against the same limits.
+        # Hold the lock for the whole section, including rendering: other calls add nodes, and share the limits.
         with self._lock:
             session.check_open()
             if session.end_reason is not None:
@@ -503,7 +503,7 @@ class Gateway:
             id_ = f"gateway-{session.id}-{number}-{attempt}"
             attempt += 1
             deadline = deadline or time.monotonic() + self.limits.wait_seconds
-            # Before it is submitted: `close_session` aborts the requests that it finds here. Later calls see `closed`.
+            # Add the id before submitting: `close_session` aborts the requests in this set. Later calls see `closed`.
             session.running.add(id_)
             try:
                 future = self._submit(prompt, how, id_, seed, partial, deadline)

@@ -111,7 +111,7 @@ class _Worker:
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise WorkerGoneError(f"{self.address}: {type(error).__name__}: {error}") from error
         finally:
-            # After an error or a cancellation, the rest of a reply may still come on this connection.
+            # After an error or a cancellation, do not reuse the connection: the rest of a reply may still arrive.
             if whole:
                 self.idle.append((reader, writer, time.monotonic()))
             else:
@@ -125,7 +125,7 @@ class _Worker:
                 try:
                     self._close_old()
                     if self.idle:
-                        # The one that was used last, which the worker is the least likely to have closed.
+                        # Take the connection that was used last: the worker is the least likely to have closed it.
                         return self.idle.pop()[:2]
                     async with asyncio.timeout(SILENCE_SECONDS):
                         return await asyncio.open_connection(url.hostname, url.port)
@@ -159,7 +159,7 @@ class _Worker:
             token = next(iter(self.left))
             headers = {"authorization": f"Bearer {token}"}
             status, _, _ = await self.send("DELETE", "/private/sessions", headers, b"")
-            if status != 200:  # it has too many connections, for example: the next look tries again
+            if status != 200:  # for example, the worker has too many connections; the next look tries again
                 return
             self.left.discard(token)
 
@@ -261,7 +261,7 @@ class GatewayRouter:
 
     def start(self) -> str:
         """Start the server, and return its address; see `HTTPFront.start`."""
-        # Asked before it is started: only a new loop needs a new watch.
+        # Read `running` before the server is started: only a new loop needs a new watch.
         running, address = self._front.running, self._front.start()
         if not running:
             asyncio.run_coroutine_threadsafe(self._watch(), self._front.loop)
@@ -342,7 +342,7 @@ class GatewayRouter:
         Raises:
             KeyError: there is no such session.
         """
-        # Removed first: a reply that arrives from now on finds no session, so the journal no longer grows.
+        # Remove the session first: replies that arrive later find no session, so the journal no longer grows.
         with self._lock:
             session = self._sessions.pop(token, None)
         if session is None:
@@ -351,7 +351,7 @@ class GatewayRouter:
             leaving = self._leave(session.worker, token)
             try:
                 asyncio.run_coroutine_threadsafe(leaving, self._front.loop)
-            except RuntimeError:  # `stop` has closed the loop, perhaps just now in another thread
+            except RuntimeError:  # `stop` has closed the loop, possibly in another thread
                 leaving.close()
         return Trajectory(list(map(read_node, session.journal)))  # to which no call adds any more
 
@@ -372,7 +372,7 @@ class GatewayRouter:
 
         def change() -> list[_Worker]:
             with self._lock:
-                # Calls that are waiting look their session up again, and find the loaded one or none.
+                # Waiting calls look up their session again, and find the loaded session or none.
                 self._sessions = loaded
             for worker in self._workers:
                 if worker.sessions:  # it gets others as soon as it has forgotten these
@@ -425,7 +425,7 @@ class GatewayRouter:
             )
         worker = session.worker
         if worker is None or not worker.up:
-            # One placement for all calls of the session: two would open it at two workers.
+            # All calls of the session share one placement: two placements would open it at two workers.
             if session.placing is None or session.placing.done():
                 session.placing = asyncio.ensure_future(self._place(call.token, session))
             await asyncio.shield(session.placing)
@@ -434,7 +434,7 @@ class GatewayRouter:
         try:
             status, given, body = await self._send(worker, call.method, call.path, headers, call.body)
         except WorkerGoneError as error:
-            # Otherwise another call has moved the session already, and its new worker is not the one that is gone.
+            # If `moves` has changed, another call has already moved the session to a worker that is not gone.
             if session.moves == moves:
                 session.worker = None
             if worker in self._workers:  # not one that was replaced
@@ -449,8 +449,8 @@ class GatewayRouter:
             session.worker = None
             return None
         session.lost.clear()
-        if given.get("content-type", "").startswith("text/plain"):  # of its server, which has too many connections
-            raise GatewayError("unavailable", f"the worker at {worker.address} does not take it: {body[:500]!r}")
+        if given.get("content-type", "").startswith("text/plain"):  # from its server, which has too many connections
+            raise GatewayError("unavailable", f"the worker at {worker.address} refused the call: {body[:500]!r}")
         count = int(given.get(NODES_HEADER, 0))
         # Before the client gets the reply: what it has seen must survive the worker, and be in what `close` returns.
         with self._lock:
@@ -462,7 +462,7 @@ class GatewayRouter:
         return Reply(status, body[count:], given.get("content-type", "application/json"))
 
     async def _send(self, worker: _Worker, *request: Any) -> tuple[int, dict[str, str], bytes]:
-        # A task of its own, which `leave` cancels without cancelling the client's call.
+        # Send in a separate task, so that `leave` can cancel it without cancelling the client's call.
         sending = asyncio.ensure_future(worker.send(*request))
         worker.calls.add(sending)
         try:

@@ -103,7 +103,7 @@ class GatewayLimits:
 
 
 def check_limits(where: str, limits: Any) -> None:
-    """Raise a `TypeError` if ``limits`` is no `GatewayLimits`, but `SessionLimits` for example."""
+    """Raise a `TypeError` if ``limits`` is not a `GatewayLimits`, for example a `SessionLimits`."""
     if not isinstance(limits, GatewayLimits):
         raise TypeError(f"{where}: limits={limits!r:.80}; expected GatewayLimits(...)")
 
@@ -253,17 +253,17 @@ class HTTPFront:
             timeout_graceful_shutdown=5,
         )
         self._server, self._listening = uvicorn.Server(config), listening
-        # After both are set: another thread may fork at any time, and `_leave_to_parent` reads them.
+        # Add this only after both are set: another thread may fork at any time, and `_leave_to_parent` reads them.
         _started.add(self)
         started, failed = threading.Event(), []
 
         async def serve() -> None:
             self.loop = asyncio.get_running_loop()
             self.loop.set_exception_handler(_log_exception)
-            # The socket listens already: clients that connect before uvicorn accepts them wait in its backlog.
+            # The socket is already listening: clients that connect before uvicorn accepts them wait in its backlog.
             started.set()
             expiring = asyncio.ensure_future(self._expire())
-            # Outside the main thread uvicorn leaves the process's signal handlers alone.
+            # Outside the main thread, uvicorn does not change the process's signal handlers.
             await self._server.serve(sockets=[listening])
             expiring.cancel()
 
@@ -275,7 +275,7 @@ class HTTPFront:
                 logger.exception("the gateway's server has failed")
             finally:
                 listening.close()
-                # Also after a failure, so that `start` does not wait for its whole timeout.
+                # Set the event after a failure too, so that `start` does not wait for its whole timeout.
                 started.set()
 
         self._thread = threading.Thread(target=run, name="gateway", daemon=True)
@@ -293,7 +293,7 @@ class HTTPFront:
     def stop(self) -> None:
         """Close all connections, and end the thread."""
         if self._server is not None:
-            # Another thread may set these flags: uvicorn polls them ten times a second.
+            # These flags can be set from another thread: uvicorn polls them ten times per second.
             self._server.should_exit = True
             self._server.force_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -399,7 +399,7 @@ class HTTPFront:
             waiting.cancel()
             if pings.task is not None:
                 pings.task.cancel()
-                # Until it has ended, so that it does not write between the parts of the reply.
+                # Wait until the task has ended, so that it does not write between the parts of the reply.
                 await asyncio.wait((pings.task,))
         if not pings.begun:
             await self._send(send, reply)
@@ -417,7 +417,7 @@ class HTTPFront:
         except GatewayError as error:
             failed = error
         except Exception as error:
-            # If the limit has not expired, a `TimeoutError` is the player's own.
+            # If the limit has not expired, the player has raised the `TimeoutError`.
             if limit.expired():
                 failed = GatewayError("late", f"there was no completion within {self.limits.call_seconds:g} s")
             else:
@@ -537,7 +537,7 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            # After uvicorn has parsed the data: it sets `cycle` when the head is complete.
+            # uvicorn has parsed the data above: it sets `cycle` when the head is complete.
             if self.cycle is None or self.cycle.response_complete:
                 self._abort_after(limits.read_seconds, "head")
             else:  # a request has begun
@@ -555,12 +555,12 @@ def _protocol(limits: GatewayLimits) -> type[asyncio.Protocol]:
             self._stop("head")
             self._stop("reply")
             super().connection_lost(exc)
-            # The client is gone, so the engine need not finish its calls.
+            # The client is gone, so its calls need not be finished.
             for call in self.calls:
                 call.cancel()
 
         def _abort_after(self, seconds: float, what: str) -> None:
-            # The first deadline stands, so a client cannot extend it by sending a byte now and then.
+            # Keep the first deadline, so that a client cannot extend it by sending single bytes.
             if what not in self._timers:
                 self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 
