@@ -164,7 +164,7 @@ class Batch:
             experts += of_rows
         if not logits:  # all requests were aborted a moment ago
             return [], [], [], [], []
-        # The cache has keys and values of the tokens so far, not of those that this step draws.
+        # The cache contains keys and values of the tokens so far, without those that this step draws.
         for row, of_row in zip(self._rows, experts, strict=True):
             if row.filled < 0:
                 continue
@@ -215,7 +215,7 @@ class Batch:
             or self._width == self._capacity
         ):
             self._rows = [self._rows[place] for place in live]
-            # Less 1, because the next forward pass computes and adds the column of each row's last token.
+            # Subtract 1, because the next forward pass computes and adds the column of each row's last token.
             self._join([(self._cache, live)], max(row.length for row in self._rows) - 1)
 
     def _prefill(self) -> tuple[list[torch.Tensor], list[RoutedExperts | None]]:

@@ -185,7 +185,7 @@ class HFEngine(RequestEngine):
 
         own = self._tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        # During an update, the engine's thread is held already. This is for callers without an update.
+        # During an update, the engine's thread is already held. `parked` is for callers outside of an update.
         with self.parked("load_weights"), torch.no_grad():
             for name, tensor in weights:
                 check_tensor(name, tensor, shapes, type(self.model).__name__)
@@ -226,7 +226,7 @@ class HFEngine(RequestEngine):
     def sleep(self) -> None:
         """Move the weights to host memory, where they can be updated, and free the device memory."""
         self._hold("sleep")
-        # The engine's thread waits in `next_step`, so the batch and the model belong to this one until `wake_up`.
+        # The engine's thread waits in `next_step`, so only this thread uses the batch and the model until `wake_up`.
         self._batch.forget()
         self._prefixes.clear()
         self._move("cpu")

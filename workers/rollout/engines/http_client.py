@@ -44,7 +44,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 T = TypeVar("T")
 
 _starting = threading.Lock()
-# Never closed, because another engine may need it.
+# This loop is never closed, because another engine may need it.
 _loop: asyncio.AbstractEventLoop | None = None
 
 
@@ -142,7 +142,7 @@ class Server:
         try:
             return self._exchange("GET", path)
         except ServerError as error:
-            # A server that is only late may be working on the request, and a second one would delay it further.
+            # A late server may still be working on the request, and a second request would delay it further.
             late = isinstance(error.__cause__, httpx.TimeoutException) and not error.gone
             if error.status is not None or late:
                 raise

@@ -193,14 +193,14 @@ class VLLM(OpenAI):
         self.server.post("/resume")
 
     def reload(self, folder: str, version: str) -> None:
-        # Paused, so that no step runs while only some weights are new.
+        # Pause the server, so that no step runs while only some weights are new.
         self.pause()
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
         # Requests of others go back to the queue, because they hold keys and values of the old weights.
         reset = self.server.post("/reset_prefix_cache", reset_running_requests="true")
         if not reset.get("success"):
             raise ServerError(f"the server at {self.server.url} could not reset its prefix cache; see its log")
-        # Last, so that a server that reports a version has all of its weights.
+        # Set the version last, so that a server that reports a version has all of its weights.
         self.server.post("/update_weight_version", {"new_version": version})
 
     def version(self) -> str | None:
@@ -276,7 +276,7 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
     """Check that a server's log-probabilities would be those of `Completion`.
 
     Raises:
-        SamplingParamsError: they would not.
+        SamplingParamsError: they would differ.
     """
     url = dialect.server.url
     if log_probs == "raw" and how.temperature not in (0, 1):

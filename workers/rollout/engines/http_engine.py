@@ -74,7 +74,7 @@ class _Reader:
         self.request, self.had = request, len(request.token_ids)
         self.heard = time.monotonic()
         self.begun = self.closed = False
-        # Last, because the other thread begins at once and puts this object into the queue.
+        # Start reading last: the other thread begins immediately, and puts this object into the queue.
         self._reading = run(self._read(parts, into))
 
     async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
@@ -221,7 +221,7 @@ class HTTPEngine(RequestEngine):
             while (changes := self.next_step()) is not None:
                 waiting += changes.added
                 if changes.recompute:  # their streams were closed, or are of old weights
-                    # In the same order and before all others, because their callers have waited longest.
+                    # Put them first, in the same order, because their callers have waited longest.
                     waiting.extendleft(reversed([self._close(reader) for reader in list(self._readers.values())]))
                 for request in changes.ended:
                     if (reader := self._readers.get(request)) is not None:
@@ -230,7 +230,7 @@ class HTTPEngine(RequestEngine):
                 while waiting and len(self._readers) < self.max_running and self._version_is_known():
                     request = waiting.popleft()
                     if not request.ended:
-                        # If it is aborted right now, `_disconnect` misses this reader. The next step closes it.
+                        # If the request is aborted now, `_disconnect` misses this reader. The next step closes it.
                         self._readers[request] = _Reader(request, self._parts_of(request), arrived)
                 self._take(arrived)
         finally:
@@ -246,7 +246,7 @@ class HTTPEngine(RequestEngine):
             except queue.Empty:
                 break
             wait = 0.0
-            # A request that was sent again has a new reader, while parts of the old one may still be in the queue.
+            # Ignore parts of an old reader: a request that was sent again has a new one.
             if self._readers.get(reader.request) is reader and not reader.closed:
                 reader.heard = time.monotonic()
                 if self._must_wait(reader, part):
@@ -409,7 +409,7 @@ class HTTPEngine(RequestEngine):
 
     def _disconnect(self, ended: bool = False) -> None:
         """Close the streams of all requests, or of those that have ended. The engine's thread forgets them later."""
-        # A copy, which CPython makes atomically: the engine's thread may change the dict meanwhile.
+        # Iterate over a copy, which CPython makes atomically: the engine's thread may change the dict meanwhile.
         for reader in list(self._readers.values()):
             if reader.request.ended or not ended:
                 reader.close()
@@ -420,7 +420,7 @@ class HTTPEngine(RequestEngine):
         paused = self.is_held("pause")
         super().pause(mode)
         self._disconnect(ended=True)
-        # This server cannot pause, so the streams of all requests are closed.
+        # If the server cannot pause, close the streams of all requests.
         if not self._dialect.pauses:
             self._disconnect()
             # After `resume`, `serve` sends these requests again.
@@ -440,7 +440,7 @@ class HTTPEngine(RequestEngine):
         if self._server_paused:
             self._dialect.resume()
             self._server_paused = False
-        # A paused server is silent, so its silence counts only from now on.
+        # A paused server sends nothing, so measure its silence from now on.
         now = time.monotonic()
         for reader in list(self._readers.values()):
             reader.heard = now
@@ -448,7 +448,7 @@ class HTTPEngine(RequestEngine):
 
     def close(self) -> None:
         """See `RolloutEngine.close`. The server keeps running."""
-        # First, so that the engine's thread opens no streams after `_disconnect`.
+        # Close the engine first, so that its thread opens no streams after `_disconnect`.
         super().close()
         self._disconnect()
         self._remove_files()
@@ -492,7 +492,7 @@ class HTTPEngine(RequestEngine):
     def begin_update(self) -> None:
         """See `RolloutEngine.begin_update`. Requests are interrupted."""
         super().begin_update()
-        # After the hold has begun, so that no step opens streams after this.
+        # Disconnect after the hold has begun, so that no step opens streams afterwards.
         self._disconnect()
         self._remove_files()
 
@@ -502,11 +502,11 @@ class HTTPEngine(RequestEngine):
         Raises:
             WeightsError: the model has no tensor of that name, or has another shape, or it came before. No tensor of
                 the call was written.
-            RolloutError: see `weight_shapes`; or the server is asleep.
+            RolloutError: the server is asleep; also see `weight_shapes`.
             OSError: the folder cannot be written to.
         """
         shapes = self.weight_shapes()
-        if self.is_held("sleep"):  # what it has of them is in host memory, from where waking up takes it
+        if self.is_held("sleep"):  # waking up would overwrite new weights with those in host memory
             raise RolloutError(f"the server at {self.url} cannot take weights: it is asleep; call wake_up() first")
         if self._folder is None:
             self._folder = Path(self._weights_dir or "", f"weights-{uuid.uuid4().hex}")
@@ -553,7 +553,7 @@ class HTTPEngine(RequestEngine):
                     self._dialect.resume()
                 self._remove_files()
             self._stamp = stamp
-        # Before requests continue, because the next step compares the server's version with this stamp.
+        # Set this before requests continue, because the next step compares the server's version with the stamp.
         self._asked, self._unsure = time.monotonic(), None
         super().finish_update(version)
 
@@ -593,12 +593,12 @@ class HTTPEngine(RequestEngine):
         """
         asleep = self.is_held("sleep")
         self._hold("sleep")
-        # After the hold has begun, as in `begin_update`.
+        # Disconnect after the hold has begun; see `begin_update`.
         self._disconnect()
         try:
             self._dialect.sleep()
         except BaseException:
-            # As in `pause`.
+            # An earlier sleep stays in force.
             if not asleep:
                 self._release("sleep")
             raise
@@ -606,7 +606,7 @@ class HTTPEngine(RequestEngine):
     def wake_up(self) -> None:
         """Have the server take the memory back."""
         self._dialect.wake_up()
-        # Last, because the next step sends requests, which a sleeping server would refuse.
+        # Release the hold last: the next step sends requests, which a sleeping server would refuse.
         self._release("sleep")
 
 

@@ -115,7 +115,7 @@ class Request:
         """The completion so far."""
         experts = self.routed_experts
         if experts is not None:
-            # A copy, because the request may continue. It is padded for the last token, which has no experts yet.
+            # Copy the experts, because the request may continue. Pad them for the last token, which has no experts yet.
             experts = experts.of_tokens(0)
             experts.extend(array("h"), len(self.prompt) + len(self.token_ids))
         return Completion(
@@ -244,7 +244,7 @@ class RequestEngine(RolloutEngine):
                 self._serving = False  # under the lock, so that the next request starts another thread
                 return None
             self._stepping = True
-            # While `_drain` waits for the running requests, no other may begin, or it might never end.
+            # While `_drain` waits for the running requests, begin no others. Otherwise, it might never end.
             added = [] if self._draining else self._added
             changes = Changes(added, self._dropped, self._recompute)
             self._added = self._added if self._draining else []
@@ -253,7 +253,7 @@ class RequestEngine(RolloutEngine):
 
     def _has_work(self) -> bool:
         handed_out = len(self._requests) - len(self._added)
-        # Dropped requests count too: `serve` computes them until it is told.
+        # Count dropped requests too: `serve` computes them until `next_step` has returned them.
         return bool(self._dropped or handed_out or (self._added and not self._draining))
 
     def record(
@@ -278,7 +278,7 @@ class RequestEngine(RolloutEngine):
                 None if they are not known.
         """
         with self._changed:
-            # It was aborted, or `close` failed it, after the step had begun. Its future has a result.
+            # The request was aborted or failed by `close` after the step had begun. Its future has a result.
             if request.ended:
                 return
             request.begun = True
@@ -361,7 +361,7 @@ class RequestEngine(RolloutEngine):
         seed: int,
         partial: Completion | None = None,
     ) -> Future[Completion]:
-        # Without the lock: checking may take long and needs nothing that the lock protects.
+        # Do not hold the lock here: the checks may take long, and need nothing that the lock protects.
         request = self._request(None, prompt, sampling_params, request_id, seed)
         if partial is not None:
             self._begin_with(request, partial)
@@ -446,18 +446,18 @@ class RequestEngine(RolloutEngine):
         return f"token ids from {least} to {most}, but {known}"
 
     def _submit(self, method: str, requests: list[Request]) -> None:
-        # Their results are set below, without the lock, because that runs callbacks in this thread.
+        # The results of these requests are set below without the lock, because this runs callbacks in this thread.
         done = [request for request in requests if request.finish_reason is not None]
         with self._changed:
             self._check_ready(method)
             for request in requests:
                 if request.id in self._requests:
                     raise ValueError(f"submit(): request_id {request.id!r} is in use; choose another one")
-            # Under the lock, so that two callers do not start a thread each.
+            # Hold the lock, so that two callers do not start one thread each.
             if not self._serving:
                 thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 thread.start()
-                # Only now: start() raises if the process can have no more threads, and then nothing serves.
+                # Set these only after start(), which raises if the process can have no more threads.
                 self._thread, self._serving = thread, True
                 self.close_at_exit()
             for request in requests:
@@ -512,9 +512,9 @@ class RequestEngine(RolloutEngine):
             raise ValueError(f"pause(): mode={mode!r}; expected 'keep', 'abort' or 'wait'")
         if mode == "wait":
             self._drain()
-        # Also after `_drain`, which returns when the last request ends, while its step may still run.
+        # Hold after `_drain` too: it returns when the last request has ended, while the step may still be running.
         self._hold("pause")
-        # After the hold has begun, so that no other request begins after these end.
+        # Abort after the hold has begun, so that no other request begins afterwards.
         if mode == "abort":
             self.abort()
 
@@ -523,10 +523,10 @@ class RequestEngine(RolloutEngine):
             self._draining = True
             try:
                 while len(self._requests) > len(self._added):
-                    # Checked after each wakeup: with another hold in force, the running requests would never end.
+                    # Check after each wakeup: with another hold in force, the running requests would never end.
                     self.check_ends()
                     self._changed.wait()
-                # Without releasing the lock, so that no request begins in between.
+                # Keep the lock until here, so that no request begins in between.
                 self._holds.add("pause")
             finally:
                 self._draining = False
@@ -534,7 +534,7 @@ class RequestEngine(RolloutEngine):
 
     def resume(self) -> None:
         with self._changed:
-            # No recomputation, because a pause does not change the weights.
+            # Recompute nothing, because a pause does not change the weights.
             self._holds.discard("pause")
             self._changed.notify_all()
 
@@ -569,7 +569,7 @@ class RequestEngine(RolloutEngine):
             RolloutError: a step has not ended for `STEP_SECONDS`.
         """
         self._hold("update")
-        # Only now, with the hold in force: no step may run with the weights of an abandoned update.
+        # Remove this only with the hold in force: no step may run with the weights of an abandoned update.
         with self._changed:
             self._holds.discard("abandoned")
             super().begin_update()
@@ -581,7 +581,7 @@ class RequestEngine(RolloutEngine):
     def abandon_update(self) -> None:
         with self._changed:
             self.lost_because = "an update was abandoned; update them again"
-            # Both under the lock: between them, requests would neither wait for the update nor be refused.
+            # Change both under one lock: in between, requests would neither wait for the update nor be refused.
             self._holds.add("abandoned")
             self._holds.discard("update")
             self.weight_version = None
@@ -591,7 +591,7 @@ class RequestEngine(RolloutEngine):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        # Not under the lock, which the thread needs to end. In a callback, close() runs in the thread itself.
+        # Do not hold the lock here: the thread needs it to end. In a callback, close() runs in the thread itself.
         if self._thread is not None and not self._in_thread():
             self._thread.join(CLOSE_SECONDS)
         # If the thread did not end in time, it may still finish a step: `record` ignores requests that have ended.
@@ -608,7 +608,7 @@ class RequestEngine(RolloutEngine):
 
     def _hold(self, reason: str) -> None:
         with self._changed:
-            # Does not wait for a thread that has not reached `next_step`: before that, `serve` does not use the model.
+            # Do not wait for a thread that has not reached `next_step`: before that, `serve` does not use the model.
             self._holds.add(reason)
             # In a callback of a future, which runs in the engine's thread, the hold begins with the next step.
             if not self._changed.wait_for(lambda: not self._stepping or self._in_thread(), STEP_SECONDS):
@@ -647,7 +647,7 @@ class RequestEngine(RolloutEngine):
     def _run(self) -> None:
         while True:
             try:
-                # Inside the `try`, so that its error fails the requests instead of leaving them without a thread.
+                # Call this inside the `try`: an error must fail the requests, not leave them without a thread.
                 self.prepare_thread()
                 self.serve()
                 return

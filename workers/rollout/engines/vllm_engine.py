@@ -138,7 +138,7 @@ class VLLMEngine(RequestEngine):
         plain = meta_model(config, trust_remote_code)
         self._shapes = shapes_of(plain.state_dict(keep_vars=True))
         self._log = LastLines()
-        # `_deaths` and `close` find vLLM's processes by name, so they could not tell those of two engines apart.
+        # `_deaths` and `close` find vLLM's processes by name, and could not distinguish those of two engines.
         if _vllm_processes():
             raise RolloutError("VLLMEngine: this process has another one; close it, or use a process for each")
         try:
@@ -157,7 +157,7 @@ class VLLMEngine(RequestEngine):
         except BaseException:
             self.close()
             raise
-        # Not only with the first request, as in other engines, because vLLM's processes are running already.
+        # Other engines do this with their first request, but vLLM's processes are already running.
         self.close_at_exit()
 
     def _start(self, vllm: Any, arguments: Mapping[str, Any]) -> None:
@@ -204,7 +204,7 @@ class VLLMEngine(RequestEngine):
             self._engine.reset_prefix_cache(reset_running_requests=True)
         while (changes := self.next_step()) is not None:
             with self._told("failed"):
-                # Before new requests are added, for which this makes room.
+                # Discard these before new requests are added, to make room for them.
                 ended = set(map(id, changes.ended))
                 self._discard([id_ for id_, request in self._given.items() if id(request) in ended])
                 if changes.recompute:
@@ -279,7 +279,7 @@ class VLLMEngine(RequestEngine):
 
     def cache_usage(self) -> float | None:
         """See `EngineLoad.cache_usage`. Blocks that are kept for prompts to come are not in use."""
-        # Read once: any thread may ask, also during a step, and `close` may set it to None meanwhile.
+        # Read the attribute once: any thread may call this, also during a step, and `close` may set it to None.
         engine = self._engine
         return None if engine is None else float(operator.attrgetter(_CACHE_USAGE)(engine))
 
@@ -294,7 +294,7 @@ class VLLMEngine(RequestEngine):
             RolloutError: no update has begun, the engine sleeps, or vLLM failed.
         """
         self._check_updating("load_weights")
-        # A copy, because a call that is refused halfway must leave `_parts` as it was.
+        # Use a copy, because a call that is refused halfway must not change `_parts`.
         left = dict.fromkeys(self._shapes if self._parts is None else self._parts)
         pairs = []
         for name, tensor in weights:
@@ -320,7 +320,7 @@ class VLLMEngine(RequestEngine):
     def begin_update(self) -> None:
         """See `RolloutEngine.begin_update`. Nothing happens to the weights before the first tensor comes."""
         super().begin_update()
-        # That of an update that was neither finished nor abandoned: vLLM has one reload at a time.
+        # End the reload of an update that was neither finished nor abandoned: vLLM allows one reload at a time.
         self._end_reload()
         self._raw = False
 
@@ -344,7 +344,7 @@ class VLLMEngine(RequestEngine):
 
     def abandon_update(self) -> None:
         super().abandon_update()
-        # After the hold "abandoned" has begun: this leaves mixed weights, with which no step may run.
+        # End the reload after the hold "abandoned" has begun: no step may run with the mixed weights that it leaves.
         self._end_reload()
 
     def _end_reload(self) -> None:
@@ -383,7 +383,7 @@ class VLLMEngine(RequestEngine):
                 f"VLLMEngine.read_weights(): {len(self._parts)} tensors of the update have not come, such as "
                 f"{self._parts[0]!r}; read the weights after the last of them"
             )
-        # Needed during an update: tensors can be read only after the reload is finished.
+        # End the reload of a running update: tensors can be read only after the reload is finished.
         self._end_reload()
         with self._told("could not read weights"), self.parked(READING, recompute=False):
             by_rank = self._engine.collective_rpc("held_read", args=(list(names), self._parallel))
@@ -426,7 +426,7 @@ class VLLMEngine(RequestEngine):
 
     def sleep(self) -> None:
         """Move the weights to host memory and free the key/value cache. On the CPU this only stops generation."""
-        # First: vLLM must not free memory that a step is using.
+        # Hold first: vLLM must not free memory that a step is using.
         self._hold("sleep")
         if self._sleeps:
             with self._told("could not free device memory"):
@@ -437,7 +437,7 @@ class VLLMEngine(RequestEngine):
         if self._sleeps:
             with self._told("could not take device memory back"):
                 self._engine.wake_up()
-        # Last, so that no step runs before the memory is back.
+        # Release the hold last, so that no step runs before the memory is back.
         self._release("sleep")
 
     @property

@@ -90,7 +90,7 @@ def import_vllm(eager: bool) -> Any:
     """
     import torch
 
-    # Before the import, during which vLLM reads some of them.
+    # Set these before the import, during which vLLM reads some of them.
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -171,7 +171,7 @@ class EngineFolder:
         self.path = _folder_of(os.getpid())
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY)
-        # Shared, because an engine that is being closed may hold it too. The kernel releases it in any case.
+        # Use a shared lock, because an engine that is being closed may hold it too. The kernel always releases it.
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # until this process ends
         _remove_abandoned(self.path.parent)
 

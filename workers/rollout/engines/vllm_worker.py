@@ -91,7 +91,7 @@ class LayerwiseReload:
             weights: names as in a checkpoint, and whole tensors.
             keep: whether vLLM may keep the tensors. If not, they are cloned.
         """
-        # Before vLLM repacks the tensors: the signs of zeros cannot be read back afterwards.
+        # Keep the signs before vLLM repacks the tensors: the signs of zeros cannot be read back afterwards.
         for name, tensor in weights:
             for part in self._parts.get(name, ()):
                 rows = tensor[within(part.box, whole(tensor.shape))]
@@ -202,7 +202,7 @@ class LayerwiseReload:
                 rank, _, own = name.partition(":")
                 if int(rank) != self._rank:
                     continue
-                # The tensor replaces the whole parameter, so the signs of all its fused parts are dropped.
+                # The tensor replaces the whole parameter, so drop the signs of all its fused parts.
                 for key in [key for key in self._negative_zeros if key[0] == own]:
                     del self._negative_zeros[key]
                 self._keep_signs(own, 0, tensor, tensor.dtype)
