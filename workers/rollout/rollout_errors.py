@@ -28,7 +28,7 @@ class PromptError(RolloutError, ValueError):
 
 
 class SamplingParamsError(RolloutError, ValueError):
-    """With these SamplingParams, the log-probabilities that an engine gets would not be those of a `Completion`."""
+    """With these SamplingParams, an engine cannot get the log-probabilities that a `Completion` needs."""
 
 
 class WeightsError(RolloutError, ValueError):

@@ -254,7 +254,7 @@ class RolloutManager:
             if self.refresh is None:
                 raise
             logger.warning("%s. Calling refresh() and trying again", error)
-        # Outside the handler, so that its errors are not chained to the version error.
+        # Call refresh() outside the handler, so that its errors are not chained to the version error.
         self.refresh()
         return self._finish(self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt))
 
@@ -279,7 +279,7 @@ class RolloutManager:
             group, which waits for it. ``.refs`` has one Ray reference to the data, for ``ray.get``. It also is a
             `concurrent.futures.Future`.
         """
-        # In this thread, so that calls reach the workers in the order in which they were made here.
+        # Send in this thread, so that the workers get the calls in the order in which they are made.
         sent = self._send(prompts, rollout_id, extras, sampling_params, samples_per_prompt)
         outcome: ComputedFuture[TensorDict] = ComputedFuture("generate", _put)
         # A daemon, so that a driver can exit while workers still generate.
@@ -305,7 +305,7 @@ class RolloutManager:
     def reward_metrics(self) -> dict[str, float]:
         """Return what happened to the rewards since the last call, see `RewardRunner.metrics`, and to the sessions of
         an `AgentEngine`, see `session_metrics`."""
-        # One by one, because other threads append meanwhile, and clear() would drop entries that were not read.
+        # Remove entries one by one: other threads append to the deque, and clear() would drop unread entries.
         ended = [self.sessions.popleft() for _ in range(len(self.sessions))]
         return ({} if self.rewards is None else self.rewards.metrics()) | session_metrics(ended)
 

@@ -114,7 +114,7 @@ class RolloutWorker(WeightReceiver):
             RolloutError: the engine did not return one valid completion per prompt. The engine's own errors pass
                 through.
         """
-        # Read once, so that the version that was checked is the one that is returned.
+        # Read the version once, so that the one that is checked is also the one that is returned.
         version = self.weight_version
         if version is None or expected_version not in (None, version):
             return [Generated(None, version, self.rank)] * len(prompts)
@@ -155,11 +155,11 @@ class RolloutWorker(WeightReceiver):
             self._take_held(orders)
         for group in orders.submit:
             self._tell_bias(group.sampling_params)
-        # Before the wait, during which the copies make progress.
+        # Send before the exchange, which waits: meanwhile, the copies make progress.
         for request in orders.send_weights:
             self.peer.send(request)
         report = self._exchange(orders, self.rank, self.engine, self.weight_version)
-        # After the wait, during which the weights may have arrived.
+        # Ask after the exchange: meanwhile, the weights may have arrived.
         needed = self.peer.want(orders.version if orders.copies else None)
         return replace(
             report,
@@ -212,7 +212,7 @@ class RolloutWorker(WeightReceiver):
                 tag=lambda completion: with_fingerprints(completion, self.fingerprints, self.weight_version),
             )
             gateway.start()
-            # Before the engine is closed: otherwise, the gateway's sessions would get the engine's errors.
+            # Stop the gateway before the engine is closed. Otherwise, its sessions would get the engine's errors.
             self._cleanups.insert(0, gateway.stop)
             self._gateway = gateway
         return self._gateway.endpoint
@@ -245,7 +245,7 @@ class RolloutWorker(WeightReceiver):
     def _take_held(self, orders: Orders) -> None:
         """Take the version of weights that the engine has kept when this worker's process was replaced."""
         if self.engine.weights_id == orders.held_weights:
-            # Setting the version has the engine ask its server which weights it has, so compare again.
+            # Setting the version makes the engine ask its server which weights it has, so compare again below.
             # No copy of these weights begins in between, because only this thread begins copies.
             self.weight_version = orders.version
             if self.engine.weights_id != orders.held_weights:  # somebody else has updated them meanwhile
@@ -263,7 +263,7 @@ class RolloutWorker(WeightReceiver):
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free device memory for a trainer on the same device."""
-        # Under one lock, so that no thread copies the weights to another worker in between.
+        # Hold the lock for both steps, so that no thread copies the weights to another worker in between.
         with self.weights_lock:
             self.engine.sleep()
             if not self.engine.keeps_weights:

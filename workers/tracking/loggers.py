@@ -86,7 +86,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
-        # Otherwise, `log` makes it, because only that knows the step from which old events are purged.
+        # If there are old events, `log` creates the writer: only `log` knows the step from which they are purged.
         if not any(about.folder.glob("events.out.tfevents.*")):
             self._writer = SummaryWriter(str(about.folder))
 
@@ -121,7 +121,7 @@ class WandbLogger(Logger):
 
     def __init__(self, about: RunAbout) -> None:
         super().__init__(about)
-        # The id is the folder's, so that a resumed run continues in the same run of the service.
+        # Use the folder's id, so that a resumed run continues the same run of the service.
         self._run = self.library.init(project=about.project, resume="allow", **self._arguments(about))
 
     def _arguments(self, about: RunAbout) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class MlflowLogger(Logger):
         number = (
             self._client.create_experiment(about.project, artifacts) if experiment is None else experiment.experiment_id
         )
-        # MLflow gives runs ids of its own, so the folder's is a tag.
+        # MLflow assigns its own run ids, so store the folder's id as a tag.
         found = self._client.search_runs([number], f"tags.run_folder = '{about.id}'", max_results=1)
         if found:
             self._run = found[0].info.run_id

@@ -45,8 +45,8 @@ _OTHER_MEANS = {
     "sequence": ("ppo_kl", "clip_fraction", "critic/value", "critic/value_clip_fraction"),
     "constant": ("kl", "entropy"),
 }
-"""By ``loss_aggregation``, metrics that are other means in verl: it takes the first four over all tokens, and the last
-two as it takes the loss."""
+"""By ``loss_aggregation``: metrics that are not the same means in verl, which averages the first four over all tokens,
+and the last two like the loss."""
 
 _SLIME = {
     "loss": "train/loss",
@@ -154,7 +154,7 @@ def renamed(
         for own in [name for name in metrics if name.startswith(("completion_length/", "prompt_length/"))]:
             made.pop(own, None)
         made |= _verl_of_batch(numbers, config)
-    if config.get("advantage_estimator") in NEEDS_GROUPS and "advantage/mean" in metrics:  # verl's returns of these
+    if config.get("advantage_estimator") in NEEDS_GROUPS and "advantage/mean" in metrics:  # as verl's returns
         made |= {f"critic/returns/{what}": metrics[f"advantage/{what}"] for what in ("mean", "max", "min")}
     if "kl" in metrics and "kl_loss_coef" in config:
         made["actor/kl_coef"] = float(config["kl_loss_coef"])
@@ -190,7 +190,7 @@ def _verl_of_batch(numbers: BatchNumbers, config: Mapping[str, Any]) -> dict[str
         made |= _spread("response_length_non_aborted", [lengths[row] for row in kept])
         if most:
             made["response_length_non_aborted/clip_ratio"] = lengths.count(most) / len(kept)
-    # With an overlong penalty, verl's scores have it too.
+    # verl's scores include an overlong penalty.
     if kept and numbers.rewards is not None and not config.get("overlong_buffer_len"):
         scores = [numbers.rewards[row] for row in kept]
         made |= _spread("critic/score", scores)

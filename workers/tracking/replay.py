@@ -45,7 +45,7 @@ TOLERANCE = 1e-3
 
 _OF_THE_MACHINE = (
     *("seconds", "snapshot", "tokens_per_second", "computed_ratio", "cost_spread"),
-    *("moe/load_min", "moe/load_max", "replay/overlap"),  # they count a common prefix once for each micro-batch
+    *("moe/load_min", "moe/load_max", "replay/overlap"),  # these count a common prefix once per micro-batch
 )
 """Beginnings of the metrics that say how a step was computed, and not what."""
 
@@ -218,8 +218,8 @@ def _complete(folder: Path, step: int) -> bool:
 
 
 def _rows(folder: Path, step: int, with_ref: bool) -> tuple[TensorDict, int | None]:
-    """Return the rows of a step as they were trained, padding included, and the weight version of then. With
-    ``with_ref``, the ranks compute the reference's log-probabilities anew."""
+    """Return the rows of a step as they were trained, including padding, and the weight version at that time. With
+    ``with_ref``, the ranks compute the reference's log-probabilities again."""
     import torch
     from tensordict import TensorDict
 
@@ -256,7 +256,7 @@ def _rows(folder: Path, step: int, with_ref: bool) -> tuple[TensorDict, int | No
         else:
             continue
         rows[name] = value.to(getattr(torch, dtype))
-    for name in ("values",) if with_ref else ("values", "ref_log_probs"):  # of a critic, or of a teacher's future
+    for name in ("values",) if with_ref else ("values", "ref_log_probs"):  # from a critic, or a teacher's future
         if f"token/{name}" in arrays:
             rows[name] = padded(arrays[f"token/{name}"])
     rows[RECORD_ROWS] = torch.from_numpy(arrays["numbers"])

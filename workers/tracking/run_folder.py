@@ -62,7 +62,7 @@ class _Lines:
         most: size in bytes at which the older half is dropped; None for no limit.
     """
 
-    # On the class, because `__del__` reads it even if the file could not be opened.
+    # A class attribute, because `__del__` reads it even if the file could not be opened.
     _file = -1
 
     def __init__(self, path: Path, most: int | None = None) -> None:
@@ -101,7 +101,7 @@ class _Lines:
     def replace(self, data: bytes) -> None:
         """Replace the whole content."""
         _write(self._path, data)
-        # The open descriptor still refers to the old file, which was replaced.
+        # Open the file again, because the open descriptor still refers to the file that was replaced.
         self.close()
         self._open()
         self.size = len(data)
@@ -147,7 +147,7 @@ class StepLines(_Lines):
     def add_step(self, step: int, entry: Mapping[str, Any]) -> None:
         """Append the line of a step."""
         begin = self.size
-        # Twice: `_step_of` expects it at the beginning of the line, and an entry must not override it.
+        # Write the step twice: `_step_of` expects it at the beginning of the line, and an entry must not override it.
         self.add([{"step": step, "time": time.time(), **entry, **{"step": step}}])
         self.offsets[step] = begin
 
@@ -255,7 +255,7 @@ class RunFolder(Closing):
 
     def _open(self, about: Mapping[str, Any], resume: bool) -> None:
         try:
-            # Not `lockf`, whose locks belong to the process: another log of this process would get the lock too.
+            # Do not use `lockf`: its locks belong to the process, so another log of this process would get the lock.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunFolderInUse(

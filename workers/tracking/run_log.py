@@ -45,9 +45,9 @@ class RunLog(Closing):
     context manager.
 
     Opening the folder of a killed run continues the run: the first step that is logged replaces the entries of that
-    step and of all later steps. If ``args`` load no checkpoint, a new run begins, which replaces the old one; so set
-    ``load`` in them after `RayTrainGroup.attach` too. A step that is logged again also replaces itself and all later
-    steps.
+    step and of all later steps. If ``args`` load no checkpoint, a new run begins, which replaces the old one. Set
+    ``load`` after `RayTrainGroup.attach` too, to continue the run. A step that is logged again also replaces itself and
+    all later steps.
 
     Args:
         folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
@@ -148,7 +148,7 @@ class RunLog(Closing):
         self._stop = threading.Event()
         _open_logs.add(self)
         if self._folder is not None:
-            # With a weak reference: otherwise, the thread would keep an unclosed log alive, and its folder locked.
+            # Pass a weak reference. Otherwise, the thread would keep an unclosed log alive, and its folder locked.
             threading.Thread(target=_run, args=(weakref.ref(self), self._stop), name="run-log", daemon=True).start()
 
     @classmethod
@@ -190,7 +190,7 @@ class RunLog(Closing):
                     workers = one.ready_workers("watch")
                     ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
                     ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
-                    with self._lock:  # at once: the thread compares the actor's checkpoint with the last one
+                    with self._lock:  # set these together: the thread compares the actor's checkpoint with the last one
                         self._actor, self._version, self._checkpoint = one, one.weight_version, one.last_checkpoint
                 self._watch_group(one.worker_group)
             elif hasattr(one, "row_notes"):
@@ -264,14 +264,14 @@ class RunLog(Closing):
         self.steps[step] = noted
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
-        # Without the lock, because `_samples` calls the ranks, as does `_of_actor`.
+        # Do not hold the lock here: `_samples` and `_of_actor` call the ranks.
         with self._saving(None if batch is None else "samples"):
             samples = self._samples(step, batch, self._marked.pop(step, self._weight_version))
         events = self._of_actor()
         with self._lock, self._saving("folder"):
             if self._folder is not None:
                 self._write(self._folder, step, noted, samples, events)
-        # Alarms are raised without the lock, because a logging handler may take long.
+        # Raise alarms without the lock, because a logging handler may take long.
         with self._lock:
             alarms = self._alarms.step(noted, time.monotonic())
         for alarm in alarms:
@@ -324,7 +324,7 @@ class RunLog(Closing):
         )
 
     def _watch_group(self, group: Any) -> None:
-        # A role's group is a new object each time, and a death in it is one of all roles.
+        # Watch the whole group: a role's group is a new object on each access, and a death affects all roles.
         group = getattr(group, "_whole", group)
         with self._lock:
             if any(known is group for known, _, _ in self._groups):
@@ -382,7 +382,7 @@ class RunLog(Closing):
         return arrays, about
 
     def _of_actor(self) -> list[dict[str, Any]]:
-        """Return the actor's update since the last call, as an event. Not under the lock: it calls a rank."""
+        """Return the actor's update since the last call, as an event. Call it without the lock: it calls a rank."""
         actor, events = self._actor, []
         if self._folder is None or actor is None:
             return []
@@ -426,7 +426,7 @@ class RunLog(Closing):
             self._look(step)
 
     def _look(self, step: int | None = None) -> None:
-        """Write what has happened to the groups, and the actor's checkpoint. Under the lock."""
+        """Write what has happened to the groups, and the actor's checkpoint. The caller holds the lock."""
         folder = self._folder
         if folder is None:
             return
@@ -492,13 +492,13 @@ class RunLog(Closing):
     def _end(self, reason: str) -> None:
         # If a logger cannot be opened, the constructor calls this before there is a thread.
         if hasattr(self, "_stop"):
-            # The thread may be in `_tick`; when that gets the lock, it finds no folder.
+            # The thread may be in `_tick`, which finds no folder when it gets the lock.
             self._stop.set()
-        # Without the lock, which the watcher's thread needs to report a death: close() waits for that thread.
+        # Do not hold the lock here: close() waits for the watcher's thread, which needs the lock to report a death.
         for watcher in self._watchers:
             watcher.close()
         self._watchers = []
-        # Without the lock too, because a logger may wait for its server when it is closed.
+        # Close loggers without the lock too, because a logger may wait for its server.
         loggers, self._loggers = self._loggers, {}
         for name, one in loggers.items():
             self._tell(name, one.close)

@@ -83,7 +83,7 @@ class RowNotes:
 
     def _keep(self, batch: Any, notes: list[RowNote]) -> None:
         kept, key = self._kept, id(batch)
-        # Python reuses an id only after the batch is gone, and by then the callback has removed its notes.
+        # Python reuses an id only after the batch is deleted, when the callback has already removed its notes.
         kept[key] = weakref.ref(batch, lambda _: kept.pop(key, None)), notes
 
 
@@ -266,7 +266,7 @@ def _first(mask: np.ndarray) -> int:
 
 
 def _turns(mask: np.ndarray) -> list[dict[str, Any]]:
-    """Return the runs of a row's tokens: those that the policy sampled and is trained on, and all others."""
+    """Return the runs of a row's tokens: "sampled" ones, on which the policy is trained, and all others as "given"."""
     turns, begin = [], 0
     for sampled, run in groupby((mask != 0).tolist()):
         end = begin + sum(1 for _ in run)

@@ -41,9 +41,9 @@ class CallLines:
         candidates = self._running
         # By role: `WorkerGroup.stats` has copies of the calls of roles, which would be new each time.
         for role, stats in self._group._stats_by_role().items():
-            # A copy, because other threads of the driver may append calls meanwhile.
+            # Use a copy, because other threads of the driver may append calls.
             calls = list(stats.calls)
-            # By identity, because the group drops its oldest calls, so their positions change.
+            # Compare identities: the group drops its oldest calls, so positions change.
             known = next((number for number, call in enumerate(calls, 1) if call is self._last.get(role)), 0)
             candidates += [(number, role, call) for number, call in enumerate(calls[known:], self.count)]
             self.count += len(calls) - known
@@ -73,7 +73,7 @@ def call_lines(group: str, number: int, call: CallRecord) -> Iterator[dict[str, 
     yield whole | ({"failed": call.failed} if call.failed else {})
     if call.settled - call.begun < LONG_SECONDS:
         return
-    # After a failed call, other threads may still fill in records, but add none: all were made when it was sent.
+    # After a failed call, other threads may still fill in records, but add none: sending has created all of them.
     ranks = [(rank, part, part.clock) for rank, part in call.ranks.items() if part.clock is not None]
     longest = nlargest(MOST_RANKS, ranks, key=lambda one: one[2].ended - one[2].began)
     for rank, part, (received, began, ended, _) in sorted(longest, key=lambda one: one[0]):

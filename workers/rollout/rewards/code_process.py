@@ -112,7 +112,7 @@ def run_python(
         for name, content in (("in", stdin), ("out", ""), ("err", "")):  # a program that has no time may open none
             Path(folder, name).write_text(content, errors="replace")
         command = [sys.executable, "-I", "-S", __file__, folder, json.dumps(asdict(limits))]
-        # In its own session: Ctrl-C in a terminal does not reach it, and killpg below kills its children too.
+        # Start a new session: Ctrl-C in a terminal does not reach it, and killpg below also kills its children.
         launcher = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -153,7 +153,8 @@ def _launch(folder: str, limits: CodeLimits) -> None:
     if not pid:
         os.close(inside)
         if hasattr(libc, "prctl"):
-            # After the fork, which clears it. The supervisor dies with the launcher, a namespace with the supervisor.
+            # Set this after the fork, which clears it. The supervisor dies with the launcher, and the namespace with
+            # the supervisor.
             libc.prctl(_PDEATHSIG, signal.SIGKILL)
             libc.prctl(_SUBREAPER, 1)
         # Otherwise /proc would show all processes, with their environment and, to root, their memory.
@@ -173,7 +174,7 @@ def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hid
     end = time.monotonic() + limits.seconds
     program = os.fork()
     if not program:
-        # The launcher reads until all writers have closed the pipe, so no process of the program may have it open.
+        # The launcher reads until all writers have closed the pipe, so the program must not inherit it.
         os.close(report)
         _become(folder, limits)
     status: int | None = None
@@ -211,7 +212,7 @@ def _become(folder: str, limits: CodeLimits) -> None:
         ("err", 2, os.O_WRONLY),
     ):
         os.dup2(os.open(Path(folder, name), flags), number)
-    # The program may have no other file of the launcher open.
+    # The program must not inherit any other file of the launcher.
     os.closerange(3, 256)
     os.chdir(Path(folder, "work"))
     for what, most in (

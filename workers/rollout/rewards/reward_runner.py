@@ -155,7 +155,7 @@ class RewardRunner(Closing):
         """
         self.check()
         future = self._schedule(self._calls(samples, extras, first_row))
-        # After `_schedule`, which may raise: only the future's callback ends the entry.
+        # Begin the entry after `_schedule`, which may raise: only the future's callback ends the entry.
         key = self._progress.begin(len(samples))
         future.add_done_callback(lambda _: self._progress.end(key))
         return future
@@ -229,7 +229,7 @@ class RewardRunner(Closing):
             first, self._closed = not self._closed, True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.is_alive():
-            if first:  # later, the loop may be closed although its thread has not ended yet
+            if first:  # in a later call, the loop may be closed although its thread has not ended yet
                 asyncio.run_coroutine_threadsafe(self._end(), loop)
             # A future's callback may call this in the loop's thread.
             if threading.current_thread() is not thread:
@@ -253,7 +253,7 @@ class RewardRunner(Closing):
             next call, because it is called once for each.
         """
         rewards: list[float] = []
-        # Held for the whole group, so that no call for another thread's group comes in between.
+        # Hold the lock for the whole group, so that calls for another thread's group do not interleave.
         with self._turn:
             for call in calls:
                 args, given = call.arguments()
@@ -279,9 +279,9 @@ class RewardRunner(Closing):
                 thread = threading.Thread(target=_serve, args=(loop,), name="rewards", daemon=True)
                 thread.start()
                 self._loop, self._thread = loop, thread  # only now: without a thread, it would run nothing
-                # The thread refers only to the loop, so an unused runner can be collected, which ends the loop.
+                # The thread refers only to the loop, so an unused runner can be garbage collected, which ends the loop.
                 weakref.finalize(self, _stop, loop)
-            # Under the lock: `close` sets `_closed` before it ends the loop, so nothing is scheduled after that.
+            # Hold the lock: `close` sets `_closed` before it ends the loop, so nothing is scheduled after that.
             return asyncio.run_coroutine_threadsafe(self._group(calls, begun), self._loop)
 
     async def _group(self, calls: Sequence[RewardCall], begun: Awaitable[Any] | None) -> list[float]:
@@ -319,7 +319,7 @@ class RewardRunner(Closing):
         if self.workers:
             from workers.rollout.rewards.reward_processes import RewardProcesses
 
-            # Only the event loop's thread comes here, so no lock is needed.
+            # Only the event loop's thread executes this, so no lock is needed.
             if self._processes is None:
                 self._processes = RewardProcesses(_pickled(self.function))
             async with self._processes.reserve(call) as process:
@@ -389,7 +389,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    with suppress(RuntimeError):  # `close` has closed it, perhaps just now
+    with suppress(RuntimeError):  # `close` may have closed the loop
         loop.call_soon_threadsafe(loop.stop)
 
 

@@ -253,7 +253,7 @@ class Exchange:
             [request_name(self._stream, attempt, sample) for sample in range(len(request.seeds))],
             list(partials),
         )
-        # Registered before anything can fail, so that the report tells the driver of a refused group too.
+        # Register the group before anything can fail, so that the report also includes a refused group.
         self._groups[attempt] = group
         if refused:
             return

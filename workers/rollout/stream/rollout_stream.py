@@ -122,7 +122,7 @@ class RolloutStream(Closing):
         """How many deaths and completed groups there were when `take` called ``refresh``, if nothing came of it yet."""
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
         self._thread.start()
-        # Last: if the thread cannot be started, the manager has no stream.
+        # Set this last: if the thread cannot be started, the manager has no stream.
         manager.stream = self
 
     @classmethod
@@ -185,7 +185,7 @@ class RolloutStream(Closing):
         while True:
             left = IDLE_SECONDS if deadline is None else max(0.0, min(IDLE_SECONDS, deadline - time.monotonic()))
             try:
-                # In short waits, because nothing wakes the buffer when the workers have lost their weights.
+                # Wait for short times, because nothing wakes the buffer when the workers have lost their weights.
                 taken = self.buffer.take(left)
                 break
             except TimeoutError:
@@ -257,15 +257,15 @@ class RolloutStream(Closing):
             with self._changed:
                 if not self._changed.wait_for(lambda: self._idle or self._ended, timeout):
                     raise self._late(timeout)
-            # Without the lock, which the router needs meanwhile: an update may take minutes.
+            # Do not hold the lock here: the router needs it, and an update may take minutes.
             yield
-            # Before the pause ends, because the router begins groups with the buffer's version.
+            # Set the version before the pause ends, because the router begins groups with the buffer's version.
             self.buffer.set_version(self._manager.weight_version or 0, same_weights=same_weights or self._resending)
             self._updated, self._refreshed = self.buffer.batches, None
         finally:
             with self._changed:
                 self._pauses -= 1
-                # These reports are from before the update; the next update waits for new ones.
+                # The last reports are from before the update; the next update waits for new ones.
                 self._idle = self._reported = False
                 self._stuck = None  # until the workers have reported again
                 self._changed.notify_all()
@@ -317,11 +317,11 @@ class RolloutStream(Closing):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        # Before the join, so that `take` in another thread raises at once.
+        # Fail the buffer before the join, so that `take` in another thread raises immediately.
         self.buffer.fail(RolloutError("the stream was closed"))
         if self._manager.stream is self:
             self._manager.stream = None
-        # Without the lock, which the thread needs to end.
+        # Do not hold the lock here: the thread needs it to end.
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logger.warning("the rollout stream has not ended within %.0f s; a call of its workers hangs", CLOSE_SECONDS)
@@ -337,7 +337,7 @@ class RolloutStream(Closing):
         finally:
             with self._changed:
                 longer = self._longer
-            # Before `_ended`, after which an update may begin: no worker may generate for this stream then.
+            # Leave before `_ended` is set: then an update may begin, and no worker may generate for this stream.
             self._router.leave(longer)
             with self._changed:
                 self._ended = True  # an update must not wait for a router that has ended
@@ -357,7 +357,7 @@ class RolloutStream(Closing):
                 # For the end of the update, or of the stream, which may have been closed since `_run` looked.
                 self._changed.wait_for(lambda: self._closed or not self._idle)
                 return
-        # Without the lock, because the user's prompt function may take long.
+        # Do not hold the lock here, because the user's prompt function may take long.
         if not waiting:
             self._router.begin_groups()
         if updating or self._router.due:
@@ -369,7 +369,7 @@ class RolloutStream(Closing):
                     self._changed.wait_for(lambda: not self._pauses, UPDATING_SECONDS)
         else:
             with self._changed:
-                # Checked under the lock, so that no notification between the check and the wait is lost.
+                # Check under the lock, so that no notification between the check and the wait is lost.
                 if not self._closed and not self._pauses:
                     self._changed.wait(IDLE_SECONDS)
 

@@ -145,7 +145,7 @@ class Router:
         self._prompts = prompts
         self._dynamic_sampling = dynamic_sampling
         self._limit = requests_per_worker
-        # Unique to this stream, because workers abort the groups of other ids.
+        # The id is unique to this stream, because workers abort the groups of other ids.
         self._id = uuid.uuid4().hex[:12]
         self._attempts = itertools.count()
         self._workers: list[_Worker] = []
@@ -185,17 +185,17 @@ class Router:
     def begin_groups(self) -> None:
         """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
         version = self._buffer.version
-        # A worker that was just started is not known before its first report.
+        # The version of a worker that was just started is unknown before its first report.
         current = [one for one in self._workers if one.report is not None and one.report.weight_version == version]
         while free := [worker for worker in current if self._has_room(worker)]:
-            # Only when a worker has room, because a group that has begun counts as generated with the current version.
+            # Begin a group only if a worker has room: a group that has begun counts as generated with this version.
             begun = self._buffer.begin()
             if begun is None:
                 return
-            # By requests, not by the engine's load, which dates from the last report.
+            # Compare requests instead of the engines' loads, which date from the last reports.
             worker = min(free, key=lambda one: one.requests)
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
-            # Complete samples go into the journal at once, so that no other worker generates them again.
+            # Add complete samples to the journal immediately, so that no other worker generates them again.
             done = ((k, one) for k, one in enumerate(request.partials) if one.finish_reason != "abort")
             worker.running[request.attempt] = _Running(request, dict(done))
 
@@ -282,7 +282,7 @@ class Router:
         Returns:
             The reports. None if a worker died: its groups were given back, and the other orders have to be repeated.
         """
-        # First, so that workers that it has added get orders at once.
+        # Grow first, so that new workers get orders immediately.
         self.recovery.grow()
         self._follow_group()
         expired = set(self._buffer.expired())
@@ -304,13 +304,13 @@ class Router:
             )
             for rank, worker in enumerate(self._workers)
         ]
-        # The time limit starts here, so nothing slow may come between this and the call.
+        # The time limit starts here, so do nothing slow between this line and the call.
         exchange = self._call(longer)
         began = time.monotonic()
         try:
             reports: list[Report] = exchange(orders)
         except (WorkerDiedError, CallTimeoutError, GroupBrokenError) as error:
-            # Only if all engines allow it: some depend on their rank, for example to find their server.
+            # Ranks may move only if all engines allow it: some depend on the rank, for example to find their server.
             known = [worker.report for worker in self._workers if worker.report is not None]
             self.recovery.recover(error, elastic=bool(known) and all(report.any_rank for report in known))
             self._follow_group(error)
@@ -323,7 +323,7 @@ class Router:
             return None  # the workers are alive, and orders may be repeated
         ended = time.monotonic()
         self._reported, self._overhead = (ended, version), max(0.0, ended - began - wait)
-        # Before the reports are handled: that adds the groups that the next exchange acknowledges to `finished`.
+        # Clear `finished` before the reports are handled, which adds the groups that the next exchange acknowledges.
         for worker in self._workers:
             worker.finished.clear()
             for one in worker.running.values():
@@ -343,7 +343,7 @@ class Router:
         if members == list(known):
             return
         self._workers = [known.pop(member) if member in known else _Worker(member) for member in members]
-        # Otherwise, ranks have moved, and a rank's new process may have another server than its old one.
+        # If their number has changed, ranks have moved, and a rank's new process may have another server.
         if len(before) == len(members):
             for old, new in zip(before, self._workers, strict=True):
                 new.held = old.held
@@ -412,7 +412,7 @@ class Router:
     def _handle(self, worker: _Worker, report: Report) -> None:
         worker.report = report
         self._note_progress(worker, report)
-        # A group is reported again if the call that acknowledged it was lost; by then, it is not in `running`.
+        # If the call that acknowledged a group was lost, the group is reported again, but is no longer in `running`.
         for finished in report.finished:
             running = worker.running.pop(finished.attempt, None)
             worker.finished.append(finished.attempt)
@@ -442,7 +442,7 @@ class Router:
         if self._manager.rewards is None:
             self._put(number, group)
             return
-        # In other threads, because this one has to keep the workers busy.
+        # Compute rewards in other threads, because this one has to keep the workers busy.
         samples = [Sample(number, k, group.prompt, one.token_ids, one.info) for k, one in enumerate(completions)]
         rollout_id, index = divmod(number, self._buffer.groups_per_batch)
         extras = {name: {number: values[index]} for name, values in self._rollout(rollout_id)[1].items()}
@@ -455,7 +455,7 @@ class Router:
             self._put(number, group._replace(rewards=done.result()))
         except CancelledError:
             self._buffer.fail(RolloutError("the rewards were cancelled"))
-        # A future only logs what its callback raises, so the error is passed to `take` instead.
+        # A future only logs exceptions of its callbacks, so pass the error to `take` instead.
         except BaseException as error:
             self._buffer.fail(error)
 
@@ -476,7 +476,7 @@ class Router:
 
     def leave(self, longer: float | None = 0.0) -> None:
         """Abort what is running; the workers keep nothing of this stream. For ``longer`` see `exchange`."""
-        # Otherwise, the workers have nothing of this stream, and may be busy with something else.
+        # If this is false, the workers have no groups of this stream, and may be busy with other calls.
         if self.due or self._copying:
             try:
                 self._call(longer)([Orders(uuid.uuid4().hex)] * self._manager.group.world_size)

@@ -519,10 +519,10 @@ class SampleBuffer:
         Args:
             state: the state.
             version: the version with which the weights of the checkpoint are sent. None: the saved version, or the one
-                after it if an update was due; send them as `version` then, or as a later one. Until the next `take`,
-                all versions are those weights, sent again, unless no update was due and the trainer had trained since
-                the last one. With any other number, ``restore`` has to add the difference to the versions of the
-                tokens.
+                after it if an update was due. The attribute ``version`` then has this number: send the weights with it
+                or with a later one. Versions that are set before the next `take` count as the same weights, sent again,
+                unless no update was due and the trainer had trained since the last update. With a number other than
+                None's, ``restore`` has to add the difference to the versions of the tokens.
             restore: makes a payload or partial completions of what ``materialize`` returned, such as `ray.put`.
 
         Raises:
@@ -550,7 +550,7 @@ class SampleBuffer:
             if due:
                 self._updates.add(self.version)
             self._sent = self.batches if due else state.get("sent", -1)  # older states lack it
-            # The trainer has not trained since. An update that was due may have failed before it got this version.
+            # True if the trainer has not trained since. An update that was due may have failed before.
             self._updates.rewound = self._sent >= self.batches
             self._error = None
             self._drop_stale()  # of a run with another max_staleness
