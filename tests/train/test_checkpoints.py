@@ -174,7 +174,7 @@ def test_driver_state_of_a_checkpoint_that_was_deleted_is_an_error(alone, tmp_pa
             reading.find()
             assert reading.driver_state() == state
     writing.wait_for_deletion()
-    with pytest.raises(CheckpointError, match=r"rollout_0000003' was deleted since it was loaded"):
+    with pytest.raises(CheckpointError, match=r"rollout_0000003' was deleted after it was loaded"):
         reading.driver_state()
     reading.find()
     assert reading.driver_state() is None

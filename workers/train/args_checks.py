@@ -432,11 +432,11 @@ def _complete_policy_loss(args: Any) -> None:
 
 
 def warn_of_defaults(values: Mapping[str, Any], args: Any) -> None:
-    """Warn if a policy loss gets the defaults of another one, because a configuration that `read_args` has completed
-    for that one was changed.
+    """Warn if a policy loss gets the defaults of another one. This happens if ``policy_loss_type`` is changed in a
+    configuration that `read_args` has already completed.
 
     Args:
-        values: all keys, as they were given.
+        values: the values of all keys that were passed.
         args: the configuration.
     """
     losses = {name: {"loss_aggregation": "token", **keys} for name, keys in POLICY_LOSS_KEYS.items()}
@@ -447,7 +447,7 @@ def warn_of_defaults(values: Mapping[str, Any], args: Any) -> None:
             said = ", ".join(f"{key}={value!r}" for key, value in kept.items())
             warnings.warn(
                 f"args: policy_loss_type={args.policy_loss_type!r} with {said}, the defaults of {name!r}. If "
-                f"read_args has set them for that loss, set them to None to get those of {args.policy_loss_type!r}",
+                f"read_args has set these keys, set them to None to get the defaults of {args.policy_loss_type!r}",
                 stacklevel=3,
             )
             return

@@ -11,7 +11,7 @@ ranks agree on errors after its end.
 Rank 0 deletes old checkpoints in another daemon thread, because that may take longer than the timeout of the collective
 in which the other ranks would wait for it. Each such thread first joins the one before. No thread with collectives
 ahead joins it: `wait_for_deletion` is called last. There is no lock: before the thread starts, the folders get names
-under which nothing is written. What an ended process leaves of them is deleted before the next checkpoint is written.
+under which nothing is written. If the process ends first, the rest is deleted before the next checkpoint is written.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class RolloutCheckpoints:
                 found = [str(error)]
             except (KeyError, TypeError) as error:
                 found = [f"its note of the position is damaged: {type(error).__name__}: {error}"]
-        # Rank 0 decides for all: another host may see an older state of the folder.
+        # Rank 0 decides for all ranks, because another host may see an older state of the folder.
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             if self._load is not None and not self._rank:
@@ -200,7 +200,7 @@ class RolloutCheckpoints:
         """Return the ``driver_state`` of the checkpoint that `find` has found; None if there is none.
 
         Raises:
-            CheckpointError: it cannot be read, or the checkpoint was deleted since.
+            CheckpointError: it cannot be read, or the checkpoint was deleted after it was loaded.
         """
         if self._found is None:
             return None
@@ -211,8 +211,8 @@ class RolloutCheckpoints:
             if folder.exists():
                 return None
             raise CheckpointError(
-                f"{str(folder)!r} was deleted since it was loaded, and its driver_state with it. Call "
-                "load_driver_state() before save_model(), or raise save_keep"
+                f"{str(folder)!r} was deleted after it was loaded, including its driver_state. Call "
+                "load_driver_state() before save_model(), or increase save_keep"
             ) from None
         except OSError as error:
             raise CheckpointError(f"the state of the driver cannot be read: {error}") from error
@@ -259,13 +259,13 @@ class RolloutCheckpoints:
         with all_or_none(CheckpointError, UNWRITTEN):
             if not self._rank:
                 self._save.mkdir(parents=True, exist_ok=True)
-                if self._keep is not None:  # not after it: on a full disk, the new checkpoint needs their space
+                if self._keep is not None:  # before saving, because the new checkpoint may need their disk space
                     with _logged_errors(self._save, "could not be searched for old checkpoints"):
                         self._begin_deletion(self._save, _interrupted(self._save, folder))
-                # Before the folder, so that an interrupted save can be told from a folder of the user's.
+                # Write the mark before the folder, to distinguish an interrupted save from a folder of the user.
                 _unfinished(folder).touch()
                 folder.mkdir(exist_ok=True)
-                # The folder may have an old checkpoint of this step, or the rest of one, perhaps of more ranks.
+                # The folder may contain an old checkpoint of this step, or parts of one, possibly of more ranks.
                 for old in (folder / POSITION, folder / DRIVER_STATE, *folder.glob("*.distcp")):
                     old.unlink(missing_ok=True)
                 if driver_state is not None:
@@ -321,12 +321,12 @@ class RolloutCheckpoints:
         if self._rank or self._save is None:
             return
         for file in at.folder.iterdir():
-            if file.suffix != ".distcp":  # which torch has written to the disk, on each rank
+            if file.suffix != ".distcp":  # torch has synchronized these files, on each rank
                 _sync(file)
         # Each step leaves a complete checkpoint that `LATEST` names: the old one is removed last.
         before = noted(self._save)
         note = {name: value for name, value in asdict(at).items() if value is not None} | {"folder": at.folder.name}
-        # In this order: the folder that `LATEST` names must already have a note of its own.
+        # Keep this order: the folder that `LATEST` names must already contain a note.
         for file in (at.folder / POSITION, self._save / LATEST):
             fresh = file.with_name(f"{file.name}.new")
             fresh.write_text(json.dumps(note) + "\n")
@@ -343,7 +343,7 @@ class RolloutCheckpoints:
             self._begin_deletion(self._save, old)
 
     def _begin_deletion(self, save: Path, folders: Iterable[Path]) -> None:
-        """Delete these folders in a thread, and what an ended process has left of others."""
+        """Delete these folders in a thread, and folders whose deletion was interrupted by the end of a process."""
         for folder in folders:
             with _logged_errors(folder, "could not be deleted"):
                 # First, and at once: from here on it is no checkpoint, however much of it is deleted.
@@ -356,7 +356,7 @@ class RolloutCheckpoints:
         self._deleting.start()
 
     def _to_delete(self, save: Path, others: set[Path], keep: int) -> list[Path]:
-        """Return the complete checkpoints that are not kept, besides ``others``, of which one is the latest."""
+        """Return the complete checkpoints to delete. ``others``, which include the latest one, are left out."""
         complete: list[tuple[float, Path, int]] = []
         for folder in save.iterdir():
             name = _FOLDER.fullmatch(folder.name)
@@ -369,7 +369,7 @@ class RolloutCheckpoints:
 
 
 def _sync(file: Path) -> None:
-    """Have a file written to the disk, so that a host that loses its power has it."""
+    """Flush a file to the disk, so that it survives a power failure of the host."""
     opened = os.open(file, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -378,14 +378,14 @@ def _sync(file: Path) -> None:
 
 
 def _interrupted(save: Path, new: Path) -> list[Path]:
-    """Return what interrupted saves have left, besides the folder that is written next."""
+    """Return the folders that interrupted saves have left, except the folder that is written next."""
     marked = (save / mark.stem for mark in save.glob("*.unfinished") if _FOLDER.fullmatch(mark.stem))
     return [folder for folder in marked if folder != new and folder.is_dir() and not (folder / POSITION).exists()]
 
 
 @contextlib.contextmanager
 def _logged_errors(path: Path, what: str) -> Iterator[None]:
-    """Inside, errors are only logged: they leave old checkpoints, whose deletion the next checkpoint begins again."""
+    """Only log errors. They leave old checkpoints behind, which the next checkpoint tries to delete again."""
     try:
         yield
     except OSError as error:

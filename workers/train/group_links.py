@@ -226,7 +226,7 @@ class SharedRollout(Generic[G]):
         """Call a method on the rollout, unless it was called. Returns a future; of data by dp rank, references by dp
         rank."""
         future = self._futures.get(method)
-        # A failed one is called again, because the ranks may have been replaced since.
+        # Repeat a failed call, because the ranks may have been replaced since.
         if future is None or (future.done() and future.failed is not None):
             future = self._futures[method] = getattr(group.worker_group, method).remote(self.data)
         return list(future.refs) if isinstance(self.data, list) else future

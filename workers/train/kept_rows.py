@@ -23,7 +23,7 @@ class KeptRows:
 
     Args:
         data: the rank's rows.
-        of_others: whether their ``old_log_probs`` are not those of the weights before the first step.
+        of_others: whether their ``old_log_probs`` are of other weights than those before the first step.
 
     Attributes:
         of_others: see above.

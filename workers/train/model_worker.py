@@ -119,7 +119,7 @@ class ModelWorker(TrainWorker):
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
         if role not in ROLES:
             raise ValueError(f"init(role={role!r}): expected one of {', '.join(map(repr, ROLES))}")
-        # No snapshot of the earlier model may be restored into the new one.
+        # Close the snapshots: none of the earlier model may be restored into the new one.
         if self._peers is not None:
             self._peers.close()
             self._peers = None
@@ -139,7 +139,7 @@ class ModelWorker(TrainWorker):
             self._drop_model()  # whatever weights it has so far, nobody may train them
             raise
         finally:
-            # After a failure too, because the next `init` must end the groups that were created.
+            # Set this after a failure too, because the next `init` must end the groups that were created.
             self._groups = [group for group in process_groups() if group not in before]
 
     _groups: Sequence[Any] = ()
@@ -147,13 +147,13 @@ class ModelWorker(TrainWorker):
 
     def _forget(self) -> None:
         """Free the model of an earlier `init`, its memory, and the process groups that were created for it."""
-        # First: a checkpoint that is being written in the background uses the model and its process groups.
+        # Wait for the checkpoint first: a background save uses the model and its process groups.
         if "checkpoints" in vars(self):
             try:
                 self.checkpoints.wait()
             except CheckpointError as error:
                 logger.error("rank %d: init() drops the previous model, whose last save failed: %s", self.rank, error)
-        # torch_memory_saver must not be paused while memory is freed, as below.
+        # torch_memory_saver must not be paused while memory is freed below.
         if "memory" in vars(self) and self.memory.paused:
             self.memory.wake_up()
         self._drop_model()
@@ -175,9 +175,9 @@ class ModelWorker(TrainWorker):
         if self.args.debug_rollout_only:
             return 0
         self._build(self.make_model)
-        # Before the checkpoint is loaded, because the reference has the weights that training began with.
+        # Copy the reference before the checkpoint is loaded: it has the weights with which training began.
         if with_ref:
-            # One model holds both in turn, because there is device memory for only one.
+            # Load both into one model in turn, because there is device memory for only one.
             if self.args.ref_load is not None:
                 self.backup.copy("actor")
                 self.model.load_hf(self.args.ref_load)
@@ -190,7 +190,7 @@ class ModelWorker(TrainWorker):
         if position is not None:
             try:
                 self.model.load(position.folder, optimizer=not self.args.no_load_optim)
-            except (OSError, CheckpointException) as error:  # both on all ranks; torch's is no Exception subclass
+            except (OSError, CheckpointException) as error:  # on all ranks; the latter is not an Exception
                 raise CheckpointError(
                     f"{str(position.folder)!r} cannot be read. It may be damaged, or of another model; to load another "
                     f"checkpoint, set ckpt_step: {error}"
@@ -323,7 +323,7 @@ class ModelWorker(TrainWorker):
             self._keep_version(version)  # as `update_weights` did with these very weights
         self.weight_version = self._lost_until = version
         self._failed = set()
-        # Last: from here on, snapshots of this generation are sent and accepted.
+        # Join last: from here on, snapshots of this generation are sent and accepted.
         self._peers.join(self.rank, self.generation, self.node_rank, (self.shard, self.shards), self._dp_rank)
         self.clear_memory()
         return recovery.rollout_id + 1
@@ -435,7 +435,7 @@ class ModelWorker(TrainWorker):
         self._refuse_asleep("save_model")
         before = process_groups()
         of_driver = None
-        # Rank 0 alone fetches it, but all must learn if that fails: saving has collectives.
+        # Only rank 0 fetches it, but all ranks must know if that fails, because saving has collectives.
         with all_or_none(CheckpointError, UNWRITTEN):
             if driver_state and not self.rank:
                 of_driver = fetch(driver_state[0])

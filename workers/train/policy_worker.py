@@ -140,7 +140,7 @@ class PolicyTrainWorker(ModelWorker):
         self.seed(mixed_seed(self.args.seed, rollout_id, self._dp_rank))
         with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
-            # All ranks have the same entries here, so either all of them raise or none does.
+            # All ranks have the same entries here, so either all ranks raise or none does.
             check_entries({*data, *({"ref_log_probs"} if "ref" in self.backup.names else ())}, self.args, self.role)
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
@@ -183,7 +183,7 @@ class PolicyTrainWorker(ModelWorker):
     def _train_actor(self, data: Data) -> dict[str, float]:
         args = self.args
         # Also of a rollout that only the critic is trained on: a replay needs its values.
-        # Old log-probabilities are of before the first step, unless they are of the weights that generated the tokens.
+        # With these options, old log-probabilities are of the weights that generated the tokens.
         of_others = bool(args.use_rollout_logprobs or args.keep_old_actor)
         self._kept = KeptRows(data, of_others=of_others) if RECORD_ROWS in data else None
         metrics = {**self._about(data), **self._penalize_length(data), **self._filter_overlong(data)}
@@ -205,11 +205,11 @@ class PolicyTrainWorker(ModelWorker):
         metrics |= self._correct(data)
         if "advantages" not in data:
             data["advantages"] = self._advantages(data)
-            # After the advantages, whose KL penalty uses this rollout's coefficient.
+            # Adapt it after the advantages, whose KL penalty uses this rollout's coefficient.
             metrics |= self._adapt_kl_coef(data)
         if data["advantages"].dim() == 1:
             data["advantages"] = data["advantages"][:, None] * (data["loss_mask"] != 0)
-        # After the advantages, in which completions that are left out of training still count.
+        # Set this after the advantages, in which completions that are left out of training still count.
         data["loss_mask"] = self._trained(data)
         metrics |= self._of_tokens("advantage", data["advantages"], data)
         loss = policy_loss(
@@ -254,7 +254,7 @@ class PolicyTrainWorker(ModelWorker):
                 part = rows_of(data, rows)
                 of_rollouts = None if totals is None else totals[rows]
                 weights, count = token_weights(part["loss_mask"], args.loss_aggregation, length, of_rollouts)
-                # Over all dp ranks, so that all skip the same steps: otherwise, the others would wait in a collective.
+                # Sum over all dp ranks, so that all skip the same steps. Otherwise, ranks would wait in a collective.
                 total = sum(self._over_dp(float(count)))
                 if not total:
                     continue  # no token of any rank counts
@@ -490,9 +490,9 @@ class PolicyTrainWorker(ModelWorker):
         since a resume, a recovery or a failed update, they are the rollout's."""
         kept = {version for of in self._versions.values() for version in of}
         given, latest = token_versions(data), torch.full(data["input_ids"].shape, self.weight_version)
-        # Completions that a script has put together may not say of which version they are.
+        # Completions that a script has assembled may lack their versions; use the latest version for them.
         versions = latest if given is None else torch.where((given < 0) & (data["loss_mask"] != 0), latest, given)
-        # Over all dp ranks, because each forward pass below has collectives that all of them must enter.
+        # Collect over all dp ranks, because each forward pass below has collectives that all ranks must enter.
         wanted = set().union(*self._over_dp(set(versions[data["loss_mask"] != 0].tolist())))
         missing = sorted(wanted - kept)
         too_old = [version for version in missing if version > self._lost_until and version not in self._failed]
@@ -565,7 +565,7 @@ class PolicyTrainWorker(ModelWorker):
         if path is None:
             return _tensors(given)
         by_gae = self.args.advantage_estimator == "gae"
-        # The function may change rows in place.
+        # Clone the tokens, because the function may change rows in place.
         before = given["input_ids"].clone() if by_gae else None
         made = _tensors(function_at(path, "rollout_data_postprocess_path")(self.args, given))
         if before is not None and not torch.equal(made.get("input_ids", before[:0]), before):
@@ -654,8 +654,8 @@ class PolicyTrainWorker(ModelWorker):
 
 
 def _mean(reports: Sequence[StepReport], lr: float = 0.0) -> dict[str, float]:
-    """Return the metrics of a rollout from the reports of its steps: means over those that have them. There is no
-    step if no token counts, or if the actor waits for its critic."""
+    """Return the metrics of a rollout: the mean of each metric over the steps that report it. There are no steps if no
+    token counts, or if the actor waits for its critic."""
     found: dict[str, list[float]] = {}
     for report in reports:
         for name, value in {**report.sums, "grad_norm": report.grad_norm}.items():

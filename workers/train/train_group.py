@@ -298,7 +298,7 @@ class RayTrainGroup:
             self._pair.forget()
         if self._group is None:
             return
-        # Before the workers end, because the thread that writes the checkpoint is theirs.
+        # Wait before the workers end, because the checkpoint is written in a thread of a worker.
         try:
             self._saved.wait(self._group, 60 * self.args.distributed_timeout_minutes, self.role)
         finally:
@@ -384,7 +384,7 @@ class RayTrainGroup:
         begin: list[int] | None = None
         for left in reversed(range(TRIES)):
             begin = self._continue_groups(groups, change) or begin
-            # Only in the first attempt: another one after a death must not add ranks once more.
+            # Change ranks only in the first attempt: another attempt after a death must not add ranks again.
             change = None
             try:  # last, when all groups are at one rollout: it may fail with the rollout workers
                 for group in groups:
@@ -429,14 +429,14 @@ class RayTrainGroup:
             self._progress = self._progress.after(recovery)
             version = self.weight_version
             begin = workers.recover(self.args, self.role, self._with_ref, recovery, version, sent)
-        # Only now do all ranks have the state of one rollout.
+        # From here on, all ranks have the state of one rollout.
         self._made = workers.generation
         self._asleep = False
         self._leave()
         if self._rollout is not None:
             self._rollout.forget()  # the next update tells the workers: a manager that is busy stops no recovery
             self._rollout.rewind(begin[0])
-            # Without an update so far, rollout workers have no weights of this group that could be lost.
+            # If there was no update yet, rollout workers have no weights of this group that could be lost.
             lost = recovery is None or self._progress.sent_after is None
             self._weights_lost = lost and bool(self.weight_version)
         return begin
@@ -578,13 +578,13 @@ class RayTrainGroup:
         return self
 
     def _replace_or_none(self) -> list[int] | None:
-        """`replace`, if there may be snapshots; None too if a worker hangs, which only `restart` ends."""
+        """Call `replace` if there may be snapshots. Returns None also if a worker hangs: only `restart` ends it."""
         if not self.args.peer_snapshot_interval:
             return None
         try:
             return self.replace()
         except CallTimeoutError as error:
-            logger.warning("%s is restarted, because its workers cannot go on: %s", self.worker_group.name, error)
+            logger.warning("%s is restarted, because its workers cannot continue: %s", self.worker_group.name, error)
             return None
 
     # --- training ---------------------------------------------------------------------------------------
@@ -625,13 +625,13 @@ class RayTrainGroup:
             )
         self._class.check_args(role_args(args, self.role), self.world_size, with_ref)
         sent = workers.init.remote(args, self.role, with_ref)
-        # After the call is sent: if that fails, the group stays as it was.
+        # Set these after the call is sent: if sending fails, the group does not change.
         self.args, self._with_ref, self._made = args, bool(with_ref), workers.generation
         self._saved, self._asleep = LastCheckpoint(), False
         self._progress = Progress()
         if self._rollout is not None:
             self._rollout.timeout = update_seconds(args)
-            # `init` drops the workers' senders.
+            # Forget what the workers know of the manager, because `init` drops their senders.
             self._rollout.forget()
         if self._pair is not None:
             self._pair.forget()
@@ -681,7 +681,7 @@ class RayTrainGroup:
         shared.take(rollout_id, rollout_data_ref, self.role)
         if self._progress.sent_after == rollout_id:  # it is trained on once more
             self._progress.sent_after = None
-        # Before the call: if sending fails halfway, some ranks still train on the rollout.
+        # Set this before the call: if sending fails halfway, some ranks still train on the rollout.
         self._progress.trained = rollout_id
         return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
 
@@ -724,7 +724,8 @@ class RayTrainGroup:
 
     def async_compute_log_prob(self, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         """`compute_log_prob`, but return a future at once. As an argument of another group, it goes from rank to rank,
-        so its rows are computed in the given order. A future of `RolloutManager.generate_async` is waited for first.
+        so its rows are computed in the given order. If ``rollout_data_ref`` is a future of
+        `RolloutManager.generate_async`, this method first waits for it.
 
         Raises:
             RuntimeError: see `async_train`.
@@ -802,13 +803,13 @@ class RayTrainGroup:
             The state; None if there is none, or if the ranks have continued from snapshots since.
 
         Raises:
-            CheckpointError: it cannot be read, or the checkpoint was deleted since.
+            CheckpointError: it cannot be read, or the checkpoint was deleted after it was loaded.
         """
         state, version = self.ready_workers("load_driver_state").load_driver_state()[0]
         self.weight_version = max(self.weight_version, version)
         try:
             return None if state is None else pickle.loads(state)
-        except Exception as error:  # whatever reading a damaged pickle, or the user's classes, may raise
+        except Exception as error:  # a damaged pickle, or a class of the user, may raise any exception
             why = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"the driver_state is damaged, or its classes cannot be imported: {why}") from error
 
@@ -842,7 +843,7 @@ class RayTrainGroup:
         if verify not in (None, "fingerprint", "full", "none"):
             raise ValueError(f"verify={verify!r}: use 'fingerprint', 'full' or 'none'")
         workers = self.ready_workers("update_weights")
-        # Not the version of a failed update again, because some rollout workers may have its weights.
+        # Do not reuse the version of a failed update, because some rollout workers may have its weights.
         version = max(self.weight_version, self._tried) + 1
         # Sent again, for example because a rollout worker was started anew, they make no tokens older.
         same = self._progress.sent_after is not None and self._progress.sent_after == self._progress.trained
@@ -876,7 +877,7 @@ class RayTrainGroup:
             if numbered:  # a worker that counts by itself gives the number to the next weights
                 self._tried = version
             self._leave()  # before: no other update may have this version
-            # Until the update has succeeded: if it is interrupted, rollout workers may have these weights or none.
+            # Keep this set until the update succeeds: after an interruption, workers may have these weights or none.
             self._progress.failed = True
             try:
                 workers.update_weights(
@@ -936,8 +937,8 @@ class RayTrainGroup:
             if before is None or before.manager is not manager:
                 link.leave()
             if before is not None:
-                before.forget()  # workers that have dropped its manager are told of it again
-            elif isinstance(error, SingleControllerError):  # ranks that have not refused it would send to it
+                before.forget()  # tell workers that have dropped its manager about it again
+            elif isinstance(error, SingleControllerError):  # some ranks may have accepted it, and would send to it
                 with suppress(SingleControllerError):
                     workers.set_rollout_manager(None)
             if takes_over:  # the other group still sends to it
@@ -985,7 +986,7 @@ class RayTrainGroup:
             )
         warn_of_different_rollouts((self, critic_group))
         self.worker_group.connect_actor_critic(critic_group.worker_group.workers)
-        # After the ranks are connected: if that fails, the earlier connections stay.
+        # Disconnect after the ranks are connected: if connecting fails, the earlier connections stay.
         for group in (self, critic_group):
             group.disconnect()
         self._pair = critic_group._pair = SharedRollout(self, critic_group)
@@ -1019,7 +1020,7 @@ def _check_references(method: str, given: Any, dp_size: int) -> None:
 def _check_is_there(method: str, given: Any) -> None:
     if isinstance(given, Future) and not given.done() and in_event_loop():
         raise RuntimeError(
-            f"{method}(): the rollout is not there yet, and waiting for it would stop the event loop; pass "
+            f"{method}(): the rollout is not complete, and waiting for it would block the event loop; pass "
             "`await rollout` instead of the future"
         )
 
