@@ -71,7 +71,7 @@ class Arrivals:
             # The count alone would not reveal a piece that came twice while others are missing.
             if box is None or count > left or (spec.name, spec.box) in self._seen:
                 raise ValueError(f"{spec.name!r} {spec.box} was not expected, or was received twice")
-            # Written before its digest is compared, because the engine gets what was written.
+            # Write the piece before its digest is compared: the engine gets the written bytes.
             part = self._write(spec, parts, box)
             self.missing[spec.name] = left - count
             if left == count:

@@ -80,7 +80,7 @@ def copy_into(flat: torch.Tensor, specs: Sequence[TensorSpec], tensors: Sequence
 
     with torch.no_grad():
         for (_, copy), tensor in zip(views(flat, specs), tensors, strict=True):
-            # All copies are queued before the one wait below.
+            # Queue all copies, and wait for them once below.
             copy.copy_(tensor, non_blocking=True)
     # The buffer's device too: pinned sources may change as soon as this returns.
     synchronize([flat.device, *(tensor.device for tensor in tensors)])

@@ -112,10 +112,10 @@ class Packer:
         self._shards = {}
         for shard in shards:
             self._shards.setdefault(shard.name, {})[shard.box] = shard
-        # The last update has failed, so the receivers do not have what was kept.
+        # If the last update has failed, the receivers do not have the kept bytes.
         if self.base is None:
             self._sent = {}
-        # `_patch` overwrites what was kept, so until `end` it matches no update that receivers have.
+        # `_patch` overwrites the kept bytes, so they match no update of the receivers until `end`.
         self.base = None
         self._packed = set()
 

@@ -110,7 +110,7 @@ class WeightReceiver(Worker):
         with self.weights_lock:
             self.peer.stop()
             self._give_up()
-            # The engine's weights now come from elsewhere, so a delta against the buffered bytes would not fit.
+            # The engine's weights now have another source, so a delta against the buffered bytes would not fit.
             self._base = None
             if version is not None:  # complete weights that did not come as an update
                 update = _Progress("", version)
@@ -156,15 +156,15 @@ class WeightReceiver(Worker):
             buffered = self._has_room(shapes, slices, dtypes) if double_buffer is None else double_buffer
             self._update = _Progress(key, version, buffered)
             self._arrivals.begin(shapes, slices, keep=buffered)
-            # A delta has only what has changed: the engine must have the rest, and the buffer the version before.
+            # A delta contains only changes: the engine must have the rest, and the buffer the previous version.
             # An engine may have lost its weights by itself.
             complete = self._version is not None and getattr(self.engine, "weight_version", 0) is not None
             base = self._base if buffered and complete else None
-            # From the first piece on, the buffer holds a mixture of two versions until the update is finished.
+            # From the first piece until the end of the update, the buffer holds a mixture of two versions.
             self._base = None
             if not buffered:
                 self._hold(self._update)
-        # Without the lock: the channels are used by the worker's own methods alone, and leaving them may take time.
+        # Do not hold the lock here: only the worker's own methods use the channels, and leaving them may take time.
         if sender != self._sender:
             # Also a new id, so that no sender takes this worker for a member of a group that it has left.
             self._sender, self.receiver_id = sender, uuid.uuid4().hex
@@ -211,7 +211,7 @@ class WeightReceiver(Worker):
             WeightSyncError: elements are missing, or the engine failed, or holds other bytes than were sent.
         """
         update = self.check_update(key)
-        # Without the lock, as in `take`; callers of `finish_copy` hold it.
+        # As in `take`, do not acquire the lock here; callers of `finish_copy` hold it.
         missing = (update.missing if update.missing is not None else self._arrivals.missing).keys()
         if missing:
             self.fail_update(
@@ -227,7 +227,7 @@ class WeightReceiver(Worker):
             self._remember(update.version, fingerprint)
             with self._engine_does(update, "finish the update to"):
                 self.engine.finish_update(update.version)
-            # Only now: if the engine has failed, the worker must have no version.
+            # Set the version only now: if the engine has failed, the worker must have no version.
             self._version, self._update = update.version, None
             self._base = key if update.buffered else None
         for channel in self.channels.values():

@@ -207,7 +207,7 @@ class WeightSender:
         update = Update(version, self._name, rank, ranks, self._receivers, Budget(self._timeout), key)
         update.process_group = self._process_group
         update.verify = None if verify == "none" else verify
-        # `_common_key` was a collective, so all ranks have returned from the last update and read none of its keys.
+        # `_common_key` was a collective, so all ranks have returned from the last update and no longer read its keys.
         if self._previous is not None:
             self._previous.forget()
         self._previous = update
@@ -219,7 +219,7 @@ class WeightSender:
         except BaseException as failed:  # KeyboardInterrupt too: what is left in progress would disturb the next update
             self._abandon(update, failed)
             raise
-        # Only now can the next deltas be based on this version, because every receiver has it.
+        # Every receiver has this version now, so the next deltas can be based on it.
         self._packer.end(key)
         proofs = [one.proved for one in finished]
         return SyncReport(
@@ -255,18 +255,18 @@ class WeightSender:
             base = self._packer.base
             # Rank 0 keeps the layouts, so that they travel only when they change.
             self._receivers.look_up(update.budget)
-            # As late as possible: a receiver without a double buffer stops generating when its update begins.
+            # Begin as late as possible: a receiver without a double buffer stops generating when its update begins.
             own = [] if self._receivers.neighbour is None else self._begin_receivers(update)
             about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
             self._layout_id = layout_id
 
         def begin(values: list[Any]) -> Any:
-            # In `decide`, which runs when all ranks are there, for the same reason.
+            # For the same reason, begin only here: `decide` runs when all ranks have arrived.
             infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
             known = self._layouts or [{}] * update.ranks
             self._layouts = layouts = [known[rank] if new is None else new for rank, (new, *_) in enumerate(values)]
             bases = {base for *_, base, _ in values}
-            # They differ after a rank was restarted, or if only some ranks saw the last update fail.
+            # The bases differ after a rank was restarted, or if only some ranks noticed that the last update failed.
             base = bases.pop() if len(bases) == 1 else None
             if self._full_every and not self._updates % self._full_every:
                 base = None
@@ -294,7 +294,7 @@ class WeightSender:
         with update.attempt():
             self._packer.begin(ExpertNames(infos[0].shapes).shards(shards))
             self._transport.begin(update)
-        # Otherwise, ranks would wait in the first transfer for one that could not begin.
+        # Without this, ranks would wait in the first transfer for a rank that could not begin.
         update.agree("begun")
 
     def _begin_receivers(self, update: Update) -> list[ReceiverInfo]:
@@ -321,11 +321,11 @@ class WeightSender:
                         headers[index] = payloads[index].header()
                 self._packer.next_round()
                 update.budget.left()
-            # No rank transfers before all have packed: it would wait in the transfer for one that has failed.
+            # Transfer only after all ranks have packed. Otherwise, ranks would wait for one that has failed.
             gathered = update.agree(f"round {number}", headers, list)
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
-                # Experts follow each other along the first dim, and each has a digest of its own.
+                # Experts are stacked along the first dim, and each expert has a separate digest.
                 for expert, one in enumerate(piece.digests or ()):
                     begin = [begin for begin, _ in piece.box]
                     if expert:
@@ -353,7 +353,7 @@ class WeightSender:
     def _abandon(self, update: Update, failed: BaseException) -> None:
         """Tell everyone, and drop what is unfinished."""
         error = failed if isinstance(failed, WeightSyncError) else update.error(failed)
-        # The train ranks first: they wait for this rank, and the receivers may respond late.
+        # Tell the train ranks first: they wait for this rank, and the receivers may respond late.
         with contextlib.suppress(dist.DistError):  # the store's process has died
             update.give_up(error)
         if update.begun:

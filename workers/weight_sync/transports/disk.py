@@ -70,7 +70,7 @@ class DiskTransport(Transport):
         self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
         """Write the pieces to their places."""
-        # Only rank 0 calls the receivers, so only rank 0 must know what is in the files.
+        # Only rank 0 calls the receivers, so only rank 0 needs to know the contents of the files.
         if not update.rank:
             for of_rank in headers:
                 for index, header in of_rank.items():

@@ -98,7 +98,7 @@ class PeerWeights:
 
     def _close(self) -> None:
         server, self._server, self._request, self._key = self._server, None, None, ""
-        # close() must not wait for the listener's threads: this may be one, and others may wait for the lock.
+        # close() must not wait for the listener's threads: this may be one of them, and others may wait for the lock.
         if server is not None:
             server.close()
 
@@ -181,7 +181,7 @@ class PeerWeights:
         receiver = self._receiver
         if request.id in self._sending or receiver.weight_version != request.version:
             return
-        # Before the thread starts, because the thread removes it.
+        # Add the id before the thread starts, because the thread removes it.
         self._sending.add(request.id)
         # The count as of now, in the thread that also ends copies: the new thread may begin only after an update has.
         arguments = request, receiver.changes
@@ -202,12 +202,12 @@ class PeerWeights:
             receiver._prepare_thread()
             with receiver.weights_lock:
                 _check(receiver, changes)
-                # The receiver has made its own plan, and `layout` shows it whether both are equal.
+                # The receiver computes its own plan, and compares it by means of `layout`.
                 buckets, layout = _plan(receiver.engine)
                 fingerprint, pieces = receiver.proof
             for index, specs in enumerate(buckets):
                 nbytes = specs[-1].begin + specs[-1].nbytes
-                # The receiver has answered the last bucket, so nothing reads the buffer any more.
+                # The receiver has acknowledged the last bucket, so the buffer can be reused.
                 memory = buffer.take(nbytes)
                 with receiver.weights_lock:
                     _check(receiver, changes)
@@ -218,7 +218,7 @@ class PeerWeights:
                     header["pieces"] = [
                         (one.name, one.box, str(one.dtype).removeprefix("torch."), one.digests) for one in pieces
                     ]
-                # Without the lock: an update must not wait for another worker's network.
+                # Do not hold the lock here: an update must not wait for the network of another worker.
                 send_block(request.address, header, memory, time.monotonic() + BUCKET_SECONDS)
                 sent += nbytes
         except Exception as error:  # the router asks again

@@ -42,7 +42,7 @@ from workers.weight_sync.transports.weight_transport import Transport, Update, r
 
 T = TypeVar("T")
 
-# Between polls of an operation, between checks for failures elsewhere, and before a receiver's first check.
+# Times between polls of an operation, between checks for failures elsewhere, and before a receiver's first check.
 _POLL_SECONDS = 0.0005
 _CHECK_SECONDS = 0.05
 _PATIENT_SECONDS = 1.0
@@ -69,7 +69,7 @@ class ProcessGroupTransport(Transport):
     def begin(self, update: Update) -> None:
         """Keep the groups, unless the receivers, their classes or the store have changed."""
         ids = tuple(info.id for info in update.infos)
-        # A new store means a new rank 0, which is not in these groups.
+        # A new store means that rank 0 is new, and not a member of these groups.
         members = (update.shared, ids, tuple(one.members for one in update.classes))
         if self._members != members:
             self._leave()
@@ -96,14 +96,14 @@ class ProcessGroupTransport(Transport):
 
         try:
             if not update.rank:
-                # Not waited for yet: these calls return when the receivers have joined, which takes this rank too.
+                # Do not wait yet: these calls return when the receivers have joined, for which this rank must join too.
                 futures.extend(update.receivers.start("receive_weights", update.key, invitation))
             self._channel = _interruptible(
                 lambda: Channel(invitation, _SENDERS, update.rank, size, where),
                 lambda: _check(update, futures),
                 invitation.seconds,
             )
-            # Also for receivers whose groups do not have this rank: all must join before the first round.
+            # Also wait for receivers in groups without this rank: all must join before the first round.
             wait_all(futures, update)
         except BaseException:
             # Receivers that wait for a missing one in the rendezvous would miss the next update, too. Rank 0 learns of
@@ -119,7 +119,7 @@ class ProcessGroupTransport(Transport):
         if self._channel is None:
             raise WeightSyncError(f"train rank {update.rank} has left the process group")
         announced = AnnouncedRound(headers, update.budget.left())
-        # Announced before this rank takes part, because the exchange ends only when the receivers have taken part too.
+        # Announce the round before this rank takes part: the exchange ends only when the receivers have taken part too.
         futures = [] if update.rank else update.receivers.start("receive_weights", update.key, announced)
         own = headers[update.rank]
         to_class = [own[index].nbytes if index in own else 0 for index in range(len(update.classes))]
@@ -183,7 +183,7 @@ class Invitation(Message):
     def receive(self, receiver: Any, key: str) -> None:
         """Join, and leave the groups before."""
         receiver.check_update(key)
-        # The senders have left these groups, or are new: nobody will take part in them any more.
+        # Leave all earlier groups: their senders have left them, or were replaced.
         while receiver.channels:
             receiver.channels.popitem()[1].leave()
         try:
@@ -250,7 +250,7 @@ class AnnouncedRound(Message):
     def receive(self, receiver: Any, key: str) -> None:
         """As in `Message`. If a transfer fails, the receiver leaves the groups."""
         if not receiver.channels:
-            # First, because it raises the cause if the update has failed here before.
+            # Check the update first: this raises the cause if the update has already failed here.
             receiver.check_update(key)
             raise WeightSyncError(f"rollout rank {receiver.rank} is not in a process group of the train ranks")
         # The key is checked only after the transfers: even if this receiver has given the update up, the others would
@@ -272,7 +272,7 @@ class AnnouncedRound(Message):
         memory = channel.memory.take(sum(sizes))
         if first is not None:
             first.exchange(memory, sizes + [0] * (first.size - len(sizes)), self.seconds, receive=True)
-        # All members have the same headers, so either all of them skip an empty broadcast or none does.
+        # All members have the same headers, so either all members skip an empty broadcast or none does.
         if others is not None and memory.numel():
             others.broadcast(memory, self.seconds)
         flats = memory.split(sizes)

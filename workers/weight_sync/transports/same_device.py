@@ -78,7 +78,7 @@ class DeviceTransport(Transport):
                 payloads[index].copy_to(flat, header)
             if update.ranks > 1 and header.nbytes:
                 works.append(dist.broadcast(flat, group=update.process_group, group_src=rank, async_op=True))
-        # With NCCL this only orders the current stream, on which `share_memory` records what receivers wait for.
+        # With NCCL, this only orders the current stream, on which `share_memory` records the event for the receivers.
         for work in works:
             work.wait()
         if neighbour is not None:
@@ -137,7 +137,7 @@ class SharedRound(Message):
         own, sizes = self.classes[receiver.receiver_id], [header.nbytes for _, header in self.offers]
         handle, nbytes = self.handles[receiver.receiver_id], max(sum(sizes), 1)
         mapped = isinstance(handle, str)
-        # `take` copies, so nothing of the receiver refers to this memory after the call.
+        # `take` copies, so the receiver keeps no reference to this memory after the call.
         with nullcontext(_mapped(handle, nbytes)) if mapped else opened_memory(handle, here) as flat:
             for (index, header), part in zip(self.offers, flat[: sum(sizes)].split(sizes), strict=True):
                 if index == own:
@@ -150,13 +150,13 @@ class SharedMemory:
     def __init__(self) -> None:
         self._file = os.memfd_create("weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
-        # Opened through this process's descriptor, the memory has no name that a killed process could leave behind.
+        # Receivers open this process's descriptor, so the memory has no name that a killed process could leave behind.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return that many bytes (uint8), valid until the next call."""
         if self._memory.numel() < nbytes:
-            # Receivers map it anew in each round, so none keeps a mapping of the smaller file.
+            # Receivers map the file again in each round, so none keeps a mapping of the smaller file.
             os.ftruncate(self._file, nbytes)
             self._memory = _mapped(self.path, nbytes)
         return self._memory[:nbytes]

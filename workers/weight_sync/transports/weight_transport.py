@@ -116,7 +116,7 @@ class Update:
             WeightSyncError: on all ranks: the error of the first rank that failed, or that of ``decide``, or ranks were
                 late.
         """
-        # All ranks call this equally often, so their names are equal without being exchanged.
+        # All ranks call this the same number of times, so their names are equal without an exchange.
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:
@@ -154,11 +154,11 @@ class Update:
     def _read(self, names: list[str], *, delete: bool = False) -> list[Any]:
         """Read values that have arrived."""
         values, store = [], self._store
-        # One request for all keys, because the store answers requests one at a time.
+        # Send one request for all keys, because the store answers requests one at a time.
         for name, data in zip(names, store.multi_get(names), strict=True):
             parts = [_part(name, number) for number in range(int.from_bytes(data[:4], "big"))]
             values.append(pickle.loads(b"".join([data[4:], *map(store.get, parts)])))
-            # Only rank 0 reads these. What rank 0 writes is read by all ranks, and deleted later.
+            # Delete values that only rank 0 reads. The values of rank 0 are read by all ranks, and deleted later.
             if delete:
                 for one in (name, *parts):
                     store.delete_key(one)
