@@ -118,7 +118,7 @@ class Live(Closing):
                     "groups": [look.as_json() for look in looks],
                     "problems": [problem for look in looks for problem in look.problems()],
                 }
-            except Exception as error:  # whatever Ray raises, the page goes on showing the files
+            except Exception as error:  # whatever Ray raises, the page continues to show the files
                 if self._address == address:
                     self.disconnect()
                 seen = {"time": time.time(), "error": f"{error}", "groups": [], "problems": []}

@@ -470,7 +470,7 @@ class _Server(ThreadingHTTPServer):
         """Called several times per second."""
         try:
             self.view._live.disconnect_if_idle()
-        except Exception:  # whatever Ray raises, the page goes on showing the files
+        except Exception:  # whatever Ray raises, the page continues to show the files
             logger.debug("a connection to Ray could not be closed", exc_info=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -148,7 +148,7 @@ class PeerWeights:
         from workers.weight_sync.pieces import WHOLE, PieceSpec
 
         receiver, header = self._receiver, block.header
-        # torch keeps the current device per thread, and each bucket has a thread of its own.
+        # torch keeps the current device per thread, and each bucket has a separate thread.
         receiver._prepare_thread()
         with receiver.weights_lock:
             request = self._request
