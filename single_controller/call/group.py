@@ -872,7 +872,7 @@ class WorkerGroup(VerlGroup, Closing):
                 if plan.deferred:
                     error.add_note(
                         f"{replay.spec.label}() was repeated (replay=True) with a future, whose result is lost if the "
-                        "ranks that computed it have ended. Create a new group, and pass future.result() instead"
+                        "ranks that computed it ended. If so, create a new group, and pass future.result() instead"
                     )
                 raise
 
