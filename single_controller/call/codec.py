@@ -35,8 +35,8 @@ message contains a reference. Measured with four ranks on one host, inside the m
 256 KiB per rank takes 6 ms and 23 ms; an argument of 256 KiB that all ranks read takes 2 ms and 6.4 ms."""
 
 MAX_TASK_BYTES = 96 * 1024
-"""What goes to ranks through Ray, such as arguments with references, is stored first if it is larger: from 100 KiB on,
-Ray itself stores an argument, once for each task."""
+"""Data that is sent to ranks through Ray, such as arguments with references, is stored first if it is larger than this.
+From 100 KiB on, Ray itself would store an argument, once for each task."""
 
 MAX_MAPPED_BYTES = 1 << 30
 """Bytes of shared memory that results may keep mapped in this process. Further results are copied out of it."""
