@@ -433,6 +433,16 @@ def test_from_args(tmp_path):
     assert in_order(0)[1]["label"] == [number for number in range(20) if number % 4 < 3]
 
 
+def test_lists_and_dicts_of_the_template_in_the_arguments(tmp_path):
+    """Such as tools: transformers takes no others than plain ones."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools %}{{ tool['name'] }};{% endfor %}{{ messages[0]['content'] }}"
+    tools = [{"name": "f"}, {"name": "g"}]
+    args = {"rollout_data": write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}]), "rollout_batch_size": 1,
+            "apply_chat_template": True, "apply_chat_template_kwargs": {"tools": tools}}  # fmt: skip
+    assert PromptData.from_args(args, tokenizer)(0)[0] == [[*b"f;g;a"]]
+
+
 def test_arguments_of_several_files(tmp_path):
     paths = [write_jsonl(tmp_path / f"{number}.jsonl", ROWS[15 * number :][:15]) for number in range(2)]
     args = read_args({"rollout_data": paths, "rollout_data_weights": [3, 1], "rollout_batch_size": 40})

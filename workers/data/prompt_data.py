@@ -96,6 +96,8 @@ class PromptData:
             TrainArgsError: the configuration is invalid.
             DataError: see `open_rows`; or the key is not set.
         """
+        from omegaconf import OmegaConf
+
         from workers.hf_files import read_tokenizer
         from workers.train.args import read_args
 
@@ -103,6 +105,8 @@ class PromptData:
         if args[key] is None:
             raise DataError(f"args.{key} is not set; it names the files with the prompts")
         trains = key == "rollout_data"
+        # Plain lists and dicts, the only ones that transformers takes for `tools` and shows to templates.
+        template_kwargs: Any = OmegaConf.to_container(args.apply_chat_template_kwargs, resolve=True)
         rows = open_rows(
             list(args[key]),
             weights=list(args.rollout_data_weights) if trains and args.rollout_data_weights is not None else None,
@@ -118,7 +122,7 @@ class PromptData:
             input_key=args.input_key,
             label_key=args.label_key,
             apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=dict(args.apply_chat_template_kwargs),
+            apply_chat_template_kwargs=template_kwargs,
             max_prompt_len=args.rollout_max_prompt_len,
         )
 
