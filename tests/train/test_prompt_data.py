@@ -380,6 +380,17 @@ def test_variables_of_the_template():
     assert data(0)[0] == [[*b"aT"]]
 
 
+def test_messages_of_parquet_lack_the_keys_that_are_not_their_own(tmp_path):
+    """Parquet returns them with null, which templates that look for a key would write as None."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'name' in m %}[{{ m['name'] }}]{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": "a", "name": "Al"}, {"role": "user", "content": "b"}]}]
+    for path in (write_jsonl(tmp_path / "a.jsonl", rows), write_parquet(tmp_path / "a.parquet", rows)):
+        assert PromptData(open_rows(path), 1, tokenizer)(0)[0] == [[*b"[Al]ab"]]
+
+
 def test_template_and_ids_equal_those_of_the_tokenizer():
     tokenizer = byte_tokenizer()
     chat = [

@@ -23,8 +23,9 @@ class PromptData:
     its prompts are read again; the state in the checkpoint has the position.
 
     A prompt is a text, a list of messages, or a list of token ids. Messages become a text by the tokenizer's chat
-    template, with the beginning of the answer (``add_generation_prompt``) and without further special tokens. A text
-    that is no message gets the special tokens that the tokenizer adds by itself.
+    template, with the beginning of the answer (``add_generation_prompt``) and without further special tokens. Of a
+    message, keys other than ``content`` that are null are left out. A text that is no message gets the special tokens
+    that the tokenizer adds by itself.
 
     Args:
         rows: from `open_rows`, without ``prepare``, and preferably without ``epochs``, because a run has a number of
@@ -237,8 +238,13 @@ class PromptData:
 
         self._check_template()
         try:
+            # In Parquet and datasets, each message has the keys of all, with null for those that are not its own.
+            plain = [
+                {name: value for name, value in dict(one).items() if value is not None or name == "content"}
+                for one in messages
+            ]
             text: str = self._tokenizer.apply_chat_template(
-                [dict(one) for one in messages],
+                plain,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._template_kwargs,
