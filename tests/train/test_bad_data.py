@@ -242,6 +242,14 @@ def test_data_without_a_row_that_can_be_used_is_an_error_and_no_endless_search(t
         data(0)
 
 
+@pytest.mark.parametrize("weights", [None, [2, 1]])
+def test_one_row_that_can_be_used_is_enough_wherever_it_is_in_each_epoch(weights):
+    """Up to four of the other two are between it and itself."""
+    rows = open_rows([[{"prompt": "long"}] * 2, [{"prompt": "a"}]], weights=weights)
+    data = PromptData(rows, 1, byte_tokenizer(), max_prompt_len=3)
+    assert [data(step)[0] for step in range(50)] == [[[97]]] * 50
+
+
 def test_only_the_first_bad_rows_are_logged(tmp_path, caplog):
     path = made(tmp_path, "a.jsonl", lines(*["no\n"] * 20, LINE))
     reader = data_of(path, on_bad_row="skip").rows

@@ -187,13 +187,15 @@ class RowReader:
     def _at(self, position: int) -> Any:
         if position < 0:
             raise IndexError(f"position {position}: expected at least 0")
-        useless = 0
+        useless, block = 0, len(self.order.block) or 1
+        epoch = -(-self.order.total // block) * block  # with weights, in blocks, each of which has rows of all sources
         # In order, because only the rows before it say which row is the n-th that is kept. A thread that asks for an
         # earlier one in between reads nothing twice: what was counted stays counted.
         while (kept := self._read - len(self._left_out)) <= position:
             self._read_next()
             useless = useless + 1 if self._read - len(self._left_out) == kept else 0
-            if useless == self.order.total:
+            # Only at the end of an epoch: the one good row may be the first of an epoch, and the last of the next one.
+            if useless >= epoch and self._read % epoch == 0:
                 counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self._counts.items())
                 raise DataError(f"none of the last {useless} rows can be used; since the beginning {counts}")
         number = nth_kept(self._left_out, position)
