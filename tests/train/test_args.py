@@ -71,6 +71,8 @@ def test_defaults_and_given_values():
         ({"save": "out", "save_hf": "out/rollout_{rollout_id:07d}/hf"}, r"save_hf=.* is a checkpoint's folder"),
         ({"save": "out", "critic_save_hf": "./out/critic/rollout_{rollout_id:07d}"}, "is a checkpoint's folder"),
         ({"critic_save_hf": "out/{rollout_id"}, r"critic_save_hf=.* the only placeholder"),
+        ({"hf_checkpoint": "out/", "save_hf": "./out"}, r"save_hf='./out' is also hf_checkpoint, whose weights"),
+        ({"ref_load": "a/out", "critic_save_hf": "a/b/../out"}, "critic_save_hf='a/b/../out' is also ref_load"),
         ({"advantage_estimator": "gae", "save": "out", "critic_save": "./out/"}, "critic_save='./out/' is also save;"),
         ({"profile_step_start": 1}, "set both"),
         ({"profile_step_start": 1, "profile_step_end": 1, "profile_dir": "x"}, "above profile_step_start=1"),

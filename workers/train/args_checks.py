@@ -261,8 +261,16 @@ def _check_exact(args: Any) -> None:
 
 def _check_exports(args: Any) -> None:
     """An export into a checkpoint's folder would mix with it, and be deleted with it. Files of the critic in a folder
-    of the actor would replace those."""
+    of the actor would replace those. An export into the folder that training starts from would delete its weights,
+    which an adapter, the reference and a restart need, and its generation config, which is copied from there."""
     from workers.train.checkpoints import folder_of
+
+    for name in ("save_hf", "critic_save_hf"):
+        for source in ("hf_checkpoint", "ref_load"):
+            if args[name] and args[source] and Path(args[name]).resolve() == Path(args[source]).resolve():
+                raise TrainArgsError(
+                    f"args.{name}={args[name]!r} is also {source}, whose weights an export would delete; choose another"
+                )
 
     for name in ("save", "save_hf"):
         own = args[f"critic_{name}"]
