@@ -119,6 +119,8 @@ def test_datasets_have_the_rows(tmp_path, monkeypatch):
     for source in (dataset, str(tmp_path / "saved"), f"hf:{tmp_path / 'hub'}"):
         assert every(open_rows(source, shuffle=False, epochs=1)) == ROWS
     assert every(open_rows(f"hf:{tmp_path / 'hub'}?split=test", shuffle=False, epochs=1)) == ROWS[:3]
+    both = f"hf:{tmp_path / 'hub'}?split=train+test[:2]"
+    assert every(open_rows(both, shuffle=False, epochs=1)) == ROWS + ROWS[:2]
 
 
 def test_datasets_that_have_no_rows_by_number_are_refused(tmp_path, monkeypatch):
