@@ -24,9 +24,11 @@ def trained(batch, row):
 
 
 def test_completion_is_trained_and_ended():
-    batch = data([{"prompt": "ab", "completion": "c"}, {"prompt": [1, 2, 3], "completion": [4]}])(0)
+    rows = [{"prompt": "ab", "completion": "c"}, {"prompt": [1, 2, 3], "completion": [4]}]
+    batch = data([*rows, {"prompt": (1, 2), "completion": (4,)}])(0)
     assert trained(batch, 0) == ([97, 98, 99, END], [99, END])
     assert trained(batch, 1) == ([1, 2, 3, 4], [4])  # token ids stay as they are
+    assert trained(batch, 2) == ([1, 2, 4], [4])
 
 
 def test_other_columns_may_be_chosen():
@@ -37,10 +39,12 @@ def test_other_columns_may_be_chosen():
 def test_all_messages_of_the_assistant_are_trained():
     user, assistant, system = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>"])
     messages = [("system", "s"), ("user", "u"), ("assistant", "xy"), ("user", "v"), ("assistant", "z")]
-    rows = [{"prompt": [{"role": role, "content": text} for role, text in messages]}]
-    whole, parts = trained(data(rows)(0), 0)
+    talk = [{"role": role, "content": text} for role, text in messages]
+    batch = data([{"prompt": talk}, {"prompt": tuple(talk)}])(0)
+    whole, parts = trained(batch, 0)
     expected = [system, 115, END, user, 117, END, assistant, 120, 121, END, user, 118, END, assistant, 122, END]
     assert whole == expected and parts == [120, 121, END, 122, END]
+    assert trained(batch, 1) == (whole, parts)
 
 
 def test_prompt_of_messages_with_a_completion():

@@ -47,7 +47,7 @@ class SFTData(PromptData):
 
     def _prepared(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
         prompt = self._entry(row, self._input_key, "input_key")
-        if isinstance(prompt, list) and prompt and _is_assistant(prompt[-1]):
+        if isinstance(prompt, (list, tuple)) and prompt and _is_assistant(prompt[-1]):
             ids, mask = self._conversation(prompt)
         else:
             label_key = self._label_key or "completion"
@@ -60,7 +60,7 @@ class SFTData(PromptData):
         return None if self._max_prompt_len is not None and len(ids) > self._max_prompt_len else (ids, mask)
 
     def _completion(self, value: Any, label_key: str) -> list[int]:
-        if isinstance(value, list) and all(type(one) is int and one >= 0 for one in value):
+        if isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value):
             return list(value)
         if not isinstance(value, str):
             raise ValueError(f"{label_key!r} is {value!r:.60}; expected a text or a list of token ids")
