@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 def export_hf(model: TrainModel, folder: str | Path, *, max_file_bytes: int = FILE_BYTES) -> None:
     """Write config and weights as ``save_pretrained`` does. All ranks call it together. The tokenizer is not written.
 
-    ``generation_config.json``, which has the stop tokens, is that of the checkpoint that training started from.
+    ``generation_config.json``, which has the stop tokens, is that of the checkpoint that training started from. If
+    its model has code of its own (``trust_remote_code``), the folder has the code too.
 
     Each rank writes the shards that `TrainModel.hf_shards` returns there to their places in the files, so no tensor is
     gathered; of ranks with the same shard, the first one writes it. Weights that the folder already has are removed
@@ -102,6 +104,10 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
     if config.model_type in names:
         config.architectures = [names[config.model_type]]
     config.save_pretrained(folder)
+    if getattr(config, "auto_map", None) and config.name_or_path:
+        # transformers has copied the code of the config alone. Code on the hub is found there.
+        for code in Path(config.name_or_path).glob("*.py"):
+            shutil.copy(code, folder)
     if model.role != "critic" and config.name_or_path:
         try:
             # No download: the other ranks wait, and what training has read is in the cache.

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from workers.data.rollout_data import RolloutDataError
 from workers.fsdp.fsdp_build import build
 from workers.fsdp.fsdp_worker import FSDPTrainWorker
+from workers.hf_export import export_hf
 from workers.hf_files import (
     RANDOM,
     ModelFilesError,
@@ -25,6 +27,7 @@ from workers.hf_files import (
 )
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.train.args import read_args
+from workers.weight_sync.weight_plan import Shard
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
 
@@ -160,3 +163,18 @@ def test_random_weights_of_a_trainer_are_drawn_by_one_thread(monkeypatch):
     )
     build(small_llama().config, "actor", seed=1, folder=None, trust_remote_code=False)
     assert alone == [True]
+
+
+def test_export_has_the_code_of_a_model_with_code_of_its_own(tmp_path):
+    """Its config names that code, so it cannot be loaded without."""
+    model, source, made = small_llama(), tmp_path / "source", tmp_path / "made"
+    source.mkdir()
+    (source / "modeling_own.py").write_text("code")
+    model.config.name_or_path = str(source)
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    shards = [Shard.whole(*pair) for pair in model.state_dict().items()]
+    export_hf(
+        SimpleNamespace(hf_shards=lambda: shards, adapter_config=None, hf_config=model.config, role="actor"), made
+    )
+    assert json.loads((made / "config.json").read_text())["auto_map"] == model.config.auto_map
+    assert (made / "modeling_own.py").read_text() == "code"
