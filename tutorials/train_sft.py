@@ -96,7 +96,7 @@ def main():
     losses = log.column("eval_loss") or log.column("loss")
     print(f"\nLoss, in nats per token: first {losses[0]:.3f}, last {losses[-1]:.3f}; {time.monotonic() - began:.0f} s.")
     folder = args.save_hf and args.save_hf.format(rollout_id=args.num_rollout - 1)
-    if folder is None:
+    if folder is None or args.lora_rank:  # an adapter alone is no hf_checkpoint
         return
     tokenizer.save_pretrained(folder)
     further = "label_key=answer num_rollout=100 rollout_batch_size=16 lr=1e-3"
