@@ -85,8 +85,11 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         tensor_parallel.model_parallel_cuda_manual_seed(number, force_reset_rng=True)
 
     def make_model(self, hf_config: Any, *, empty: bool = False) -> MegatronTrainModel:
+        from omegaconf import OmegaConf
+
         args = self.args
-        overrides = dict(args.megatron_overrides)
+        # With plain lists: megatron asks whether a value is a list, and appends to some.
+        overrides: Any = OmegaConf.to_container(args.megatron_overrides, resolve=True)
         if experts_of(hf_config) is not None:
             overrides = {**{name: args[name] for name in BALANCING}, **overrides}
         if args.gradient_checkpointing:
