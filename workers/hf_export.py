@@ -107,7 +107,7 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
     if getattr(config, "auto_map", None) and config.name_or_path:
         # transformers has copied the code of the config alone. Code on the hub is found there.
         for code in Path(config.name_or_path).glob("*.py"):
-            shutil.copy(code, folder)
+            shutil.copyfile(code, folder / code.name)
     if model.role != "critic" and config.name_or_path:
         try:
             # No download: the other ranks wait, and what training has read is in the cache.
