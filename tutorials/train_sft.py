@@ -6,8 +6,8 @@
     python tutorials/train_sft.py sequence_parallel_size=2                 # two ranks share each sequence
 
 Pass any key of workers/train/ARGUMENTS.md as key=value; num_rollout is the number of steps. A row has a prompt and a
-completion, or is a conversation: see docs/data.md. The last line printed is the command that trains the result further
-with GRPO, which learns the right sums from a reward.
+completion, or is a conversation: see docs/data.md. Without lora_rank, the last line printed is the command that trains
+the result further with GRPO, which learns the right sums from a reward.
 """
 
 import json
@@ -96,9 +96,11 @@ def main():
     losses = log.column("eval_loss") or log.column("loss")
     print(f"\nLoss, in nats per token: first {losses[0]:.3f}, last {losses[-1]:.3f}; {time.monotonic() - began:.0f} s.")
     folder = args.save_hf and args.save_hf.format(rollout_id=args.num_rollout - 1)
-    if folder is None or args.lora_rank:  # an adapter alone is no hf_checkpoint
+    if folder is None:
         return
     tokenizer.save_pretrained(folder)
+    if args.lora_rank:  # an adapter alone is no hf_checkpoint
+        return
     further = "label_key=answer num_rollout=100 rollout_batch_size=16 lr=1e-3"
     print(
         f'GRPO goes on with it:\nmake demo ARGS="hf_checkpoint={folder} rollout_data={args.rollout_data[0]} {further}"'
