@@ -325,7 +325,7 @@ class ListedRows:
 def _from_hub(name: str) -> Any:
     """Load ``hf:NAME?name=CONFIG&split=SPLIT&revision=REVISION``."""
     path, _, query = name.removeprefix(HUB).partition("?")
-    options = dict(parse_qsl(query.replace("+", "%2B"), keep_blank_values=True))  # train+test is a split, no space
+    options = dict(parse_qsl(query.replace("+", "%2B"), keep_blank_values=True))  # in train+test, + is no space
     if unknown := [key for key in options if key not in ("name", "split", "revision")]:
         _refuse(name, f"{unknown[0]!r} is none of the options name, split and revision")
     datasets = require("datasets", extra="data")
