@@ -239,6 +239,7 @@ class PromptData:
         self._check_template()
         try:
             # In Parquet and datasets, each message has the keys of all, with null for those that are not its own.
+            # Only later versions of transformers leave these out.
             plain = [
                 {name: value for name, value in dict(one).items() if value is not None or name == "content"}
                 for one in messages
