@@ -303,9 +303,11 @@ def test_error_names_an_entry_of_the_wrong_shape():
         run(policy_loss(ppo()), data(advantages=torch.zeros(ROWS)), 100, outputs={"log_probs": "log_probs"})
 
 
-def test_metric_of_a_policy_loss_does_not_replace_the_whole_loss():
-    loss = policy_loss(lambda tokens: (tokens.log_probs, {"loss": tokens.log_probs}))
-    with pytest.raises(ValueError, match="a metric named 'loss'; give it another name"):
+@pytest.mark.parametrize("name", ["loss", "policy_loss", "kl", "grad_norm"])
+def test_metric_of_a_policy_loss_has_a_name_of_its_own(name):
+    """Otherwise one of both would be lost: the loss's, or that of the trainer, which has the KL divergence here."""
+    loss = policy_loss(lambda tokens: (tokens.log_probs, {name: tokens.log_probs}))
+    with pytest.raises(ValueError, match=f"a metric named '{name}'; give it another name"):
         run(loss, data(), 100, outputs={"log_probs": "log_probs"})
 
 

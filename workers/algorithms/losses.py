@@ -19,6 +19,11 @@ from workers.train.train_model import TokenLoss, TokenOutputs
 Aggregation = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"]
 
+_OWN_METRICS = frozenset(
+    ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "rollout_log_prob_diff", "opsm_fraction", "grad_norm", "lr")
+)
+"""What `policy_loss` and the trainer report of a step."""
+
 _LARGEST_K3 = 10.0
 """In nats. Reached where a token is 13.6 times as probable under the reference; its gradient there is -12.6."""
 
@@ -165,7 +170,8 @@ def policy_loss(
         A `TokenLoss` that reports ``policy_loss``, the metrics of ``of_tokens``, ``ppo_kl`` (the mean of log p_old -
         log p), and ``kl``, ``entropy``, ``rollout_log_prob_diff`` and ``opsm_fraction`` (the share of masked tokens) if
         they are known. Each is a weighted sum over tokens: a mean over a step if the weights sum to 1. It raises a
-        ValueError if a required entry is missing, or ``of_tokens`` returns another shape or a metric named ``loss``.
+        ValueError if a required entry is missing, or ``of_tokens`` returns another shape, or a metric under a name that
+        is reported already.
 
     Raises:
         ValueError: a number is negative, or the estimator is unknown.
@@ -186,8 +192,8 @@ def policy_loss(
         old = entry("old_log_probs") if "old_log_probs" in micro_batch.others else log_probs.detach()
         tokens = PolicyTokens(log_probs, old, entry("advantages"), weights != 0, micro_batch.others, outputs.candidates)
         surrogate, metrics = of_tokens(tokens)
-        if "loss" in metrics:  # backends report the whole loss under this name
-            raise ValueError("policy_loss: the policy loss returns a metric named 'loss'; give it another name")
+        if taken := sorted(_OWN_METRICS & metrics.keys()):  # one of both would be lost
+            raise ValueError(f"policy_loss: the policy loss returns a metric named {taken[0]!r}; give it another name")
         for name, value in {"loss": surrogate, **metrics}.items():
             if value.shape != weights.shape:
                 raise ValueError(
