@@ -269,6 +269,25 @@ def test_weights_give_the_requested_mean(aggregation, cut, fraction):
     assert got == pytest.approx(expected[aggregation], rel=1e-5)
 
 
+def test_loss_of_ones_own_may_divide_by_the_number_of_tokens_of_a_row():
+    """It is 0 in a filler, and in the row without a completion."""
+
+    def step(least):
+        def of_tokens(tokens):
+            counts = tokens.mask.sum(1, keepdim=True).clamp(min=least)
+            means = (tokens.log_probs.sum(1, keepdim=True) / counts).expand_as(tokens.log_probs)
+            return -tokens.advantages * means, {"mean": means}
+
+        batch = data()
+        batch["log_probs"] = batch["log_probs"].requires_grad_()
+        total, sums = run(policy_loss(of_tokens), batch, 20, outputs={"log_probs": "log_probs"})
+        return total.detach(), sums, *torch.autograd.grad(total, batch["log_probs"])
+
+    (total, sums, gradient), (expected, expected_sums, expected_gradient) = step(0), step(1)
+    assert bool(total.isfinite()) and total == expected and sums == expected_sums
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
 def test_clipped_value_loss():
     loss, clipped = clipped_value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([3.0]), eps_clip=1.0)
     assert loss.tolist() == [2.0] and clipped.tolist() == [True]

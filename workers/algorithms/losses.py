@@ -153,7 +153,7 @@ def policy_loss(
     - ``rollout_log_probs``: if given, their difference from the policy's log-probabilities is reported;
     - ``metric_weights``: the weights of all metrics but ``policy_loss``, if they are not ``loss_weights``.
 
-    Values at tokens of weight 0 are ignored, NaN included.
+    Values at tokens of weight 0 are ignored, NaN included, and so are those that ``of_tokens`` returns for them.
 
     Args:
         of_tokens: each token's loss.
@@ -200,6 +200,9 @@ def policy_loss(
                     f"policy_loss: the {name} has shape {tuple(value.shape)}; expected one number per token, "
                     f"{tuple(weights.shape)}"
                 )
+        # A loss may divide by the number of a row's tokens, which is 0 in fillers: the whole step would be NaN.
+        surrogate = _where(weights, surrogate)
+        metrics = {name: _where(weights, value) for name, value in metrics.items()}
         if opsm_delta is not None:
             behaviour = entry("rollout_log_probs")
             out = off_policy_sequences(log_probs.detach(), behaviour, tokens.advantages, tokens.mask, opsm_delta)
