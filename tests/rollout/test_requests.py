@@ -66,6 +66,15 @@ def test_engine_whose_thread_cannot_begin_fails_its_requests():
             submit(engine, "a").result(10)
 
 
+def test_engine_whose_serve_returns_early_fails_its_requests():
+    engine = BigramEngine()
+    engine.serve = engine.next_step  # one step
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"serve\(\) returned before next_step\(\) had returned None"):
+            submit(engine, "a").result(10)
+    engine.close()
+
+
 def test_closed_engine_fails_its_requests():
     engine = BigramEngine(delay=0.001)
     futures = [submit(engine, name) for name in "ab"]

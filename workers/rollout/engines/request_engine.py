@@ -222,8 +222,8 @@ class RequestEngine(RolloutEngine):
 
     @abstractmethod
     def serve(self) -> None:
-        """Generate until `next_step` returns None. It runs in the engine's thread, and begins anew after it has raised;
-        all requests that were handed out have then failed with the error."""
+        """Generate until `next_step` returns None. It runs in the engine's thread, and begins anew after it has raised,
+        or returned earlier; all requests that were handed out have then failed with an error."""
 
     def next_step(self) -> Changes | None:
         """Return what has changed since the last step. `serve` calls it before each step. It waits while no step may be
@@ -650,7 +650,11 @@ class RequestEngine(RolloutEngine):
                 # Call this inside the `try`: an error must fail the requests, not leave them without a thread.
                 self.prepare_thread()
                 self.serve()
-                return
+                with self._changed:
+                    # After None, the requests that follow start another thread.
+                    if not (self._serving and self._in_thread()):
+                        return
+                raise RolloutError(f"{type(self).__name__}.serve() returned before next_step() had returned None")
             except BaseException as error:
                 logger.debug("%s failed", type(self).__name__, exc_info=True)
                 with self._changed:
