@@ -365,7 +365,7 @@ def _plan_rows(
             length = batch.batch_type(value).length(value)
         except Exception as error:  # a BatchError, or whatever a user's type raises
             reason = (
-                f"is {described(value)}, and {_reason(error)}; {spec.registration.mode!r} cuts tensors, arrays, "
+                f"is {described(value)}, and {reason_of(error)}; {spec.registration.mode!r} cuts tensors, arrays, "
                 f"TensorDicts, lists, dicts of those and types given to register_batch_type(). {_BROADCAST}"
             )
             raise _bad_argument(spec, key, reason) from None
@@ -406,7 +406,7 @@ def _plan_rows(
             try:
                 cut = batch.shard(arguments[key], shares, offsets)
             except Exception as error:  # a BatchError, or whatever a user's type raises
-                reason = f"is {described(arguments[key])} and cannot be cut: {_reason(error)}. {_BROADCAST}"
+                reason = f"is {described(arguments[key])} and cannot be cut: {reason_of(error)}. {_BROADCAST}"
                 raise _bad_argument(spec, key, reason) from error
             for shard, rows_of_shard in zip(shards, cut, strict=True):
                 shard[key] = rows_of_shard
@@ -527,5 +527,6 @@ def _copy_containers(value: Any) -> Any:
     return value
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a batch cannot be measured or cut: a `BatchError`, or what a function of the user has raised."""
     return str(error) if isinstance(error, BatchError) else f"{type(error).__name__}: {error}"

@@ -678,6 +678,9 @@ def test_drivers_batch_type_is_known_to_the_workers(make_group):
     group = make_group(Counter)
     assert group.padded(Own(range(5))).rows == list(range(5))
     assert group.padded(group.ragged.remote(Own(range(6)))).rows == list(range(6))
+    uncounted = Own(())
+    uncounted.rows = None
+    assert [own.rows for own in group.echo(uncounted)] == [None] * 4  # whole, so nobody needs its length
 
 
 # --- event loops ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 from dispatch import batch
 from dispatch.errors import BatchError, ResultError, SingleControllerError
 from dispatch.move import move
-from dispatch.plan import Parameter, put_back
+from dispatch.plan import Parameter, put_back, reason_of
 from dispatch.register import label
 from single_controller.call.codec import CallMessage, Encoded, encode, is_reference
 from single_controller.call.errors import Failure, GroupBrokenError, shortened
@@ -237,8 +237,10 @@ class Executor:
             if value is not None:
                 try:
                     length = batch.batch_type(value).length(value)
-                except BatchError as error:
-                    not_rows = shortened(str(error))  # which may name keys of any length, and travels in the frame
+                # A BatchError, or whatever a user's type raises. Only a call that cuts the result needs its rows.
+                except Exception as error:
+                    # It may name keys of any length, and travels in the frame.
+                    not_rows = shortened(reason_of(error))
                 try:
                     encoded = encode(value, in_process=self._in_process)
                 except Exception as error:
