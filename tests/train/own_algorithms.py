@@ -15,6 +15,11 @@ def above_mean(rows, args):
     return args.user.scale * (rows["rewards"] - rows.everywhere("rewards").mean())
 
 
+def less_values(rows, args):
+    """Rewards minus the values of a connected critic."""
+    return rows["rewards"][:, None] - rows["values"]
+
+
 def unregistered(tokens, args):
     """A loss of the wrong shape."""
     return tokens.log_probs[:, 1:], {}

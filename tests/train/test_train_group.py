@@ -882,6 +882,17 @@ def test_two_objects_for_one_rollout_are_told_of(caplog):
     assert "actor and critic were given two objects as data of rollout 0" in caplog.text
 
 
+def test_estimator_of_ones_own_gets_what_connected_groups_compute():
+    workers = SimpleNamespace(methods={"compute_values", "compute_old_log_prob", "compute_ref_log_prob"})
+    args = read_args({"advantage_estimator": "own_algorithms.less_values", "kl_coef": 0.1})
+    actor, critic = (
+        SimpleNamespace(role=role, args=args, ready_workers=lambda method: workers) for role in ("actor", "critic")
+    )
+    wanted = [(name, group.role) for name, _, group in SharedRollout(actor, critic).to_compute(ROWS)]
+    assert wanted == [("values", "critic"), ("old_log_probs", "actor"), ("ref_log_probs", "actor")]
+    assert SharedRollout(actor).to_compute(ROWS) == []
+
+
 def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):
     rollout = ComputedFuture("generate")
 

@@ -204,7 +204,9 @@ class SharedRollout(Generic[G]):
             given: what `RayTrainGroup.async_train` was given.
         """
         args = self.groups[0].args
-        if args.advantage_estimator != "gae":
+        # An estimator of the user's own may read what the groups compute, if they are connected.
+        own = "." in args.advantage_estimator and len(self.groups) > 1
+        if args.advantage_estimator != "gae" and not own:
             return []
         from workers.algorithms.corrections import rejects  # not at the top: it imports torch
 

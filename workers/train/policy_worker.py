@@ -556,22 +556,22 @@ class PolicyTrainWorker(ModelWorker):
 
     def _rows(self, given: Any, computed: Mapping[str, Any]) -> Data:
         """Return this rank's rows, postprocessed, as CPU tensors, with what other ranks computed from them."""
-        data = self._postprocessed(self._fetch(given))
+        data = self._postprocessed(self._fetch(given), computed)
         others = {name: own_rows(value, self._dp_rank) for name, value in computed.items() if value is not None}
         return {**others, **data}
 
-    def _postprocessed(self, given: Any) -> Data:
+    def _postprocessed(self, given: Any, computed: Mapping[str, Any]) -> Data:
         path = self.args.rollout_data_postprocess_path
         if path is None:
             return _tensors(given)
-        by_gae = self.args.advantage_estimator == "gae"
+        estimator = self.args.advantage_estimator
         # Clone the tokens, because the function may change rows in place.
-        before = given["input_ids"].clone() if by_gae else None
+        before = given["input_ids"].clone() if computed or estimator == "gae" else None
         made = _tensors(function_at(path, "rollout_data_postprocess_path")(self.args, given))
         if before is not None and not torch.equal(made.get("input_ids", before[:0]), before):
             raise RolloutDataError(
                 f"rollout_data_postprocess_path={path!r} has changed, moved or dropped rows. With "
-                "advantage_estimator='gae' it may change only rewards, because values were computed from the "
+                f"advantage_estimator={estimator!r} it may change only rewards, because values were computed from the "
                 "original rows"
             )
         return made

@@ -347,3 +347,11 @@ def test_decoupled_lambda_on_ranks(pair_of, llama_folder, data):
     returns = [float(row["rewards"]) for row in data for _ in range(int(row["loss_mask"].sum()))]
     assert learn(critic, 0, data)["return"] == pytest.approx(mean(returns), abs=1e-5)
     assert ray.get(refs)[0]["loss"] == pytest.approx(-mean(expected), abs=1e-5)
+
+
+def test_estimator_of_ones_own_reads_the_values_of_a_connected_critic(pair_of, llama_folder, data):
+    own = {"advantage_estimator": "own_algorithms.less_values"}
+    actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **STILL, **own})
+    expected = data["rewards"][:, None] - critic.worker_group.compute_values(data)
+    found = learn(actor, 0, data)["advantage/mean"]
+    assert found == pytest.approx(float(expected[data["loss_mask"] != 0].mean()), abs=1e-5)
