@@ -330,6 +330,19 @@ def test_metric_of_a_policy_loss_has_a_name_of_its_own(name):
         run(loss, data(), 100, outputs={"log_probs": "log_probs"})
 
 
+@pytest.mark.parametrize(
+    ("of_tokens", "message"),
+    [
+        (lambda tokens: tokens.log_probs, "returned a Tensor of shape (5, 9); expected the loss of each token and a"),
+        (lambda tokens: tokens.log_probs[:2], "returned a Tensor of shape (2, 9); expected the loss of each token"),
+        (lambda tokens: (tokens.log_probs, {"mean": 0.5}), "the mean has shape (); expected one number per token"),
+    ],
+)
+def test_error_says_what_a_policy_loss_returned(of_tokens, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(policy_loss(of_tokens), data(), 100, outputs={"log_probs": "log_probs"})
+
+
 def test_invalid_options():
     with pytest.raises(ValueError, match="kl_coef=nan"):
         policy_loss(ppo(), kl_coef=math.nan)

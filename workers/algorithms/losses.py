@@ -7,10 +7,11 @@ over micro-batches and ranks is the requested mean, however the rows are split.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
+from dispatch.batch import described
 from workers.algorithms.corrections import off_policy_sequences
 from workers.algorithms.policy_losses import PolicyLoss, PolicyTokens, bounded
 from workers.data.micro_batches import MicroBatch
@@ -191,14 +192,21 @@ def policy_loss(
         log_probs = _where(weights, _output("policy_loss", "log_probs", outputs.log_probs))
         old = entry("old_log_probs") if "old_log_probs" in micro_batch.others else log_probs.detach()
         tokens = PolicyTokens(log_probs, old, entry("advantages"), weights != 0, micro_batch.others, outputs.candidates)
-        surrogate, metrics = of_tokens(tokens)
+        made: Any = of_tokens(tokens)
+        # A tensor of two rows can be unpacked too.
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)):
+            raise ValueError(
+                f"policy_loss: the policy loss returned {described(made)}; expected the loss of each token and a "
+                "dict of metrics, as a tuple"
+            )
+        surrogate, metrics = made
         if taken := sorted(_OWN_METRICS & metrics.keys()):  # one of both would be lost
             raise ValueError(f"policy_loss: the policy loss returns a metric named {taken[0]!r}; give it another name")
         for name, value in {"loss": surrogate, **metrics}.items():
-            if value.shape != weights.shape:
+            shape = tuple(getattr(value, "shape", ()))  # a number has none
+            if shape != tuple(weights.shape):
                 raise ValueError(
-                    f"policy_loss: the {name} has shape {tuple(value.shape)}; expected one number per token, "
-                    f"{tuple(weights.shape)}"
+                    f"policy_loss: the {name} has shape {shape}; expected one number per token, {tuple(weights.shape)}"
                 )
         # A loss may divide by the number of a row's tokens, which is 0 in fillers: the whole step would be NaN.
         surrogate = _where(weights, surrogate)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dispatch.batch import described
 from single_controller import Dispatch, register
 from workers.algorithms.advantages import overlong_penalty, token_rewards
 from workers.algorithms.corrections import Correction, correct, correction_metrics, correction_of, mean_weight, rejects
@@ -338,12 +339,12 @@ class PolicyTrainWorker(ModelWorker):
     def _advantages(self, data: Data) -> torch.Tensor:
         """Compute advantages, (B,) or (B, T)."""
         estimator = function_of(self.args, "advantage_estimator")
-        made: torch.Tensor = estimator(self._advantage_rows(data), self.args)
+        made = estimator(self._advantage_rows(data), self.args)
         rows, tokens = data["input_ids"].shape
-        if made.shape not in ((rows,), (rows, tokens)):
+        if not isinstance(made, torch.Tensor) or made.shape not in ((rows,), (rows, tokens)):
             raise ValueError(
-                f"advantage_estimator={self.args.advantage_estimator!r} returned shape {tuple(made.shape)}; expected "
-                f"({rows},) or ({rows}, {tokens}), for this dp rank's rows"
+                f"advantage_estimator={self.args.advantage_estimator!r} returned {described(made)}; expected a tensor "
+                f"of shape ({rows},) or ({rows}, {tokens}), for this dp rank's rows"
             )
         return made
 
