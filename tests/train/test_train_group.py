@@ -531,6 +531,8 @@ def test_worker_that_counts_its_versions_agrees_with_the_group(slots):
         with pytest.raises(WorkerError, match="not sent"):
             group.update_weights()
         assert group.update_weights() == manager.weight_version == group.worker_group.said()[0]["version"] == 2
+        assert group.update_weights(verify="full") == manager.weight_version == 3
+        assert group.worker_group.execute_with_func_generator(lambda worker: worker.verify) == ["full"]
 
 
 def test_worker_with_slimes_interface(slots):
