@@ -330,6 +330,12 @@ def test_metric_of_a_policy_loss_has_a_name_of_its_own(name):
         run(loss, data(), 100, outputs={"log_probs": "log_probs"})
 
 
+def test_policy_loss_may_report_what_the_trainer_does_not_report():
+    loss = policy_loss(lambda tokens: (tokens.log_probs, {"entropy": tokens.mask}))
+    _, sums = run(loss, data(), 100, outputs={"log_probs": "log_probs"})
+    assert sums["entropy"] == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("of_tokens", "message"),
     [

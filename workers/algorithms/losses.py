@@ -20,11 +20,6 @@ from workers.train.train_model import TokenLoss, TokenOutputs
 Aggregation = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+", "low_var_kl+"]
 
-_OWN_METRICS = frozenset(
-    ("loss", "policy_loss", "ppo_kl", "kl", "entropy", "rollout_log_prob_diff", "opsm_fraction", "grad_norm", "lr")
-)
-"""What `policy_loss` and the trainer report of a step."""
-
 _LARGEST_K3 = 10.0
 """In nats. Reached where a token is 13.6 times as probable under the reference; its gradient there is -12.6."""
 
@@ -200,9 +195,7 @@ def policy_loss(
                 "dict of metrics, as a tuple"
             )
         surrogate, metrics = made
-        if taken := sorted(_OWN_METRICS & metrics.keys()):  # one of both would be lost
-            raise ValueError(f"policy_loss: the policy loss returns a metric named {taken[0]!r}; give it another name")
-        for name, value in {"loss": surrogate, **metrics}.items():
+        for name, value in [("loss", surrogate), *metrics.items()]:
             shape = tuple(getattr(value, "shape", ()))  # a number has none
             if shape != tuple(weights.shape):
                 raise ValueError(
@@ -210,15 +203,15 @@ def policy_loss(
                 )
         # A loss may divide by the number of a row's tokens, which is 0 in fillers: the whole step would be NaN.
         surrogate = _where(weights, surrogate)
-        metrics = {name: _where(weights, value) for name, value in metrics.items()}
+        own = {name: (of_metrics * _where(weights, value)).sum() for name, value in metrics.items()}
+        sums = {"ppo_kl": (of_metrics * bounded(old - log_probs.detach())).sum()}
         if opsm_delta is not None:
             behaviour = entry("rollout_log_probs")
             out = off_policy_sequences(log_probs.detach(), behaviour, tokens.advantages, tokens.mask, opsm_delta)
-            surrogate, metrics = torch.where(out, 0.0, surrogate), {**metrics, "opsm_fraction": out}
+            surrogate = torch.where(out, 0.0, surrogate)
+            sums["opsm_fraction"] = (of_metrics * out).sum()
         factors = weights * entry("correction_weights") if "correction_weights" in micro_batch.others else weights
-        total = (factors * surrogate).sum()
-        sums = {"policy_loss": total, **{name: (of_metrics * value).sum() for name, value in metrics.items()}}
-        sums["ppo_kl"] = (of_metrics * bounded(old - log_probs.detach())).sum()
+        total = sums["policy_loss"] = (factors * surrogate).sum()
         if kl_coef or "ref_log_probs" in micro_batch.others:
             of_tokens_kl = kl_estimate(log_probs, entry("ref_log_probs"), kl_estimator)
             sums["kl"] = (of_metrics * of_tokens_kl).sum()
@@ -233,7 +226,10 @@ def policy_loss(
             sums["entropy"] = (of_metrics * entropy).sum()
             if entropy_coef:
                 total = total - entropy_coef * (weights * entropy).sum()
-        return total, {name: value.detach() for name, value in sums.items()}
+        # "loss" is the whole loss. The trainer adds the last two. Of two metrics of one name, one would be lost.
+        if taken := sorted(own.keys() & {*sums, "loss", "grad_norm", "lr"}):
+            raise ValueError(f"policy_loss: the policy loss returns a metric named {taken[0]!r}; give it another name")
+        return total, {name: value.detach() for name, value in {**sums, **own}.items()}
 
     return loss
 

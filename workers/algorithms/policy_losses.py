@@ -51,7 +51,7 @@ class PolicyTokens:
 
 PolicyLoss = Callable[[PolicyTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """tokens -> (each token's loss, metrics), (b, s) each. Called once per micro-batch, fillers included, and must report
-the same metrics each time, under names that the trainer does not report itself, such as ``loss`` and ``kl``."""
+the same metrics each time, under names that the trainer does not report itself, such as ``loss`` or ``kl``."""
 
 
 def ppo_clip(
