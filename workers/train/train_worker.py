@@ -302,4 +302,4 @@ def takes_version(cls: type[TrainWorker]) -> bool:
         arguments = inspect.signature(cls.update_weights).bind(None, 1).arguments
     except TypeError:
         return False
-    return "verify" not in arguments  # of an override that omits the version alone
+    return "verify" not in arguments  # the first parameter of an override that omits only the version
