@@ -782,10 +782,11 @@ class RayWorkerGroup(WorkerGroup):
         if not self.collectives:
             self._rendezvous = join(plan, transport, everyone, encoded, wait, self._rendezvous, leave=False)
             return
-        moved = transport.ranks[0].location.node_id != before.ranks[0].location.node_id
-        address = None if moved else plan.master[0]
+        if transport.ranks[0].location.node_id != before.ranks[0].location.node_id:
+            # For good: the address that was given is that of another node from now on.
+            plan = self._start_plan = replace(plan, master=(None, plan.master[1]))
         with transport.leaving(transport.started(everyone)):
-            self._rendezvous = join(plan, transport, everyone, encoded, wait, (address, None))
+            self._rendezvous = join(plan, transport, everyone, encoded, wait, (plan.master[0], None))
 
     def _run_in_each_role(self, method: str, timeout: float, *args: object) -> None:
         """Call a method of `Worker` on all ranks, for the workers of each role."""
