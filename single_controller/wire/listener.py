@@ -171,7 +171,7 @@ def listen(host: str) -> tuple[socket.socket, WireAddress]:
     try:
         sock = socket.create_server((host, 0), family=family, backlog=4096)
     except OSError:  # the address is not one of this process's network namespace
-        sock = socket.create_server(("", 0), backlog=4096)
+        sock = socket.create_server(("", 0), family=family, backlog=4096)
     return sock, WireAddress(host, sock.getsockname()[1], secrets.token_bytes(KEY_BYTES), os.getpid())
 
 

@@ -78,6 +78,13 @@ def test_concurrent_call_waits_for_a_thread_that_cannot_be_started(monkeypatch):
     assert ran.wait(5)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this system has no IPv6")
+def test_rank_behind_another_address_listens_for_its_family():
+    sock, address = listener.listen("2001:db8::1")  # no address of this host, as behind address translation
+    with sock:
+        assert (sock.family, address.host) == (socket.AF_INET6, "2001:db8::1")
+
+
 @pytest.fixture
 def to_rank(rank):
     one = Link(rank.listener.address)
