@@ -180,6 +180,8 @@ class ProcessSpec:
         ValueError: the roles ask for different options, or a different Python, of the process that they share.
     """
 
+    refers = False  # whether the constructors' arguments contain Ray references; known once they were encoded
+
     def __init__(self, made: RayClassWithInitArgs | Colocated) -> None:
         # Role -> class with arguments; the role of the group's own class is None
         self.roles: dict[str | None, RayClassWithInitArgs] = {}
@@ -237,6 +239,7 @@ class ProcessSpec:
             for made in self.roles.values():
                 made.check_encodable(error)
             raise
+        self.refers = any(isinstance(one, ray.ObjectRef) for one in encoded.references)
         return encoded if encoded.nbytes <= MAX_TASK_BYTES else put(encoded)
 
 

@@ -201,21 +201,27 @@ class Takeover:
     unstarted: frozenset[int] = frozenset()
 
     def encode(self) -> bytes | None:
-        """Encode it; None if it cannot be pickled, or is too large."""
-        pool = self.plan.pool
+        """Encode it; None if it cannot be pickled, is too large, or has Ray references."""
+        pool, name = self.plan.pool, self.plan.name
         slots = pool.options, pool.reservations[0].request, pool.slots()
+        if self.plan.process.refers:  # Ray would pickle them, and never free their objects in this process
+            logger.warning(
+                "%s cannot be restarted by another driver: the arguments of its constructors contain Ray references, "
+                "whose objects end with this driver",
+                name,
+            )
+            return None
         try:
             without_pool = replace(self, plan=replace(self.plan, pool=cast(Any, None)))
             encoded: bytes = ray.cloudpickle.dumps((without_pool, slots))
         except Exception:
-            name = self.plan.name
             logger.warning("%s cannot be restarted by another driver: it cannot be pickled", name, exc_info=True)
             return None
         if len(encoded) > MAX_BYTES:
             logger.warning(
                 "%s cannot be restarted by another driver: the arguments of its constructors take %.0f MiB, more than "
                 "%d. Pass the path of a file instead",
-                self.plan.name,
+                name,
                 len(encoded) / 2**20,
                 MAX_BYTES // 2**20,
             )

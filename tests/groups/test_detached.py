@@ -295,13 +295,16 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
 
 
 def test_closing_a_group_that_cannot_be_taken_over_ends_its_standby(ray_cluster):
-    """Also in a placement group without ranks."""
+    """Also in a placement group without ranks. A new process would not get what the killed driver has stored."""
     with RayResourcePool([1, 1], use_gpu=False, detached=True) as pool:
-        made = RayClassWithInitArgs(Lone)
+        made = RayClassWithInitArgs(Drives, [ray.put(None)])
         group = RayWorkerGroup(pool, made, name_prefix="spare_", detached=True, collectives=False, standby=1)
-        group.takeover_data = threading.Lock()  # which cannot be pickled
+        group.takeover_data = None  # what is left is written before this returns
         standby = group._ray.standbys[0].location().pid
-        attach("spare_Lone", own=True).close()
+        with attach("spare_Drives", own=True) as heir:
+            with pytest.raises(GroupBrokenError, match="create a new group"):
+                heir.restart()  # which would end the workers first
+            assert heir.alive() == [True]
         wait_gone([standby])
 
 
