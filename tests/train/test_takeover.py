@@ -12,7 +12,7 @@ from plain_train_workers import Manager
 from torch_scripts import driver
 from waits import wait_until
 
-from single_controller import CallTimeoutError, WorkerError
+from single_controller import CallTimeoutError, WorkerError, attach
 from workers.train.args import read_args
 from workers.train.train_group import RayTrainGroup
 
@@ -27,7 +27,7 @@ def killed(config, folder, code):
     """Run a script as another driver of this Ray, kill it when it prints "ready", and return what it printed there."""
     context = ray.get_runtime_context()
     script, said = folder / "driver.py", folder / "said"
-    where = f"{context.gcs_address!r}, namespace={context.namespace!r}, log_to_driver=False"
+    where = f"{context.gcs_address!r}, namespace='trainers', log_to_driver=False"
     script.write_text(f"import os, ray, time\nray.init({where})\n" + textwrap.dedent(code) + "\ntime.sleep(60)\n")
 
     def ready():
@@ -94,6 +94,8 @@ def test_training_goes_on_where_it_was(killed_driver):
         assert group.update_weights() == 4
         assert group.restart() == [2, 2]  # from the checkpoint that the former driver saved after step 1
         assert group.worker_group.said()[0]["version"] == 5  # the manager's workers had lost weights
+        with attach("going_", "trainers") as found:  # in the namespace of the former driver
+            assert found.world_size == 2
     with pytest.raises(ValueError, match="no actor's name begins with"):
         RayTrainGroup.attach("going_")
 
