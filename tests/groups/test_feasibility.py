@@ -173,6 +173,9 @@ class TestImpossible:
     def test_fractional_slots(self):
         assert slots_that_fit({"GPU": 0.1}, {"GPU": 1.0}) == 10
         assert slots_that_fit({"GPU": 0.3, "CPU": 1}, {"GPU": 1.0, "CPU": 9}) == 3
+        assert slots_that_fit({"GPU": 0.6}, {"GPU": 2.0}) == 2  # Ray cuts no part of two GPUs
+        assert slots_that_fit({"GPU": 0.25}, {"GPU": 1.5}) == 6
+        assert shortage([Request((3,), {"GPU": 0.6}, "PACK")], [{"GPU": 2.0}]) == "room for 1 process"
 
 
 class TestForecast:
@@ -227,6 +230,8 @@ class TestForecast:
         assert str(plan).endswith("~5") and self.plan(cluster, [2]).ranks[0].devices == ()
         halves = self.plan(cluster, [3], bundle={"CPU": 1, "GPU": 0.5})
         assert [r.device for r in halves.ranks] == ["0", "0", "1"]
+        parts = self.plan(cluster, [3], bundle={"CPU": 1, "GPU": 0.4})
+        assert [r.devices for r in parts.ranks] == [("0",), ("0",), ("1",)]
         pairs = self.plan(cluster, [2], bundle={"CPU": 1, "GPU": 2})
         assert [r.devices for r in pairs.ranks] == [("0", "1"), ("2", "3")]
         busy = self.node("10.0.0.2", {"CPU": 9.0, "GPU": 6.0}, {"CPU": 9.0, "GPU": 5.0})

@@ -70,8 +70,19 @@ def join_requests(requests: Sequence[Request]) -> list[Request]:
 
 def slots_that_fit(bundle: Amounts, node: Amounts) -> int:
     """Return how many slots fit into what a node has."""
-    counts = (int(node.get(name, 0.0) / amount + _EPSILON) for name, amount in bundle.items() if amount > 0)
-    return min(counts, default=0)
+    return min((_count(name, amount, node.get(name, 0.0)) for name, amount in bundle.items() if amount > 0), default=0)
+
+
+def _count(name: str, amount: float, has: float) -> int:
+    if name != "GPU" or amount >= 1:
+        return int(has / amount + _EPSILON)
+    # A part of a GPU is on one GPU: two GPUs have room for two slots of 0.6, not for three.
+    whole, part = divmod(has, 1.0)
+    return int(whole) * _slots_per_gpu(amount) + int(part / amount + _EPSILON)
+
+
+def _slots_per_gpu(amount: float) -> int:
+    return int(1 / amount + _EPSILON)
 
 
 def shortage(requests: Sequence[Request], nodes: Sequence[Amounts], *, free: bool = False) -> str:
@@ -151,7 +162,10 @@ def _next_devices(bundle: Amounts, node: Node, left: Amounts) -> tuple[str, ...]
     if kinds != {"GPU"} or node.free.get("GPU") != total:
         return None
     taken = total - left.get("GPU", 0.0)
-    return tuple(map(str, range(int(taken + _EPSILON), math.ceil(taken + amount - _EPSILON))))
+    if amount < 1:
+        return (str(int(taken / amount + _EPSILON) // _slots_per_gpu(amount)),)
+    first = math.ceil(taken - _EPSILON)
+    return tuple(map(str, range(first, first + int(amount))))
 
 
 def expected_nodes(request: Request, nodes: Sequence[Amounts], tight: bool = False) -> list[list[int]] | None:
