@@ -58,6 +58,7 @@ from single_controller.ray.start import (
     checked_master,
     enlist,
     fill,
+    given_address,
     join,
     keep,
     living_standbys,
@@ -590,6 +591,8 @@ class RayWorkerGroup(WorkerGroup):
             raise
         if again:
             self._ray.fresh = frozenset(range(self.world_size))  # until `_replay` has repeated all calls on them
+        else:
+            self._start_plan = replace(plan, home=self._ray.ranks[0].location.node_id)
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         self._owned_plan()
@@ -719,14 +722,14 @@ class RayWorkerGroup(WorkerGroup):
         self._state.transport = fill(plan, before, chosen, encoded, self.generation + 1)
         self._keep_standbys()
         # Without collectives also ranks that were filled before, if that failed before they had joined.
-        self._join(before, encoded, timeout, chosen=None if plan.collectives else sorted(self._ray.fresh))
+        self._join(encoded, timeout, chosen=None if plan.collectives else sorted(self._ray.fresh))
 
     def _drop(self, kept: Sequence[int], timeout: float) -> None:
         """End all ranks but some, and have these join a new rendezvous."""
         plan, before = self._owned_plan(), self._ray
         self._state.transport = keep(plan, before, kept, self.generation + 1)
         self._state.renumber(kept)
-        self._join(before, plan.process.encode(), timeout)
+        self._join(plan.process.encode(), timeout)
 
     def _add(self, recruits: Sequence[Standby], encoded: Any, end: float) -> tuple[int, ...]:
         """Make recruits ranks. The caller holds ``sending``."""
@@ -737,7 +740,7 @@ class RayWorkerGroup(WorkerGroup):
 
         def add() -> None:
             self._state.transport = enlist(plan, before, present, self.generation + 1)
-            self._join(before, encoded, _left(end))
+            self._join(encoded, _left(end))
 
         # Not with the timeout of a call: if the ranks need longer, only this wait ends, and the group goes on.
         group = self if self._class is not None else self._role_group(self.roles[0])
@@ -777,9 +780,7 @@ class RayWorkerGroup(WorkerGroup):
         if (refusal := self._state.refusal()) is not None:
             raise refusal
 
-    def _join(
-        self, before: RayTransport, encoded: Any, timeout: float | None, chosen: Sequence[int] | None = None
-    ) -> None:
+    def _join(self, encoded: Any, timeout: float | None, chosen: Sequence[int] | None = None) -> None:
         """Have ranks join, by default all, with a new rendezvous if they use collectives."""
         plan, transport = self._owned_plan(), self._ray
         wait = partial(self._wait_for_constructors, timeout=timeout)
@@ -787,11 +788,8 @@ class RayWorkerGroup(WorkerGroup):
         if not self.collectives:
             self._rendezvous = join(plan, transport, everyone, encoded, wait, self._rendezvous, leave=False)
             return
-        if transport.ranks[0].location.node_id != before.ranks[0].location.node_id:
-            # For good: the address that was given is that of another node from now on.
-            plan = self._start_plan = replace(plan, master=(None, plan.master[1]))
         with transport.leaving(transport.started(everyone)):
-            self._rendezvous = join(plan, transport, everyone, encoded, wait, (plan.master[0], None))
+            self._rendezvous = join(plan, transport, everyone, encoded, wait, (given_address(plan, transport), None))
 
     def _run_in_each_role(self, method: str, timeout: float, *args: object) -> None:
         """Call a method of `Worker` on all ranks, for the workers of each role."""

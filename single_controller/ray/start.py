@@ -67,6 +67,7 @@ class StartPlan:
     start_timeout: float | None = None  # seconds that the constructors may take
     error_grace: float = 0.0  # of `RayWorkerGroup`, as the next
     on_death: str = "error"
+    home: str | None = None  # the node on which rank 0 was first, whose address ``master`` has; None before
 
 
 WaitForConstructors = Callable[[RayTransport, CallPlan, Callable[[Call], Sent]], None]
@@ -94,7 +95,8 @@ def start(
         transport.standbys = [
             standby_of(plan, one.actor, one.name, one.slot, encoded) for one in ranks[count:] if one.slot is not None
         ]
-        return transport, join(plan, transport, range(count), encoded, wait, plan.master)
+        master = given_address(plan, transport), plan.master[1]
+        return transport, join(plan, transport, range(count), encoded, wait, master)
 
 
 def fill(plan: StartPlan, before: RayTransport, chosen: Sequence[int], encoded: Any, generation: int) -> RayTransport:
@@ -173,6 +175,11 @@ def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
 def living_standbys(transport: RayTransport) -> list[Standby]:
     """Return the standbys that have not died."""
     return [one for one in transport.standbys if death_of(one.actor) is None]
+
+
+def given_address(plan: StartPlan, transport: RayTransport) -> str | None:
+    """``master_addr``; None without one, or if rank 0 is not on the node of that address any more."""
+    return plan.master[0] if plan.home in (None, transport.ranks[0].location.node_id) else None
 
 
 def join(
