@@ -98,8 +98,9 @@ class Standby:
         return location
 
     def end(self) -> None:
-        """End its process."""
+        """End its process, and remove the pools that its constructor has made, if it was to become a rank."""
         ray.kill(self.actor, no_restart=True)
+        remove_pools_of([self.actor])
 
     def plan(self, group: str) -> StandbyPlan | None:
         """Its place in the plan of a group; None if it is dead."""
@@ -417,7 +418,7 @@ class RayTransport(Transport):
                     ray.kill(process.actor, no_restart=True)
                 except Exception:  # the cluster that it ran in is gone
                     logger.debug("%s could not be killed", process.name, exc_info=True)
-            remove_pools_of(rank.actor for rank in self.ranks)
+            remove_pools_of(process.actor for process in self.everyone)
 
 
 class _HeldLink:

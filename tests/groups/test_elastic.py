@@ -208,13 +208,16 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_p
         group.close()
         wait_started(*args)
 
+    ended = []
     made = RayClassWithInitArgs(Lone, str(tmp_path / "fail"))
     with RayWorkerGroup(pool[:2], made, collectives=False) as group:
         group.give([0, 5])  # which does not fit one rank
         assert group.shrink(ranks=[1]) == (1,)
         (tmp_path / "fail").touch()
-        with pytest.raises(StartError, match="told to fail"):
+        with monkeypatch.context() as patch, pytest.raises(StartError, match="told to fail"):
+            patch.setattr("single_controller.ray.transport.remove_pools_of", ended.extend)
             group.grow()
+        assert len(ended) == 1  # the pools that the constructor has made end with it
         assert group.add(1) == [1] and group.broken is None
         (tmp_path / "fail").unlink()
         assert group.grow() == (1,)
