@@ -18,7 +18,6 @@ _ON_RAY_ONLY = {
     "workers": "there are no actors, the workers are in this process; group.execute_all_sync('name', ...) calls any of "
     "their methods",
     "worker_names": "its workers are not actors, and no other process can find them by name",
-    "worker_namespace": "its workers are not actors, which have a namespace",
     "resource_pool": "it takes no resources from a pool",
     "plan": "all its workers are in this process",
     "detached": "its workers end with this process",

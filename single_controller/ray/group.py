@@ -326,11 +326,6 @@ class RayWorkerGroup(WorkerGroup):
         return [rank.name for rank in self._ray.ranks]
 
     @property
-    def worker_namespace(self) -> str | None:
-        """Ray's namespace of the actors' names, if they are detached and not those of another driver."""
-        return None if self._start_plan is None else self._start_plan.namespace
-
-    @property
     def master_address(self) -> str:
         """Address of the rendezvous."""
         return self._rendezvous[0]

@@ -228,8 +228,8 @@ class RayTrainGroup:
             detached=self._detached,
             worker_env=environment.worker,
             standby=self._standby,
-            # Not that of a driver that has taken the group over: the next one finds the workers in the first one.
-            namespace=None if self._group is None else self._group.worker_namespace,
+            # After a takeover, that of the former driver, where the next one looks for the workers.
+            namespace=None if self._group is None else self._group._owned_plan().namespace,
         )
         self._group.advise(
             "Call RayTrainGroup.restart() to create new workers, which continue from the last checkpoint that the "
