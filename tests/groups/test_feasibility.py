@@ -173,7 +173,7 @@ class TestImpossible:
     def test_fractional_slots(self):
         assert slots_that_fit({"GPU": 0.1}, {"GPU": 1.0}) == 10
         assert slots_that_fit({"GPU": 0.3, "CPU": 1}, {"GPU": 1.0, "CPU": 9}) == 3
-        assert slots_that_fit({"GPU": 0.6}, {"GPU": 2.0}) == 2  # Ray cuts no part of two GPUs
+        assert slots_that_fit({"GPU": 0.6}, {"GPU": 2.0}) == 2  # Ray takes each part from one GPU
         assert slots_that_fit({"GPU": 0.25}, {"GPU": 1.5}) == 6
         assert shortage([Request((3,), {"GPU": 0.6}, "PACK")], [{"GPU": 2.0}]) == "room for 1 process"
 
@@ -237,6 +237,13 @@ class TestForecast:
         busy = self.node("10.0.0.2", {"CPU": 9.0, "GPU": 6.0}, {"CPU": 9.0, "GPU": 5.0})
         unknown = self.plan([busy], [2], bundle={"CPU": 1, "GPU": 1})
         assert [r.devices for r in unknown.ranks] == [None, None] and str(unknown).endswith("?")
+
+    def test_parts_of_gpus_that_no_slot_can_use_count_as_taken(self):
+        """In the plan of a merged pool, whose slots are alike."""
+        cluster, free = [self.node("10.0.0.2", {"GPU": 2.0})], [{"GPU": 2.0}]
+        three, two, one = (Request((size,), {"GPU": 0.4}, "PACK") for size in (3, 2, 1))
+        assert forecast(three, cluster, free) and forecast(two, cluster, free) is None
+        assert [slot.location.devices for slot in forecast(one, cluster, free)] == [("1",)]
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,19 @@ def slots_that_fit(bundle: Amounts, node: Amounts) -> int:
 def _count(name: str, amount: float, has: float) -> int:
     if name != "GPU" or amount >= 1:
         return int(has / amount + _EPSILON)
-    # A part of a GPU is on one GPU: two GPUs have room for two slots of 0.6, not for three.
+    # A part of a GPU is on one GPU: two GPUs have room for two slots of 0.6, not for three. Ray does not say where the
+    # free parts are; they are assumed to be on as few GPUs as possible.
     whole, part = divmod(has, 1.0)
     return int(whole) * _slots_per_gpu(amount) + int(part / amount + _EPSILON)
 
 
 def _slots_per_gpu(amount: float) -> int:
     return int(1 / amount + _EPSILON)
+
+
+def _taken(name: str, amount: float) -> float:
+    """What one of several equal slots takes: each an equal part of a GPU, because no other fits into what is left."""
+    return 1 / _slots_per_gpu(amount) if name == "GPU" and amount < 1 else amount
 
 
 def shortage(requests: Sequence[Request], nodes: Sequence[Amounts], *, free: bool = False) -> str:
@@ -147,7 +153,7 @@ def forecast(request: Request, cluster: Sequence[Node], free: Sequence[dict[str,
             devices = _next_devices(request.bundle, node, free[home])
             locations[group, number] = Location(node.address, node.hostname, node.node_id, devices)
             for name, amount in request.bundle.items():
-                free[home][name] = free[home].get(name, 0.0) - amount
+                free[home][name] = free[home].get(name, 0.0) - _taken(name, amount)
     by_slot = [locations[key] for key in sorted(locations)]
     return assign_ranks(request.slots(), by_slot, request.entries if request.across else None)
 
@@ -156,16 +162,14 @@ def _next_devices(bundle: Amounts, node: Node, left: Amounts) -> tuple[str, ...]
     """The devices of the next slot on a node. Ray hands out the GPUs of a node from the first on; once one was in use
     it is unknown which come next, and the devices are None."""
     kinds = device_kinds(bundle)
-    total, amount = node.total.get("GPU", 0.0), bundle.get("GPU", 0.0)
+    total = node.total.get("GPU", 0.0)
     if not kinds:
         return ()
     if kinds != {"GPU"} or node.free.get("GPU") != total:
         return None
     taken = total - left.get("GPU", 0.0)
-    if amount < 1:
-        return (str(int(taken / amount + _EPSILON) // _slots_per_gpu(amount)),)
-    first = math.ceil(taken - _EPSILON)
-    return tuple(map(str, range(first, first + int(amount))))
+    end = taken + _taken("GPU", bundle["GPU"])
+    return tuple(map(str, range(int(taken + _EPSILON), math.ceil(end - _EPSILON))))
 
 
 def expected_nodes(request: Request, nodes: Sequence[Amounts], tight: bool = False) -> list[list[int]] | None:
