@@ -47,7 +47,7 @@ from single_controller.ray.class_with_args import ProcessSpec, RayClassWithInitA
 from single_controller.ray.group_records import GroupRecord, Registration, Takeover, find_takeover
 from single_controller.ray.placement.plan import PoolPlan, StandbyPlan, plan_ranks
 from single_controller.ray.placement.pool import RayResourcePool
-from single_controller.ray.placement.reservation import remove_placement_groups, wait_started
+from single_controller.ray.placement.reservation import remove_placement_groups, remove_pools_of, wait_started
 from single_controller.ray.replicas import number_to_add, ranks_to_keep
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import nodes
@@ -539,10 +539,12 @@ class RayWorkerGroup(WorkerGroup):
             ) from error
         finally:
             with self._state.sending:
-                for one in recruits:
-                    if one in self._ray.recruits and self._ray.connected:  # it was not added
-                        self._ray.recruits.remove(one)
-                        one.end()
+                failed = [one for one in recruits if one in self._ray.recruits and self._ray.connected]  # not added
+                for one in failed:
+                    self._ray.recruits.remove(one)
+                    one.end()
+            if failed:  # once for all of them, and no call waits: the control store is asked
+                remove_pools_of(one.actor for one in failed)
 
     def replace_or_shrink(self) -> None:
         """What ``on_death="shrink"`` does: `replace` if there are enough standbys for the ranks that have died, and

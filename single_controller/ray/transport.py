@@ -98,9 +98,8 @@ class Standby:
         return location
 
     def end(self) -> None:
-        """End its process, and remove the pools that its constructor has made, if it was to become a rank."""
+        """End its process."""
         ray.kill(self.actor, no_restart=True)
-        remove_pools_of([self.actor])
 
     def plan(self, group: str) -> StandbyPlan | None:
         """Its place in the plan of a group; None if it is dead."""

@@ -215,7 +215,7 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_p
         assert group.shrink(ranks=[1]) == (1,)
         (tmp_path / "fail").touch()
         with monkeypatch.context() as patch, pytest.raises(StartError, match="told to fail"):
-            patch.setattr("single_controller.ray.transport.remove_pools_of", ended.extend)
+            patch.setattr(ray_group, "remove_pools_of", ended.extend)
             group.grow()
         assert len(ended) == 1  # the pools that the constructor has made end with it
         assert group.add(1) == [1] and group.broken is None
