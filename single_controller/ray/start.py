@@ -67,7 +67,7 @@ class StartPlan:
     start_timeout: float | None = None  # seconds that the constructors may take
     error_grace: float = 0.0  # of `RayWorkerGroup`, as the next
     on_death: str = "error"
-    home: str | None = None  # the node on which rank 0 was first, whose address ``master`` has; None before
+    home: str | None = None  # id of the node where rank 0 ran first, which has the address in ``master``; None before
 
 
 WaitForConstructors = Callable[[RayTransport, CallPlan, Callable[[Call], Sent]], None]
