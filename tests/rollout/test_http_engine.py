@@ -195,6 +195,17 @@ def test_set_of_more_tokens_than_the_server_tells_is_the_whole_vocabulary(server
     assert not engine_of(max_logprobs=0).sampling_masks
 
 
+def test_min_p_needs_sets_that_the_server_tells(server, engine_of):
+    """vLLM applies it before `LogProbs`, so that with a larger set, the log-probability of a token is neither that
+    before the truncation nor that after it."""
+    server.log_probs = "tempered"
+    for most, needed in ((6, "needs top_k from 1 to 5 with vLLM"), (0, "needs a larger max_logprobs")):
+        with pytest.raises(ValueError, match=needed):
+            engine_of(max_logprobs=most).submit([1], SamplingParams(8, top_k=9, min_p=0.1), "a", seed=0)
+    (completion,) = engine_of(max_logprobs=6).generate([[1]], SamplingParams(8, top_k=5, min_p=0.1), [0])
+    assert all(1 <= length <= 5 for length in completion.sampling_mask.lengths)
+
+
 def test_numbers_that_are_not_log_probabilities_are_refused(server, engine_of):
     engine = engine_of()
     for shift, why in ((9.0, r"not log-probabilities \(vLLM's --logprobs-mode\)"), (-9990.0, "not finite")):

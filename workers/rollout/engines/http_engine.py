@@ -211,7 +211,7 @@ class HTTPEngine(RequestEngine):
         super().check_request(number, prompt, sampling_params)
         check_log_probs(self._log_probs, self._dialect, sampling_params)
         if self._log_probs == "tempered":
-            check_min_p(sampling_params, self.vocab_size)
+            check_min_p(sampling_params, self.largest_mask)
 
     def serve(self) -> None:
         arrived: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()

@@ -251,18 +251,25 @@ def largest_told(most: int, vocab_size: int | None) -> int | None:
     return None if most == vocab_size else most - 1
 
 
-def check_min_p(sampling_params: SamplingParams, vocab_size: int | None) -> None:
+def check_min_p(sampling_params: SamplingParams, largest_mask: int | None) -> None:
     """Raise if a set may be too large to be found by `left_of_top`. vLLM applies ``min_p`` before `LogProbs` of
     `workers.rollout.engines.vllm_worker`, so that the log-probability before it is not known.
+
+    Args:
+        sampling_params: of the request.
+        largest_mask: see `largest_told`.
 
     Raises:
         ValueError: ``min_p`` needs another ``top_k``.
     """
-    bounded = 0 < sampling_params.top_k <= LARGEST_SET or (vocab_size is not None and vocab_size <= LARGEST_SET)
-    if sampling_params.min_p and sampling_params.truncates and not bounded:
+    if largest_mask is None or not (sampling_params.min_p and sampling_params.truncates):
+        return
+    most = min(largest_mask, LARGEST_SET)
+    if not 0 < sampling_params.top_k <= most:
+        needed = f"top_k from 1 to {most} with vLLM" if most > 0 else "a larger max_logprobs"
         raise ValueError(
-            f"SamplingParams: min_p={sampling_params.min_p} needs top_k from 1 to {LARGEST_SET} with vLLM, so that the "
-            "tokens that are left can be told"
+            f"SamplingParams: min_p={sampling_params.min_p} needs {needed}, so that the tokens that are left can be "
+            "told"
         )
 
 

@@ -190,7 +190,7 @@ class VLLMEngine(RequestEngine):
             ValueError: also if ``min_p`` needs another ``top_k``.
         """
         super().check_request(number, prompt, sampling_params)
-        check_min_p(sampling_params, self.vocab_size)
+        check_min_p(sampling_params, self.largest_mask)
 
     def prepare_thread(self) -> None:
         """torch has one current device for each thread."""
