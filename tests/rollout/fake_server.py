@@ -243,7 +243,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"status": "resumed"})
 
     def is_paused(self, body, query):
-        self.answer({"is_paused": self.server.paused})
+        self.answer({"is_paused": self.server.paused or self.server.asleep})  # sleeping includes a pause
 
     def collective_rpc(self, body, query):
         assert body["method"] == "reload_weights" and self.server.paused

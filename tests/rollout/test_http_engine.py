@@ -322,6 +322,14 @@ def test_engine_that_was_killed_leaves_no_paused_server(server, engine_of):
     assert not server.paused
 
 
+def test_engine_that_was_killed_leaves_no_sleeping_server(server, engine_of):
+    """Without its memory, the server would fail in its next step."""
+    engine_of().sleep()
+    assert server.asleep
+    engine_of()
+    assert not server.asleep and not server.paused
+
+
 def test_engine_is_not_paused_if_its_server_could_not_be(server, engine_of):
     engine = engine_of()
     server.faults["/pause"] = 500

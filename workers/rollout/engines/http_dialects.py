@@ -177,7 +177,8 @@ class VLLM(OpenAI):
                 raise
             paused, self.no_updates = False, f"its endpoints for weights are off; {DEV_MODE}"
         self.pauses = not self.no_updates
-        if paused:  # by an engine that was killed
+        if paused:  # by an engine that was killed, perhaps asleep: a step would use memory that was freed
+            self.wake_up()
             self.resume()
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
