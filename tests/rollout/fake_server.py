@@ -251,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"results": [None]})
 
     def reset_prefix_cache(self, body, query):
-        self.answer({"success": query["reset_running_requests"] == "true"})
+        self.answer({"success": query["reset_running_requests"] == query.get("reset_external") == "true"})
 
     def update_weight_version(self, body, query):
         self.server.version = body["new_version"]

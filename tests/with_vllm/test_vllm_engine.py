@@ -250,6 +250,22 @@ class TestLlama(EngineContract):
         ):
             subject.check(completion, prompt, {1: first})
 
+    def test_keys_and_values_of_a_connector_are_reset_with_an_update(self, subject, first, monkeypatch):
+        """Such as those of ``kv_offloading_size``."""
+        scheduler, reset = subject.engine._engine.engine_core.engine_core.scheduler, []
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "reset_connector_cache", lambda: not reset.append("done"))
+            subject.update(first, 1)
+            subject.engine.generate([[1]], SamplingParams(1), [0])
+            assert reset
+            patch.setattr(scheduler, "reset_connector_cache", lambda: False)
+            subject.update(first, 1)
+            with pytest.raises(RolloutError, match="could not reset the cache of its KV connector"):
+                subject.engine.generate([[1]], SamplingParams(1), [0])
+            subject.until(lambda load: not subject.engine._serving)  # or it may fail once more
+        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
+        subject.check(completion, [5, 9, 2], {1: first})
+
     def test_temperature_that_vllm_would_change_is_refused(self, subject, first):
         with pytest.raises(ValueError, match=r"temperature=0.001; VLLMEngine has 0, and from 0.01 on"):
             subject.engine.generate([[1]], SamplingParams(4, temperature=0.001), [0])

@@ -197,8 +197,9 @@ class VLLM(OpenAI):
         # Pause the server, so that no step runs while only some weights are new.
         self.pause()
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-        # Requests of others go back to the queue, because they hold keys and values of the old weights.
-        reset = self.server.post("/reset_prefix_cache", reset_running_requests="true")
+        # Requests of others go back to the queue, because they hold keys and values of the old weights. A KV connector
+        # may keep more of these, in host memory for example.
+        reset = self.server.post("/reset_prefix_cache", reset_running_requests="true", reset_external="true")
         if not reset.get("success"):
             raise ServerError(f"the server at {self.server.url} could not reset its prefix cache; see its log")
         # Set the version last, so that a server that reports a version has all of its weights.

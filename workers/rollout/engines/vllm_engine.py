@@ -201,14 +201,14 @@ class VLLMEngine(RequestEngine):
         with self._told("failed"):  # what a step that failed has left
             # These calls only use vLLM's scheduler. Its model may be in use by another thread: see `_hold`.
             self._discard(list(self._given))
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._reset_caches()
         while (changes := self.next_step()) is not None:
             with self._told("failed"):
                 # Discard these before new requests are added, to make room for them.
                 ended = set(map(id, changes.ended))
                 self._discard([id_ for id_, request in self._given.items() if id(request) in ended])
                 if changes.recompute:
-                    self._engine.reset_prefix_cache(reset_running_requests=True)
+                    self._reset_caches()
                 for request in changes.added:
                     try:
                         with self._told("refused a request"):
@@ -222,6 +222,11 @@ class VLLMEngine(RequestEngine):
                         self._take(given, output)
                     except RolloutError as error:
                         self._fail([given], error)
+
+    def _reset_caches(self) -> None:
+        """Have all keys and values computed anew, also those that a KV connector keeps, in host memory for example."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RolloutError(f"{self._named} could not reset the cache of its KV connector{self._log}")
 
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams as VLLMSamplingParams
