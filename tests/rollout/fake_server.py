@@ -37,6 +37,7 @@ class FakeServer(ThreadingHTTPServer):
         faults: path -> what goes wrong there next: a status code, or a function of the request's handler.
         always: the same of what goes wrong each time.
         seen: (path, body) of all requests.
+        reloading: whether a reload of weights has failed in the middle, and was not finished.
     """
 
     daemon_threads = True
@@ -50,7 +51,7 @@ class FakeServer(ThreadingHTTPServer):
         self.log_probs, self.shift, self.training, self.api_key = "raw", 0.0, True, None
         self.delay, self.faults, self.always, self.seen = delay, {}, {}, []
         self.version = "default"
-        self.paused = self.asleep = False
+        self.paused = self.asleep = self.reloading = False
         self.running = 0
         self.changed = threading.Condition()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -246,8 +247,12 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"is_paused": self.server.paused or self.server.asleep})  # sleeping includes a pause
 
     def collective_rpc(self, body, query):
-        assert body["method"] == "reload_weights" and self.server.paused
-        self.server.load(body["kwargs"]["weights_path"])
+        server, options = self.server, body["kwargs"]
+        assert body["method"] == "reload_weights" and server.paused
+        if options != {"weights_iterator": []}:
+            assert not server.reloading
+            server.load(options["weights_path"])
+        server.reloading = False
         self.answer({"results": [None]})
 
     def reset_prefix_cache(self, body, query):

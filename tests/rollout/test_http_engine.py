@@ -418,6 +418,24 @@ def test_folder_of_an_update_is_removed(server, engine_of, tmp_path):
     assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [3]
 
 
+def test_reload_that_failed_is_finished_before_the_next_one(server, engine_of):
+    """Otherwise, vLLM would mix tensors of both."""
+    engine = engine_of()
+
+    def fail(handler):
+        server.reloading = True
+        handler.error(500, "no such file")
+
+    server.faults["/collective_rpc"] = fail
+    with pytest.raises(RolloutError, match=r"POST /collective_rpc with 500: no such file"):
+        load(engine)
+    engine.abandon_update()
+    assert not server.reloading and not server.paused
+    model = load(engine, version=2)
+    (completion,) = engine.generate([[1]], SamplingParams(4), [0])
+    assert completion.log_probs == pytest.approx(model.log_probs([1], completion.token_ids), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "weights, told",
     [

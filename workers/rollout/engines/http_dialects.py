@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from workers.rollout.engines.http_client import Server, ServerError, run
@@ -196,7 +197,14 @@ class VLLM(OpenAI):
     def reload(self, folder: str, version: str) -> None:
         # Pause the server, so that no step runs while only some weights are new.
         self.pause()
-        self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        try:
+            self._reload_weights(weights_path=folder)
+        except ServerError:
+            # vLLM keeps tensors until their layer is complete, and its next reload would count those of this one too. A
+            # reload of no tensors finishes this one.
+            with suppress(ServerError):
+                self._reload_weights(weights_iterator=[])
+            raise
         # Requests of others go back to the queue, because they hold keys and values of the old weights. A KV connector
         # may keep more of these, in host memory for example.
         reset = self.server.post("/reset_prefix_cache", reset_running_requests="true", reset_external="true")
@@ -204,6 +212,9 @@ class VLLM(OpenAI):
             raise ServerError(f"the server at {self.server.url} could not reset its prefix cache; see its log")
         # Set the version last, so that a server that reports a version has all of its weights.
         self.server.post("/update_weight_version", {"new_version": version})
+
+    def _reload_weights(self, **options: Any) -> None:
+        self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": options})
 
     def version(self) -> str | None:
         if not self.pauses:
