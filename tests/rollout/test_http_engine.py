@@ -774,6 +774,32 @@ def test_request_whose_connection_broke_goes_on(server, engine_of):
         engine.generate([[1]], SamplingParams(20), [0])
 
 
+@pytest.mark.parametrize("after", [3, 0])
+def test_request_that_the_server_aborts_goes_on(server, engine_of, after):
+    """Somebody else has told the server, or it is about to end. Before the first token, vLLM gives no reason."""
+    engine = engine_of(timeout=10)
+    model, sent = load(engine), len(server.seen)
+
+    def abort(handler):
+        event = handler.event
+
+        def changed(content):
+            if isinstance(content, dict) and content["choices"][0]["finish_reason"]:
+                content["choices"][0]["finish_reason"] = "abort"
+            event(content)
+
+        handler.event = changed
+        handler.completions({**server.seen[-1][1], "max_tokens": after}, {})
+
+    server.faults["/v1/completions"] = abort
+    (completion,) = engine.generate([[1]], SamplingParams(20), [0])
+    assert len(completion.token_ids) == 20 and completion.finish_reason == "length"
+    assert completion.log_probs == pytest.approx(model.log_probs([1], completion.token_ids), abs=1e-4)
+    again = server.seen[sent:]
+    assert [path for path, _ in again][-2:] == ["/weight_info", "/v1/completions"]
+    assert again[-1][1]["prompt"] == [1, *completion.token_ids[:after]]
+
+
 @pytest.mark.parametrize("how", ["cut", "error"])
 def test_request_that_failed_with_its_server_does_not_go_on_with_other_weights(server, engine_of, how):
     engine = engine_of()

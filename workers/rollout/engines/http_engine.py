@@ -81,6 +81,9 @@ class _Reader:
         try:
             async for part in parts:
                 into.put((self, part))
+            # A request that is aborted before its first token may end without a reason. Of one that has ended, this is
+            # ignored.
+            into.put((self, Part([], [], [], "abort")))
         # CancelledError is not an Exception, so closing a stream puts no error into the queue.
         except Exception as error:
             into.put((self, error))
@@ -304,9 +307,7 @@ class HTTPEngine(RequestEngine):
             ended = "stop"
         elif end == request.remaining:
             ended = "length"
-        elif part.ended == "abort":  # somebody else told the server
-            ended = "abort"
-        if ended is None and part.ended is not None:
+        if ended is None and part.ended not in (None, "abort"):
             raise RolloutError(
                 f"the server at {self.url} ended a completion after {len(request.token_ids) + end} of "
                 f"{how.max_new_tokens} tokens (finish_reason {part.ended!r}) at a token that is not in stop_token_ids. "
@@ -329,6 +330,12 @@ class HTTPEngine(RequestEngine):
             if part.ended is None:  # the server would go on
                 reader.close()
         self.record(request, token_ids[:end], log_probs[:end], ended, kept)
+        if ended is None and part.ended == "abort":
+            # Somebody else has told the server, or it is being ended. It may have other weights when it is asked again.
+            if len(request.token_ids) == reader.had and not self._dialect.pauses:
+                raise RolloutError(f"the server at {self.url} ended a request before its first token")
+            self._asked = -math.inf
+            self._waiting.appendleft(self._close(reader))
 
     def _parts_of(self, request: Request) -> AsyncIterator[Part]:
         how, seed, done = request.sampling_params, request.seed, len(request.token_ids)
