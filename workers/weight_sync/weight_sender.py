@@ -453,7 +453,8 @@ def _check_names(info: ReceiverInfo, held: dict[str, Held], version: int) -> Non
     missing = [name for name, shape in info.shapes.items() if name not in held and 0 not in shape]
     unknown = [name for name in held if name not in info.shapes]
     if unknown:
-        lora = ". Create the engine with lora=LoraSettings.from_args(args)" if ".lora_" in unknown[0] else ""
+        takes = ". HFEngine takes it with lora=LoraSettings.from_args(args); VLLMEngine and HTTPEngine need lora_rank=0"
+        lora = takes if ".lora_" in unknown[0] else ""
         raise WeightSyncError(f"{which}: the engine has no weight {unknown[0]!r}; it needs also: {some(missing)}{lora}")
     if missing:
         raise WeightSyncError(f"{which}: no train rank has tensors that the engine needs: {some(missing)}")
