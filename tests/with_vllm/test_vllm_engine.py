@@ -15,6 +15,7 @@ from engine_contract import PROMPTS, SEEDS, EngineContract, Subject
 from transformers import LlamaConfig, Qwen2Config
 
 from workers.hf_files import make_model
+from workers.rollout.engines import request_engine
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import SamplingParams
 from workers.rollout.engines.vllm_engine import VLLMEngine
@@ -265,6 +266,16 @@ class TestLlama(EngineContract):
             subject.until(lambda load: not subject.engine._serving)  # or it may fail once more
         (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
         subject.check(completion, [5, 9, 2], {1: first})
+
+    def test_idle_engine_keeps_its_prefix_cache(self, subject, first, monkeypatch):
+        """Its thread ends meanwhile."""
+        monkeypatch.setattr(request_engine, "IDLE_SECONDS", 0.01)
+        subject.engine.generate([[1]], SamplingParams(1), [0])
+        subject.until(lambda load: not subject.engine._serving)
+        reset = []
+        monkeypatch.setattr(subject.engine, "_reset_caches", lambda: reset.append("done"))
+        subject.engine.generate([[1]], SamplingParams(1), [0])
+        assert not reset
 
     def test_temperature_that_vllm_would_change_is_refused(self, subject, first):
         with pytest.raises(ValueError, match=r"temperature=0.001; VLLMEngine has 0, and from 0.01 on"):

@@ -119,6 +119,8 @@ class VLLMEngine(RequestEngine):
         """Whether the update in progress has come as `load_raw`."""
         self._given: dict[str, Request] = {}
         """vLLM's id -> the request. Used by the engine's thread alone."""
+        self._failed = False
+        """Whether `serve` has failed since the caches were reset. Used by the engine's thread alone."""
         self._ids = itertools.count()
         self._processes: list[BaseProcess] = []
         """vLLM's processes, of a tensor-parallel engine."""
@@ -198,35 +200,41 @@ class VLLMEngine(RequestEngine):
 
     def serve(self) -> None:
         """See `RequestEngine.serve`. One step of vLLM computes one token of each running request."""
-        with self._told("failed"):  # what a step that failed has left
+        with self._told("failed"):
             # These calls only use vLLM's scheduler. Its model may be in use by another thread: see `_hold`.
             self._discard(list(self._given))
-            self._reset_caches()
-        while (changes := self.next_step()) is not None:
-            with self._told("failed"):
-                # Discard these before new requests are added, to make room for them.
-                ended = set(map(id, changes.ended))
-                self._discard([id_ for id_, request in self._given.items() if id(request) in ended])
-                if changes.recompute:
-                    self._reset_caches()
-                for request in changes.added:
-                    try:
-                        with self._told("refused a request"):
-                            self._add(request)
-                    except RolloutError as error:  # the others go on
-                        self._fail([request], error)
-                outputs = self._engine.step()
-            for output in outputs:
-                if (given := self._given.get(output.request_id)) is not None:
-                    try:
-                        self._take(given, output)
-                    except RolloutError as error:
-                        self._fail([given], error)
+            if self._failed:  # otherwise, the keys and values of earlier prompts are still of use
+                self._reset_caches()
+        try:
+            while (changes := self.next_step()) is not None:
+                with self._told("failed"):
+                    # Discard these before new requests are added, to make room for them.
+                    ended = set(map(id, changes.ended))
+                    self._discard([id_ for id_, request in self._given.items() if id(request) in ended])
+                    if changes.recompute:
+                        self._reset_caches()
+                    for request in changes.added:
+                        try:
+                            with self._told("refused a request"):
+                                self._add(request)
+                        except RolloutError as error:  # the others go on
+                            self._fail([request], error)
+                    outputs = self._engine.step()
+                for output in outputs:
+                    if (given := self._given.get(output.request_id)) is not None:
+                        try:
+                            self._take(given, output)
+                        except RolloutError as error:
+                            self._fail([given], error)
+        except BaseException:
+            self._failed = True
+            raise
 
     def _reset_caches(self) -> None:
         """Have all keys and values computed anew, also those that a KV connector keeps, in host memory for example."""
         if not self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RolloutError(f"{self._named} could not reset the cache of its KV connector{self._log}")
+        self._failed = False
 
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams as VLLMSamplingParams
