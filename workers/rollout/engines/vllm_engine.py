@@ -121,6 +121,8 @@ class VLLMEngine(RequestEngine):
         """vLLM's id -> the request. Used by the engine's thread alone."""
         self._failed = False
         """Whether `serve` has failed since the caches were reset. Used by the engine's thread alone."""
+        self._stepped = True
+        """Whether a step may have been taken since the caches were reset."""
         self._ids = itertools.count()
         self._processes: list[BaseProcess] = []
         """vLLM's processes, of a tensor-parallel engine."""
@@ -219,6 +221,7 @@ class VLLMEngine(RequestEngine):
                                 self._add(request)
                         except RolloutError as error:  # the others go on
                             self._fail([request], error)
+                    self._stepped = True
                     outputs = self._engine.step()
                 for output in outputs:
                     if (given := self._given.get(output.request_id)) is not None:
@@ -232,9 +235,10 @@ class VLLMEngine(RequestEngine):
 
     def _reset_caches(self) -> None:
         """Have all keys and values computed anew, also those that a KV connector keeps, in host memory for example."""
-        if not self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        # A second reset without a step in between is an error of vLLM's OffloadingConnector.
+        if not self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=self._stepped):
             raise RolloutError(f"{self._named} could not reset the cache of its KV connector{self._log}")
-        self._failed = False
+        self._failed = self._stepped = False
 
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -444,6 +448,7 @@ class VLLMEngine(RequestEngine):
         if self._sleeps:
             with self._told("could not free device memory"):
                 self._engine.sleep(level=1, mode="keep")
+                self._stepped = False  # vLLM has reset its caches
 
     def wake_up(self) -> None:
         """Take the device memory back."""
