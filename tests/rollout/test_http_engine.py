@@ -800,6 +800,19 @@ def test_request_that_the_server_aborts_goes_on(server, engine_of, after):
     assert again[-1][1]["prompt"] == [1, *completion.token_ids[:after]]
 
 
+def test_request_that_the_server_only_aborts_is_an_error(server, engine_of):
+    engine, other = engine_of(timeout=1.0), engine_of(dialect="openai")
+    sent = len(server.seen)
+    server.always["/v1/completions"] = lambda handler: handler.streamed(())
+    with pytest.raises(RolloutError, match="ended a request before its next token"):
+        engine.generate([[1]], SamplingParams(2), [0])
+    assert 2 <= [path for path, _ in server.seen[sent:]].count("/v1/completions") <= 20  # it has waited in between
+    sent = len(server.seen)
+    with pytest.raises(RolloutError, match="ended a request before its next token"):
+        other.generate([[1]], SamplingParams(2), [0])
+    assert len(server.seen) == sent + 1
+
+
 @pytest.mark.parametrize("how", ["cut", "error"])
 def test_request_that_failed_with_its_server_does_not_go_on_with_other_weights(server, engine_of, how):
     engine = engine_of()

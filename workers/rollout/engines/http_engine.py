@@ -6,6 +6,7 @@ Threads: the engine's (see `workers.rollout.engines.request_engine`), and one fo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +53,9 @@ STEP_SECONDS = 0.02
 ASK_SECONDS = 1.0
 """How old the server's weight version and load may be that the engine relies on."""
 
+ABORT_SECONDS = 0.1
+"""How long the engine waits before it sends a request again that the server has ended without a reason."""
+
 STARTING = (502, 503, 504)
 """Status codes of a server that is being restarted, or of a proxy before it."""
 
@@ -78,12 +83,13 @@ class _Reader:
         self._reading = run(self._read(parts, into))
 
     async def _read(self, parts: AsyncIterator[Part], into: queue.SimpleQueue[_Arrived]) -> None:
+        part: Part | None = None
         try:
             async for part in parts:
                 into.put((self, part))
-            # A request that is aborted before its first token may end without a reason. Of one that has ended, this is
-            # ignored.
-            into.put((self, Part([], [], [], "abort")))
+            if part is None or part.ended is None:  # so ends a request that vLLM aborts before its first token
+                await asyncio.sleep(ABORT_SECONDS)
+                into.put((self, Part([], [], [], "abort")))
         # CancelledError is not an Exception, so closing a stream puts no error into the queue.
         except Exception as error:
             into.put((self, error))
@@ -186,6 +192,8 @@ class HTTPEngine(RequestEngine):
         """The requests that are at the server. Only the engine's thread changes it."""
         self._waiting: deque[Request] = deque()
         """Those that are not there yet, or no longer. Used by the engine's thread alone."""
+        self._aborted: weakref.WeakKeyDictionary[Request, float] = weakref.WeakKeyDictionary()
+        """Since when the server has only aborted a request. Used by the engine's thread alone."""
         self._looked = 0.0
         """When the engine's thread last looked for streams that are silent."""
         self._server_paused = False
@@ -330,11 +338,16 @@ class HTTPEngine(RequestEngine):
             if part.ended is None:  # the server would go on
                 reader.close()
         self.record(request, token_ids[:end], log_probs[:end], ended, kept)
+        if token_ids:
+            self._aborted.pop(request, None)
         if ended is None and part.ended == "abort":
-            # Somebody else has told the server, or it is being ended. It may have other weights when it is asked again.
-            if len(request.token_ids) == reader.had and not self._dialect.pauses:
-                raise RolloutError(f"the server at {self.url} ended a request before its first token")
-            self._asked = -math.inf
+            # Somebody else has told the server, or it is being ended.
+            if len(request.token_ids) == reader.had:
+                now = time.monotonic()
+                late = now - self._aborted.setdefault(request, now) > self._server.timeout
+                if late or not self._dialect.pauses:
+                    raise RolloutError(f"the server at {self.url} ended a request before its next token; see its log")
+            self._asked = -math.inf  # it may have other weights when it is asked again
             self._waiting.appendleft(self._close(reader))
 
     def _parts_of(self, request: Request) -> AsyncIterator[Part]:
