@@ -4,7 +4,7 @@
 #   make demo ARGS="task=sort"         arguments for the script
 #   make demo ARGS="loss=sft"          supervised fine-tuning instead of GRPO
 #   make benchmark ARGS="--quick"     arguments for the benchmark
-#   make test JOBS=1                  tests in one process (3 otherwise), each with a Ray of its own
+#   make test JOBS=1                  tests in one process (otherwise 3, or 2 for test-all), each with a Ray of its own
 #   make test PYTHON=python3.12       another Python for the set-up
 
 VENV    := .venv
@@ -16,7 +16,8 @@ VLLM_PY := $(VLLM)/bin/python
 VLLM_READY := $(VLLM)/.ready
 VLLM_PIP := $(PY) -m pip --python $(VLLM_PY) install --quiet --disable-pip-version-check
 ARGS    ?=
-JOBS    ?= 3
+# Tests of `make test` wait more often than the long runs of `make test-all`, which keep two cores busy by themselves.
+JOBS    ?= $(if $(filter test-all,$(MAKECMDGOALS)),2,3)
 PYTHON  ?=
 
 export RAY_USAGE_STATS_ENABLED := 0
