@@ -309,18 +309,25 @@ class TestLostConnections:
 
     def test_fork_has_no_socket_that_has_just_been_connected(self, rank, monkeypatch):
         """The hub has removed it, to add it again as a connection."""
-        closed = []
+        reached, forked, sockets = threading.Event(), threading.Event(), []
 
-        def fork_and_connect(sock, *args):
-            child = os.fork()
-            if child == 0:
-                os._exit(0 if sock.fileno() == -1 else 1)
-            closed.append(os.waitpid(child, 0)[1] == 0)
+        def wait_and_connect(sock, *args):
+            sockets.append(sock)
+            reached.set()
+            forked.wait(5)
             return connection.Connection(sock, *args)
 
-        monkeypatch.setattr(link, "Connection", fork_and_connect)
+        monkeypatch.setattr(link, "Connection", wait_and_connect)
         one = Link(rank.listener.address)
-        assert one.opened.wait(5) and closed == [True]
+        assert reached.wait(5)
+        # Fork in this thread: Python clears the other threads' states in the child, and a process group of torch that
+        # an earlier test has left in the main thread's state would wait there for its own threads.
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sockets[0].fileno() == -1 else 1)
+        closed = os.waitpid(child, 0)[1] == 0
+        forked.set()
+        assert one.opened.wait(5) and closed
         one.close()
 
     def test_rank_that_could_not_accept_a_connection_does_so_later(self, rank, monkeypatch):
