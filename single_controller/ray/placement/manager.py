@@ -75,6 +75,8 @@ class ResourcePoolManager(Closing):
             GroupClosedError: the manager is closed.
         """
         self._check_open()
+        # The lock is not needed here: the dict is replaced once, by a complete one. A thread that misses this creates
+        # pools of its own, which have reserved nothing, and drops them below.
         if self.resource_pool_dict:
             return
         made = {
