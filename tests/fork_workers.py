@@ -248,6 +248,8 @@ def become_worker(connection, arguments, environment, folder, output):
         printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(printed, 1)
         os.dup2(printed, 2)
+        # A line of print() is one write, and so whole, with PYTHONUNBUFFERED, too. A log line may come at any time.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     os.environb.clear()
     os.environb.update(environment)
     os.chdir(folder)

@@ -19,6 +19,7 @@ def printed(config, code, folder, environment=None):
     script, output = folder / "script.py", folder / "printed"
     script.write_text(textwrap.dedent(code))
     environment = dict(os.environ if environment is None else environment)
+    environment.pop("PYTHONUNBUFFERED", None)  # print() would write each of its arguments by itself, between log lines
     if not (server := origin(config)):
         command = [sys.executable, "-W", "ignore", str(script)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
