@@ -35,7 +35,6 @@ needs_math = functools.partial(pytest.importorskip, "math_verify", reason="the e
         ("4.0", 4, False),
         ("b", ["a", "b"], True),
         ("a b", ["a", "b"], False),
-        ("", [], False),
     ],
 )
 def test_exact_match(completion, label, right):
@@ -146,6 +145,12 @@ def test_labels_of_all_kinds():
     for label in ("none", None, float("nan"), float("inf"), True, "", [3, "x"]):
         with pytest.raises(ValueError, match="has no number"):
             number_match("4", label)
+
+
+@pytest.mark.parametrize("match", [exact_match, number_match, math_match])
+def test_empty_list_of_labels_is_refused(match):
+    with pytest.raises(ValueError, match=r"the label \[\] has no answer"):
+        match("4", [])
 
 
 def test_tolerance_against_its_definition():

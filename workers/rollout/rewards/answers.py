@@ -38,16 +38,17 @@ def exact_match(completion: str, label: Any, *, ignore_case: bool = False) -> fl
         ignore_case: compare without upper and lower case.
 
     Raises:
-        ValueError: the label is None.
+        ValueError: a label is None, or there is none.
     """
 
     def plain(text: Any) -> str:
         words = " ".join(str(text).split())
         return words.casefold() if ignore_case else words
 
-    if any(one is None for one in _labels(label)):
+    labels = _labels(label)
+    if any(one is None for one in labels):
         raise ValueError(f"the label {label!r:.60} is no text")
-    return float(plain(completion) in map(plain, _labels(label)))
+    return float(plain(completion) in map(plain, labels))
 
 
 def number_match(completion: str, label: Any, *, tolerance: float = 0.0) -> float:
@@ -64,7 +65,7 @@ def number_match(completion: str, label: Any, *, tolerance: float = 0.0) -> floa
         tolerance: t, with which x is right for the label y if |x - y| <= t * max(1, |y|).
 
     Raises:
-        ValueError: a label has no number.
+        ValueError: a label has no number, or there is none.
     """
     found = _number(_answer(completion)) or ()
     for one in _labels(label):
@@ -92,7 +93,7 @@ def math_match(completion: str, label: Any, *, timeout: float = 5.0) -> float:
         timeout: seconds that a comparison may take.
 
     Raises:
-        ValueError: a label is None or empty; or ``timeout`` is not above 0, or above 1e9.
+        ValueError: a label is None or empty, or there is none; or ``timeout`` is not above 0, or above 1e9.
         ImportError: ``single-controller[math]`` is not installed.
     """
     labels = _labels(label)
@@ -116,7 +117,10 @@ def soft_overlong(completion_ids: Sequence[int], *, max_length: int, buffer: int
 
 
 def _labels(label: Any) -> list[Any]:
-    return list(label) if isinstance(label, (list, tuple)) else [label]
+    labels = list(label) if isinstance(label, (list, tuple)) else [label]
+    if not labels:
+        raise ValueError(f"the label {label!r} has no answer")
+    return labels
 
 
 def _answer(text: str) -> str:
