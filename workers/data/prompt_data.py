@@ -133,7 +133,7 @@ class PromptData:
 
         Raises:
             DataError: a row cannot be used; see `RowReader`.
-            ValueError: the rollout is one before the state that was loaded.
+            ValueError: the rollout would begin before the first row.
         """
         first = self._position(rollout_id)
         return self.batch([self.rows[first + index] for index in range(self.batch_size)])
