@@ -354,8 +354,8 @@ class TrainArgs:
     )
     balance_data: bool = _key(
         False,
-        "assign rows so that each optimizer step costs about as much on all dp ranks; rows with a common prefix stay "
-        "together where that saves more than it unbalances",
+        "assign rows so that each optimizer step (with shuffle_minibatches: each rollout) costs about as much on all "
+        "dp ranks; rows with a common prefix stay together where that saves more than it unbalances",
     )
     sequence_cost: list[float] | None = _key(
         None,
