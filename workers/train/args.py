@@ -456,7 +456,7 @@ class TrainArgs:
     )
     distributed_timeout_minutes: float = _key(10.0, "timeout of the train ranks' collectives", above=0)
     train_env_vars: dict[str, str] = _key({}, "environment variables of the train workers")
-    debug_rollout_only: bool = _key(False, "create no model in the train workers; their methods do nothing")
+    debug_rollout_only: bool = _key(False, "create no model in the train workers, which train, send and save nothing")
 
     # Rollout and sampling
     num_rollout: int = _key(1, "number of rollouts; the learning rate decays over them", least=1)
