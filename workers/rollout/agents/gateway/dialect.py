@@ -54,6 +54,8 @@ NOT_SUPPORTED = (
     "stop_sequences",
     "response_format",
     "previous_response_id",
+    "conversation",
+    "prompt",
     "functions",
     "top_logprobs",
     "chat_template",
@@ -188,6 +190,11 @@ def check_supported(body: Body) -> None:
     for field_ in NOT_SUPPORTED:
         wanted = body.get(field_)
         if wanted and wanted != {"type": "text"}:
+            raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
+    for field_ in ("text", "output_config"):  # of responses, and of messages: only a format in them matters
+        wanted = body.get(field_)
+        format_ = wanted.get("format") if isinstance(wanted, Mapping) else wanted
+        if format_ and format_ != {"type": "text"}:
             raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
     if body.get("n", 1) not in (1, None):
         raise GatewayError("invalid", f"n={body['n']!r:.80} is not supported; send one request for each completion")

@@ -28,10 +28,6 @@ class ResponsesDialect(Dialect):
 
     def read(self, body: Body) -> Ask:
         check_supported(body)
-        wanted = body.get("text")
-        format_ = wanted.get("format") if isinstance(wanted, dict) else wanted
-        if format_ and format_ != {"type": "text"}:
-            raise GatewayError("invalid", f"text={wanted!r:.80} is not supported; leave it out")
         messages: list[dict[str, Any]] = []
         if instructions := text_of(body.get("instructions"), "instructions"):
             messages.append({"role": "system", "content": instructions})
