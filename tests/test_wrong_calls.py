@@ -51,7 +51,6 @@ from workers import (
     evaluate,
     exact_match,
     export_hf,
-    number_match,
     open_rows,
     read_args,
     register_advantage,
@@ -210,7 +209,6 @@ CALLS = {
                             lambda k: text_reward("exact_match", TEXTS)),
     "no tokenizer": (TypeError, "tokenizer=None; pass text_reward", lambda k: text_reward(exact_match, None)),
     "label of None": (ValueError, "the label None is no text", lambda k: exact_match("a", None)),
-    "label in words": (ValueError, "the label 'three' has no number", lambda k: number_match("3", "three")),
     # rollout data and files
     "tuple as completion": (TypeError, r"completion 0 is .*pass Completion\(ids, log_probs, 'stop'\)",
                             lambda k: collate([[1]], [([2], [0.0])])),

@@ -165,13 +165,7 @@ def balanced_order(
 
     Returns:
         A permutation of the rows. Rows of one shard and step keep their order.
-
-    Raises:
-        ValueError: ``parts`` or ``steps`` is less than 1.
     """
-    for name, value in (("parts", parts), ("steps", steps if isinstance(steps, int) else len(steps))):
-        if value < 1:
-            raise ValueError(f"balanced_order: {name}={value!r}; expected at least 1")
     order, shared = prefixes or (range(len(lengths)), [0] * len(lengths))
     made: list[list[int]] = [[] for _ in range(parts)]
     begin = 0
