@@ -96,9 +96,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
             message["reasoning_content"] = str(reasoning)
         if calls := given.get("tool_calls"):
             message["tool_calls"] = [_call(one) for one in items(calls, "tool_calls")]
-        for name in IDS:
-            if name in given:
-                message[name] = given[name]
+        message |= {name: given[name] for name in IDS if name in given}
     return message
 
 

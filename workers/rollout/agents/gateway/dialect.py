@@ -63,6 +63,8 @@ NOT_SUPPORTED = (
     "continue_final_message",
     "documents",
     "structured_outputs",
+    "text",
+    "output_config",
 )
 """Fields of requests, of all dialects, that would change the prompt or what is generated, and that nothing here has.
 How prompts are rendered is an option of `load_renderer`."""
@@ -189,12 +191,9 @@ def check_supported(body: Body) -> None:
     """
     for field_ in NOT_SUPPORTED:
         wanted = body.get(field_)
+        if field_ in ("text", "output_config") and isinstance(wanted, Mapping):
+            wanted = wanted.get("format")  # their other entries are harmless
         if wanted and wanted != {"type": "text"}:
-            raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
-    for field_ in ("text", "output_config"):  # of responses, and of messages: only a format in them matters
-        wanted = body.get(field_)
-        format_ = wanted.get("format") if isinstance(wanted, Mapping) else wanted
-        if format_ and format_ != {"type": "text"}:
             raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
     if body.get("n", 1) not in (1, None):
         raise GatewayError("invalid", f"n={body['n']!r:.80} is not supported; send one request for each completion")
