@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from agent_helpers import ScriptEngine
 from devices import ON_DEVICE
 from gateway_helpers import routing
 from gateway_worker import engine, renderer
@@ -60,3 +61,9 @@ def test_an_engine_without_requests_serves_no_gateway():
     with LocalWorkerGroup(1, RayClassWithInitArgs(RolloutWorker, EchoEngine)) as group:
         with pytest.raises(RolloutError, match="batches only"):
             group.start_gateway(renderer)
+
+
+def test_an_engine_may_have_an_attribute_of_that_name():
+    wraps = type("Wraps", (ScriptEngine,), {"engine": None})  # such as that of another library
+    with LocalWorkerGroup(1, RayClassWithInitArgs(RolloutWorker, wraps)) as group:
+        assert len(group.start_gateway(renderer, host="127.0.0.1")) == 1

@@ -199,9 +199,10 @@ class RolloutWorker(WeightReceiver):
         from workers.rollout.engines.request_engine import RequestEngine
 
         if self._gateway is None:
-            inner = getattr(self.engine, "engine", self.engine)  # that of an AgentEngine plays the turns
+            # An AgentEngine has no requests, but the engine that plays its turns has.
+            inner = self.engine if isinstance(self.engine, RequestEngine) else getattr(self.engine, "engine", None)
             if not isinstance(inner, RequestEngine):
-                raise RolloutError(f"start_gateway(): {type(inner).__name__} generates batches only")
+                raise RolloutError(f"start_gateway(): {type(self.engine).__name__} generates batches only")
             gateway = Gateway(
                 inner,
                 renderer,
