@@ -146,7 +146,6 @@ def test_invalid_options():
     with pytest.raises(TypeError, match=r"reward_workers=1: .* cannot be pickled"):
         RewardRunner(lambda prompt, completion: lock.locked(), workers=1)
     for options, message in (
-        ({"concurrency": 0}, "reward_concurrency=0"),
         ({"workers": 0}, "reward_workers=0"),
         ({"workers": True}, "reward_workers=True"),
         ({"timeout": 0}, "reward_timeout=0"),
