@@ -35,6 +35,7 @@ def test_renderers_are_checked_before_anything_runs():
         tokenizer.chat_template = template
         engine.close()
     assert not engine.keep_prefixes
+    assert isinstance(Gateway(engine, partial(TokenRenderer, Characters())).renderer, TokenRenderer)
 
 
 async def no_agent(row, base_url, api_key):

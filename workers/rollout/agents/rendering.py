@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from workers.extras import require
@@ -118,7 +118,9 @@ def made_renderer(where: str, given: Any) -> Any:
         TypeError: it is no `Renderer`.
         RenderError: it applies a chat template, which its tokenizer does not have.
     """
-    renderer: Any = given() if inspect.isfunction(given) or inspect.isclass(given) else given
+    # Not all that can be called: a tokenizer can, and is an error.
+    makes = inspect.isroutine(given) or inspect.isclass(given) or isinstance(given, partial)
+    renderer: Any = given() if makes else given
     needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
     if not all(callable(getattr(renderer, one, None)) for one in needed):
         name = repr(renderer) if isinstance(renderer, str) else "'qwen3'"
