@@ -155,7 +155,7 @@ def _args(run: Mapping[str, Any]) -> Any:
     config = dict(run["config"])
     if not config:
         raise ReplayError("the run's configuration was not recorded: pass args= to RunLog")
-    args: Any = read_args(config)
+    args: Any = read_args(argparse.Namespace(**config))  # it may have attributes of the script's own
     if args.keep_old_actor:
         raise ReplayError("keep_old_actor=True needs the weights of earlier versions, which are not recorded")
     sizes = ("tensor_model", "pipeline_model", "sequence", "expert_model")

@@ -204,6 +204,12 @@ def test_run_that_was_profiled_can_be_replayed():
     assert read_args(replaying._args({"config": profiled})).profile_step_start is None
 
 
+def test_run_with_attributes_of_its_own_can_be_replayed():
+    with pytest.warns(UserWarning, match="passed through unchecked: mine"):
+        args = replaying._args({"config": {"lr": 0.5, "mine": 1}})  # as read_args has made it of a Namespace
+    assert (args.lr, args.mine) == (0.5, 1)
+
+
 def test_replay_has_what_a_teacher_has_computed(fsdp_groups, llama_folder, tmp_path):
     """As a future in the batch, which the driver does not record: the ranks do."""
     group = fsdp_groups(1)
