@@ -95,8 +95,8 @@ def test_seconds_are_recorded_even_if_the_block_raises():
 
 
 def test_what_the_run_is(tmp_path):
-    args = read_args({"hf_config": {"model_type": "llama"}, "seed": 7, "lr": 1e-4, "user": {"mine": 1}})
-    with pytest.raises(KeyError), RunLog(run_dir=tmp_path / "abc", args=args):
+    args = {"hf_config": {"model_type": "llama"}, "seed": 7, "lr": 1e-4, "user": {"mine": 1}}
+    with pytest.raises(KeyError), RunLog.from_args(args, run_dir=tmp_path / "abc"):
         run = read_run(tmp_path / "abc")
         raise KeyError("oops")
     assert run["name"] == "abc" and run["config"]["lr"] == 1e-4 and run["config"]["user"] == {"mine": 1}

@@ -160,7 +160,13 @@ class RunLog(Closing):
             args: the configuration.
             run_dir: the folder if the configuration says "auto".
             tokenizer: see the class.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
         """
+        from workers.train.args import read_args
+
+        args = read_args(args)
         return cls(
             args.tensorboard_dir,
             run_dir=run_dir if args.run_dir == "auto" else args.run_dir,
