@@ -119,8 +119,7 @@ def made_renderer(where: str, given: Any) -> Any:
         RenderError: it applies a chat template, which its tokenizer does not have.
     """
     # Not all that can be called: a tokenizer can, and is an error.
-    makes = inspect.isroutine(given) or inspect.isclass(given) or isinstance(given, partial)
-    renderer: Any = given() if makes else given
+    renderer: Any = given() if inspect.isroutine(given) or isinstance(given, (type, partial)) else given
     needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
     if not all(callable(getattr(renderer, one, None)) for one in needed):
         name = repr(renderer) if isinstance(renderer, str) else "'qwen3'"
