@@ -26,14 +26,11 @@ DUMP_SECONDS = 45.0
 def status(name: str | None) -> str:
     """The status of a group, by name as for `stacks`, or of all groups, as text."""
     records = read()
-    tables = [str(status_of(record, records)) for record in chosen(records, name)]
+    tables = []
+    for record in chosen(records, name):
+        answers = ask_at(living_ranks(record, records), "status", MAX_STACK_SECONDS)
+        tables.append(str(status_from(record, records, answers)))
     return "\n\n".join(tables) or "no group is running in this cluster"
-
-
-def status_of(record: GroupRecord, records: Records, seconds: float = MAX_STACK_SECONDS) -> GroupStatus:
-    """The status of a group of another process, whose ranks may take some seconds to answer."""
-    addresses = living_ranks(record, records)
-    return status_from(record, records, ask_at(addresses, "status", seconds))
 
 
 def living_ranks(record: GroupRecord, records: Records) -> dict[int, WireAddress]:

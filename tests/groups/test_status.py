@@ -18,8 +18,9 @@ from single_controller import ControlStoreError, GroupMetrics, RayClassWithInitA
 from single_controller.__main__ import main
 from single_controller.call.transport import RunningCall
 from single_controller.ray import compat, group_records
-from single_controller.ray.inspect_groups import status_of
+from single_controller.ray.inspect_groups import living_ranks, status_from
 from single_controller.ray.rank.frames import frames_of
+from single_controller.wire.link import ask_at
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -102,7 +103,8 @@ class TestHungGroup:
         wait_until(lambda: records_of("hung_Fragile")[0].broken is not None)
         records = group_records.read()
         record = next(record for record in records.groups.values() if record.name == hung.name)
-        for status in (hung.status(0.4), status_of(record, records, 0.4)):
+        answers = ask_at(living_ranks(record, records), "status", 0.4)
+        for status in (hung.status(0.4), status_from(record, records, answers)):
             assert status.state == "broken" and status.reason == hung.broken
             assert [rank.alive for rank in status.ranks] == [True, False, True, True]
             assert status.last_death.rank == 1 and before - 1 < status.last_death.death.at < time.time()
