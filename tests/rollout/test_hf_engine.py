@@ -271,17 +271,6 @@ def test_invalid_prompts_are_rejected(llama):
         engine.generate([[1] * 60], SamplingParams(), [0])
 
 
-def test_invalid_options():
-    with pytest.raises(ValueError, match="max_batch_size=0"):
-        HFEngine(LLAMA, max_batch_size=0)
-    with pytest.raises(ValueError, match="param_dtype='fp8'"):
-        HFEngine(LLAMA, param_dtype="fp8")
-    with pytest.raises(ValueError, match="expected a Hugging Face config"):
-        HFEngine(17)
-    with pytest.raises(ValueError, match="temperature"):
-        SamplingParams(temperature=-1)
-
-
 # --- requests ---------------------------------------------------------------------------------------------------
 
 
