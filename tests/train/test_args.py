@@ -277,6 +277,11 @@ def test_namespace_may_have_extra_keys():
     assert again.megatron_thing is thing
 
 
+def test_attributes_of_a_class_count_but_not_its_methods():
+    args = read_args(type("Mine", (), {"lr": 1e-3, "save": lambda self: None})())
+    assert (args.lr, args.save) == (1e-3, None)
+
+
 def test_critic_has_its_own_keys():
     args = read_args({"load": "a", "save": "b", "lr": 1.0, "critic_load": "c", "critic_save": "d", "critic_lr": 2.0,
                       "critic_lr_warmup_iters": 7})  # fmt: skip

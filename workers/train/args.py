@@ -724,8 +724,9 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     if extras:
         names = ", ".join(sorted(extras))
         warnings.warn(f"args: unknown attributes are passed through unchecked: {names}", stacklevel=4)
-    plain = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in items.items()}
-    return {name: value for name, value in plain.items() if name in known}, extras
+    found = {name: getattr(given, name) for name in known if hasattr(given, name)}  # those of its class, too
+    plain = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in found.items()}
+    return {name: value for name, value in plain.items() if name in items or not callable(value)}, extras
 
 
 def table() -> str:
