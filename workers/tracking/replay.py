@@ -49,7 +49,6 @@ _OF_THE_MACHINE = (
 )
 """Beginnings of the metrics that say how a step was computed, and not what."""
 
-
 _OF_TOKENS = ("tokens", "loss_mask", "rollout_log_probs", "advantages", "versions")
 
 
