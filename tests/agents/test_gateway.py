@@ -384,7 +384,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
         ("messages", {"messages": [user("x")], "stop_sequences": ["a"]}, "stop_sequences"),
         ("messages", {"messages": [user("x")], "output_config": {"format": {"type": "json_schema"}}}, "output_config"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-        ("responses", {"input": "x", "text": {"format": "json"}}, "text="),
+        ("responses", {"input": "x", "text": {"format": "json"}}, "text={'format'"),
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("responses", {"input": "x", "conversation": "conv_1"}, "conversation"),
         ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),

@@ -190,10 +190,10 @@ def check_supported(body: Body) -> None:
         GatewayError: it does.
     """
     for field_ in NOT_SUPPORTED:
-        wanted = body.get(field_)
+        wanted = asks = body.get(field_)
         if field_ in ("text", "output_config") and isinstance(wanted, Mapping):
-            wanted = wanted.get("format")  # their other entries are harmless
-        if wanted and wanted != {"type": "text"}:
+            asks = wanted.get("format")  # their other entries have no effect, as those in SAMPLING
+        if asks and asks != {"type": "text"}:
             raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
     if body.get("n", 1) not in (1, None):
         raise GatewayError("invalid", f"n={body['n']!r:.80} is not supported; send one request for each completion")
