@@ -160,6 +160,9 @@ class RunLog(Closing):
             args: the configuration.
             run_dir: the folder if the configuration says "auto".
             tokenizer: see the class.
+
+        Raises:
+            TrainArgsError: the configuration is invalid.
         """
         from workers.train.args import read_args
 
