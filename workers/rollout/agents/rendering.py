@@ -118,7 +118,7 @@ def made_renderer(where: str, given: Any) -> Any:
         TypeError: it is no `Renderer`.
         RenderError: it applies a chat template, which its tokenizer does not have.
     """
-    # Not all that can be called: a tokenizer can, and is an error.
+    # Do not call everything that can be called: a tokenizer can, but must be refused.
     renderer: Any = given() if inspect.isroutine(given) or isinstance(given, (type, partial)) else given
     needed = ("render", "parse_response", "get_stop_token_ids", "bridge_to_next_turn")
     if not all(callable(getattr(renderer, one, None)) for one in needed):
