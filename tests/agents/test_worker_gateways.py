@@ -63,7 +63,7 @@ def test_an_engine_without_requests_serves_no_gateway():
             group.start_gateway(renderer)
 
 
-def test_an_engine_may_have_an_attribute_of_that_name():
+def test_an_engine_with_requests_may_have_an_attribute_engine():
     wraps = type("Wraps", (ScriptEngine,), {"engine": None})  # such as that of another library
     with LocalWorkerGroup(1, RayClassWithInitArgs(RolloutWorker, wraps)) as group:
         assert len(group.start_gateway(renderer, host="127.0.0.1")) == 1
