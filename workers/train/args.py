@@ -603,8 +603,9 @@ def read_args(given: Any = None) -> TrainArgs:
     """Complete and check a configuration.
 
     Args:
-        given: an OmegaConf config or a mapping with keys of `TrainArgs`; or a Namespace (any object with attributes),
-            whose other attributes pass through with one warning; or None for the defaults.
+        given: an OmegaConf config or a mapping with keys of `TrainArgs`; or a Namespace (any object with attributes,
+            those of its class included), whose own other attributes pass through with one warning; or None for the
+            defaults.
 
     Returns:
         An OmegaConf ``DictConfig`` with every key of `TrainArgs` as an attribute, as which type checkers know it. Other
@@ -724,7 +725,8 @@ def _split(given: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     if extras:
         names = ", ".join(sorted(extras))
         warnings.warn(f"args: unknown attributes are passed through unchecked: {names}", stacklevel=4)
-    found = {name: getattr(given, name) for name in known if hasattr(given, name)}  # those of its class, too
+    # Attributes of its class are values, too, but its methods are not: one may be named like a key, such as save().
+    found = {name: getattr(given, name) for name in known if hasattr(given, name)}
     plain = {name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in found.items()}
     return {name: value for name, value in plain.items() if name in items or not callable(value)}, extras
 
