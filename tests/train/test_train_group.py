@@ -595,8 +595,11 @@ def test_restart_whose_update_fails_can_be_continued(slots, tmp_path):
         with pytest.raises(WorkerError, match="not sent"):
             group.restart()
         assert group.next_rollout_id == 5 and manager.weight_version == 2, "tokens of lost weights would be accepted"
+        with pytest.raises(WorkerError, match="not sent"):
+            group.update_weights()
+        assert manager.weight_version == 3, "as they would be after another failure"
         offline.unlink()
-        assert group.update_weights() == manager.weight_version == 3
+        assert group.update_weights() == manager.weight_version == 4
 
 
 def test_workers_restarted_behind_the_groups_back_are_not_used(slots, tmp_path):

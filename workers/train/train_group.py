@@ -269,6 +269,7 @@ class RayTrainGroup:
     def _replace_lost_weights(self) -> None:
         """`update_weights`, because rollout workers may have weights of training that is lost. If that fails, tokens of
         them are refused."""
+        self._weights_lost = True  # until an update succeeds: one that the user repeats may fail, too
         try:
             self.update_weights()
         except BaseException:
@@ -886,7 +887,7 @@ class RayTrainGroup:
                     *((version,) if numbered else ()), **({} if verify is None else {"verify": verify})
                 )
             except Exception:
-                if self._rollout is not None:  # workers that have kept the version before go on with it
+                if self._rollout is not None and not self._weights_lost:  # those that have kept their version go on
                     with suppress(WeightSyncError):
                         self._rollout.expect(self.weight_version or None)
                 raise
