@@ -29,7 +29,7 @@ from workers.rollout.stream.exchange import FinishedGroup, Report
 from workers.rollout.stream.rollout_stream import RolloutStream
 from workers.rollout.stream.router import Router
 from workers.train.group_links import RolloutLink
-from workers.weight_sync import WeightSyncError
+from workers.weight_sync import WeightSender, WeightSyncError
 
 B, SAMPLES = 4, 3
 HOW = SamplingParams(12, temperature=0.8, stop_token_ids=(0, 1, 2))
@@ -760,6 +760,7 @@ def test_rollout_asks_for_weights_that_a_server_has_lost(servers_group, monkeypa
     servers_group.servers[0].version = "default"
     with pytest.raises(WeightVersionError, match=r"needs weight version 1, but rank \d has none"):
         manager.generate(prompts(1), rollout_id=1)
+    assert {*WeightSender("store", servers_group).versions()} == {1, None}
     manager.refresh = refresh
     data = manager.generate(prompts(1), rollout_id=1)
     check_log_probs(data)

@@ -131,8 +131,8 @@ class WeightReceiver(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def current_weight_version(self) -> int | None:
-        """Return `weight_version`; on the driver, a list by rank."""
-        return self._version
+        """Return `weight_version`, or None if the engine has lost its weights; on the driver, a list by rank."""
+        return None if getattr(self.engine, "weight_version", 0) is None else self._version
 
     @register(Dispatch.ONE_TO_ALL)
     def begin_weights(self, key: str, version: int, sender: str, double_buffer: bool | None = None) -> ReceiverInfo:
@@ -157,9 +157,7 @@ class WeightReceiver(Worker):
             self._update = _Progress(key, version, buffered)
             self._arrivals.begin(shapes, slices, keep=buffered)
             # A delta contains only changes: the engine must have the rest, and the buffer the previous version.
-            # An engine may have lost its weights by itself.
-            complete = self._version is not None and getattr(self.engine, "weight_version", 0) is not None
-            base = self._base if buffered and complete else None
+            base = self._base if buffered and self.current_weight_version() is not None else None
             # From the first piece until the end of the update, the buffer holds a mixture of two versions.
             self._base = None
             if not buffered:
