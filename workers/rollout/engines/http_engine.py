@@ -196,7 +196,6 @@ class HTTPEngine(RequestEngine):
         """Since when the server has only aborted a request. Used by the engine's thread alone."""
         self._looked = 0.0
         """When the engine's thread last looked for streams that are silent."""
-        self._server_paused = False
         self._stamp = self._dialect.version()
         """What the server says that its version is, while its weights are those that this engine knows of."""
         if self._stamp not in UNKNOWN:
@@ -454,12 +453,10 @@ class HTTPEngine(RequestEngine):
             if not paused:
                 super().resume()
             raise
-        self._server_paused = True
 
     def resume(self) -> None:
-        if self._server_paused:
+        if self._dialect.pauses and self.is_held("pause"):
             self._dialect.resume()
-            self._server_paused = False
         # A paused server sends nothing, so measure its silence from now on.
         now = time.monotonic()
         for reader in list(self._readers.values()):
@@ -472,12 +469,10 @@ class HTTPEngine(RequestEngine):
         super().close()
         self._disconnect()
         self._remove_files()
-        if self._server_paused:
-            self._server_paused = False
-            try:
-                self._dialect.resume()
-            except ServerError:
-                logger.warning("could not resume the server at %s", self.url, exc_info=True)
+        try:
+            self.resume()
+        except ServerError:
+            logger.warning("could not resume the server at %s", self.url, exc_info=True)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -569,7 +564,7 @@ class HTTPEngine(RequestEngine):
             try:
                 self._dialect.reload(str(self._folder), stamp)
             finally:
-                if not self._server_paused:
+                if not self.is_held("pause"):
                     self._dialect.resume()
                 self._remove_files()
             self._stamp = stamp
