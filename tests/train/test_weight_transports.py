@@ -186,6 +186,17 @@ def test_interrupted_update_has_failed_for_its_receivers():
         assert rollout.execute_with_func_generator(lambda worker: worker.updating) == [False]
 
 
+def test_failure_is_told_without_waiting_for_new_ranks():
+    """Which a group with on_death="replace" would start first."""
+    receivers, group = Receivers(None), mock.Mock(broken="rank 1 died")
+    receivers._given = [group]
+    receivers.abandon("key", "rank 1 died")
+    assert not group.methods.mock_calls
+    group.broken = None
+    receivers.abandon("key", "rank 1 died")
+    assert group.methods.mock_calls
+
+
 def test_worker_that_joins_while_the_trainer_is_told_is_told_of_next_time():
     group = SimpleNamespace(workers=["first"])
     link = RolloutLink(SimpleNamespace(group=group), lambda: 1, 1.0)

@@ -85,7 +85,8 @@ class Receivers:
         for given in self._given:
             with contextlib.suppress(SingleControllerError):  # it learns of it when the next update begins
                 group = self._usable(given)  # what has failed may have broken the one that was called
-                group.methods.abandon_weights.options(timeout=ABANDON_SECONDS).remote(key, why)
+                if group.broken is None:  # or the call would first replace ranks, if on_death says so
+                    group.methods.abandon_weights.options(timeout=ABANDON_SECONDS).remote(key, why)
         if self.neighbour is not None:
             self.neighbour.abandon_weights(key, why)
 
