@@ -222,9 +222,9 @@ class SlowManager:
 
 def test_managers_share_the_time_to_answer(ray_cluster):
     managers = [SlowManager.remote() for _ in range(2)]
-    assert receiver_groups(managers, 60.0) == []  # both have started
+    assert receiver_groups(managers, Budget(60.0)) == []  # both have started
     with pytest.raises(WeightSyncError, match=r"did not answer weight_receivers\(\) within 0\.\d+ s|time limit"):
-        receiver_groups(managers, 0.4)
+        receiver_groups(managers, Budget(0.4))
     for manager in managers:
         ray.kill(manager)
 

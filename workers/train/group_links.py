@@ -21,6 +21,7 @@ from workers.recovery.train_recovery import TrainGroup
 from workers.train.args import TrainArgsError
 from workers.train.train_worker import Referred
 from workers.weight_sync import call_manager, receiver_groups
+from workers.weight_sync.sync_protocol import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class RolloutLink:
         Raises:
             TrainArgsError: one of them has an engine that does not.
         """
-        for group in receiver_groups(self.manager, self.timeout):
+        for group in receiver_groups(self.manager, Budget(self.timeout)):
             ask = getattr(group.methods, "records_experts", None)  # receivers of the user's own class have none
             if ask is not None and not all(ask()):
                 raise TrainArgsError(
@@ -137,7 +138,7 @@ class RolloutLink:
         if self._is_actor:
             if not hasattr(self.manager, "weight_receivers"):
                 return []
-            groups = receiver_groups(self.manager, self.timeout)
+            groups = receiver_groups(self.manager, Budget(self.timeout))
             return [worker for group in groups for worker in getattr(group, "workers", ())]
         return list(getattr(getattr(self.manager, "group", None), "workers", ()))
 

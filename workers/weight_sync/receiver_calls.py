@@ -55,7 +55,7 @@ class Receivers:
         self._budget = budget
         if self.neighbour is not None:
             return
-        self._given = receiver_groups(self._rollout, budget.left())
+        self._given = receiver_groups(self._rollout, budget)
         self._copies = {group: self._copies[group] for group in self._given if group in self._copies}
         self._groups = [self._usable(group) for group in self._given]
         if not self._groups:
@@ -137,32 +137,28 @@ class Receivers:
         return current
 
 
-def receiver_groups(rollout: Rollout, timeout: float) -> list[WorkerGroup]:
+def receiver_groups(rollout: Rollout, budget: Budget) -> list[WorkerGroup]:
     """Resolve ``rollout`` to worker groups.
 
     Args:
         rollout: a group; a list of groups; a function that returns one of these; or a manager: an object with
             ``group``, or a Ray actor with ``weight_receivers()``.
-        timeout: seconds that all such actors together have to respond.
+        budget: the time that all such actors together have to respond.
 
     Raises:
         TypeError: it is none of these.
         WeightSyncError: see `call_manager`.
     """
-    return _receiver_groups(rollout, Budget(timeout))
-
-
-def _receiver_groups(rollout: Rollout, budget: Budget) -> list[WorkerGroup]:
     if isinstance(rollout, WorkerGroup):
         return [rollout]
     if isinstance(rollout, (list, tuple)):
-        return [group for one in rollout for group in _receiver_groups(one, budget)]
+        return [group for one in rollout for group in receiver_groups(one, budget)]
     if isinstance(rollout, ray.actor.ActorHandle):
-        return _receiver_groups(call_manager(rollout, "weight_receivers", timeout=budget.left()), budget)
+        return receiver_groups(call_manager(rollout, "weight_receivers", timeout=budget.left()), budget)
     if isinstance(getattr(rollout, "group", None), WorkerGroup):
         return [rollout.group]
     if callable(rollout):
-        return _receiver_groups(rollout(), budget)
+        return receiver_groups(rollout(), budget)
     raise _no_receivers(rollout)
 
 
