@@ -87,6 +87,7 @@ def roundtrip(new, base):
 @example((), torch.float32, 0, 0)
 @example((), torch.float32, 1, 0)
 @example((0, 3), torch.bfloat16, 1, 0)
+@example((100, 100), torch.float32, 1, 0)
 @example((1 << 18,), torch.float32, 0.03, 0)
 @example(((1 << 18) + 1,), torch.bfloat16, 0.3, 0)
 @example(((1 << 19) - 1,), torch.uint8, 0.001, 0)
@@ -105,6 +106,7 @@ SPECIAL_GAPS = [0, 1, 253, 254, 255, 256, 509, 510, 511, 65534, 65535, 65536, 13
 
 @examples(25, 1000)
 @given(st.lists(st.sampled_from(SPECIAL_GAPS), min_size=1, max_size=12), st.integers(0, 300), dtypes)
+@example([0, 99_998], 0, torch.float32)
 @example([255] * 12, 0, torch.float32)
 @example([65535] * 4, 0, torch.float32)
 @example([1 << 18, 1 << 18], 255, torch.bool)
@@ -114,13 +116,6 @@ def test_positions_at_the_limits_of_the_formats(gaps, tail, dtype):
     indices = [end - 1 for end in accumulate(gap + 1 for gap in gaps)]
     base = torch.zeros(indices[-1] + 1 + tail, dtype=dtype)
     roundtrip(change(base, indices), base)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("indices", [[0], [99_999], [0, 99_999], range(5_000, 7_000), range(0, 100_000, 2)], ids=len)
-def test_first_last_and_runs(dtype, indices):
-    base = torch.zeros(100_000, dtype=dtype)
-    assert roundtrip(change(base, indices), base).values.numel() == len(indices)
 
 
 def test_every_format_is_used():
@@ -166,12 +161,6 @@ def test_bits_count_and_not_values(dtype):
 def test_three_percent_changed_is_many_times_smaller(dtype, least, seed):
     new, base, _ = pair((1000, 1000), dtype, 0.03, seed)
     assert nbytes_of(roundtrip(new, base)) * least <= new.nbytes
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensor_that_changed_everywhere_is_sent_whole(dtype):
-    new, base, _ = pair((100, 100), dtype, 1, 0)
-    assert encode(new, base) is None
 
 
 def test_dtype_without_integers_of_its_width_is_sent_whole():
