@@ -407,6 +407,9 @@ def test_double_buffer_needs_memory_for_the_slices_alone(monkeypatch):
     monkeypatch.setattr("workers.weight_sync.weight_receiver.free_host_memory", lambda: 1000)
     receiver.begin_weights("2", 2, "sender")
     assert receiver.weight_version == 1  # until the update is complete
+    receiver._take_rank(RankInfo(0, 8, 0, 8, "127.0.0.1", 0))  # eight such buffers would not fit
+    receiver.begin_weights("3", 3, "sender")
+    assert receiver.weight_version is None
 
 
 def test_error_of_reading_back_says_how_to_do_without():

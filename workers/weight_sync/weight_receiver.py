@@ -340,7 +340,7 @@ class WeightReceiver(Worker):
         counts = {name: volume(slices.get(name) or whole(shape)) for name, shape in shapes.items()}
         needed = sum(count * (dtypes[name].itemsize if dtypes else 4) for name, count in counts.items())
         # Other workers of this host ask at the same time.
-        return needed - self._arrivals.nbytes < free_host_memory() / 2
+        return needed - self._arrivals.nbytes < free_host_memory() / max(2, self.local_world_size)
 
     def begin_copy(self, key: str, version: int) -> None:
         """Begin an update from another rollout worker. The caller holds ``weights_lock``, as for what follows."""
