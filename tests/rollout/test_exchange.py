@@ -125,6 +125,8 @@ def test_worker_with_another_version_returns_the_group_untouched(group):
     report = to_one(group, stream="b", version=0, submit=[request(9)])
     assert report.weight_version is None
     assert [one.finish_reason for one in report.finished[0].completions] == ["abort"] * 3
+    with pytest.raises(RolloutError, match="no complete weights"):  # nor does a gateway's call begin
+        group.execute_with_func_generator(lambda worker: worker.engine.submit([1], HOW, "a", seed=0))
 
 
 def test_groups_say_that_their_engine_has_lost_its_weights(group):

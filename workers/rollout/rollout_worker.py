@@ -266,9 +266,9 @@ class RolloutWorker(WeightReceiver):
         """Free device memory for a trainer on the same device."""
         # Hold the lock for both steps, so that no thread copies the weights to another worker in between.
         with self.weights_lock:
-            self.engine.sleep()
-            if not self.engine.keeps_weights:
+            if not self.engine.keeps_weights:  # first, because an engine that sleeps may take no update
                 self.weight_version = None
+            self.engine.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def wake_up(self) -> None:

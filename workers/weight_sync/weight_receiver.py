@@ -112,14 +112,15 @@ class WeightReceiver(Worker):
             self._give_up()
             # The engine's weights now have another source, so a delta against the buffered bytes would not fit.
             self._base = None
-            if version is not None:  # complete weights that did not come as an update
-                update = _Progress("", version)
-                try:
-                    self._hold(update)
+            update = _Progress("", version or 0)
+            try:
+                self._hold(update)
+                if version is not None:  # complete weights that did not come as an update
                     self.engine.finish_update(version)
-                except BaseException:
-                    self._abandon(update)
-                    raise
+                    update.held = False
+            finally:  # without weights, the engine's other requests, such as a gateway's, have to wait too
+                self._abandon(update)
+            if version is not None:
                 self._remember(version, None)
             self._version = version
 
