@@ -474,8 +474,9 @@ def test_engine_is_told_of_the_beginning_and_the_end_of_each_update():
     update("6", 6, "a")
     receiver.set_weight_version(6)  # the engine got its weights in another way
     assert told() == ["begin", ["a"], "abandon", "begin", 6] and receiver.weight_version == 6
-    receiver.set_weight_version(None)
-    assert told() == ["begin", "abandon"] and receiver.weight_version is None
+    for expected in (["begin", "abandon"], []):  # once: later it may sleep
+        receiver.set_weight_version(None)
+        assert told() == expected and receiver.weight_version is None
     receiver.set_weight_version(6)
     told()
     engine.fails = 7

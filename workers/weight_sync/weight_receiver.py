@@ -114,7 +114,9 @@ class WeightReceiver(Worker):
             self._base = None
             update = _Progress("", version or 0)
             try:
-                self._hold(update)
+                # Without a version, the engine was told before. By now it may sleep, and take no update.
+                if version is not None or self.current_weight_version() is not None:
+                    self._hold(update)
                 if version is not None:  # complete weights that did not come as an update
                     self.engine.finish_update(version)
                     update.held = False
