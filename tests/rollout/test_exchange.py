@@ -136,6 +136,14 @@ def test_groups_say_that_their_engine_has_lost_its_weights(group):
     assert [(one.attempt.number, one.lost) for one in report.finished] == [(0, True), (1, False)]
 
 
+def test_groups_end_when_their_worker_has_lost_its_version(group):
+    """Otherwise, an update that waits for them would never begin."""
+    to_one(group, wait=0, submit=[request(0, how=LONG)])
+    group.set_weight_version(None)
+    (ended,) = to_one(group).finished
+    assert ended.lost and {one.finish_reason for one in ended.completions} == {"abort"}
+
+
 def test_errors_come_back_with_the_group(group):
     found = until_finished(group, submit=[request(0), request(4, prompt=[99]), request(7, prompt=[])])
     assert found[Attempt(0, 0)] == expected(group, 0)

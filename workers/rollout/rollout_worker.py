@@ -158,7 +158,9 @@ class RolloutWorker(WeightReceiver):
         # Send before the exchange, which waits: meanwhile, the copies make progress.
         for request in orders.send_weights:
             self.peer.send(request)
-        report = self._exchange(orders, self.rank, self.engine, self.weight_version)
+        # In this order: a copy that ends in between has a version then.
+        version, updating = self.weight_version, self._update is not None
+        report = self._exchange(orders, self.rank, self.engine, version, updating)
         # Ask after the exchange: meanwhile, the weights may have arrived.
         needed = self.peer.want(orders.version if orders.copies else None)
         return replace(

@@ -185,7 +185,9 @@ class Exchange:
         self._groups: dict[Attempt, _Group] = {}
         self._changed = threading.Condition()
 
-    def __call__(self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None) -> Report:
+    def __call__(
+        self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None, updating: bool
+    ) -> Report:
         """Follow orders, and wait for a group to finish. An engine that has lost its weights, for example because its
         server was restarted, gets new ones only from an update, which may not begin while groups are running. So its
         groups are returned as aborted, for others to continue.
@@ -195,6 +197,7 @@ class Exchange:
             rank: the worker's.
             engine: the worker's.
             weight_version: the worker's.
+            updating: whether an update of its weights is in progress or has failed.
 
         Raises:
             RolloutError: the engine has no requests.
@@ -205,7 +208,8 @@ class Exchange:
             # Not under the lock: the engine may end requests in this very thread, and then calls `_ended`.
             engine.abort([name for group in before.values() for name in group.ids])
             self._stream = orders.stream
-        lost = engine.weight_version is None and weight_version is not None  # during an update, both are None
+        # During an update, both are None: the groups wait for its end.
+        lost = engine.weight_version is None and (weight_version is not None or not updating)
         if lost:
             weight_version = None
         with self._changed:
