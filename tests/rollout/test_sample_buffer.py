@@ -389,6 +389,9 @@ def test_fail_wakes_take_and_each_raise_is_a_copy():
     buffer.fail(ValueError("a later error"))
     with pytest.raises(RuntimeError):
         buffer.take(0)
+    buffer.load_state_dict(buffer.state_dict())  # of a stream that has ended before the script continues from a state
+    with pytest.raises(RuntimeError):
+        buffer.take(0)
 
 
 def test_take_returns_as_soon_as_the_group_that_held_it_up_begins_anew():

@@ -552,7 +552,6 @@ class SampleBuffer:
             self._sent = self.batches if due else state.get("sent", -1)  # older states lack it
             # True if the trainer has not trained since. An update that was due may have failed before.
             self._updates.rewound = self._sent >= self.batches
-            self._error = None
             self._drop_stale()  # of a run with another max_staleness
             self._changed.notify_all()
 
