@@ -144,6 +144,15 @@ def test_groups_end_when_their_worker_has_lost_its_version(group):
     assert ended.lost and {one.finish_reason for one in ended.completions} == {"abort"}
 
 
+def test_groups_come_back_after_an_update_without_a_double_buffer_has_failed(group):
+    to_one(group, wait=0, submit=[request(0, how=LONG)])
+    group.begin_weights("key", 1, "sender", False)
+    assert to_one(group, wait=0).running == [Attempt(0, 0)]  # it goes on after the update
+    group.abandon_weights("key", "the trainer has died")
+    (back,) = to_one(group, copies=True).finished  # the driver has no update under way
+    assert back.lost and {one.finish_reason for one in back.completions} == {"abort"}
+
+
 def test_errors_come_back_with_the_group(group):
     found = until_finished(group, submit=[request(0), request(4, prompt=[99]), request(7, prompt=[])])
     assert found[Attempt(0, 0)] == expected(group, 0)

@@ -70,7 +70,8 @@ class Orders:
         abort: groups to end now.
         acknowledged: finished groups that have arrived; the worker forgets them.
         wait: seconds to wait for a group to finish, if there is something to wait for.
-        copies: whether a worker with another version may take the weights of one that has it. If not, copies end now.
+        copies: whether a worker with another version may take the weights of one that has it. If not, as during an
+            update, copies end now.
         send_weights: requests of other workers to serve.
         held_weights: `RolloutEngine.weights_id` of the rank's engine when it had the version, before its process was
             replaced.
@@ -188,9 +189,9 @@ class Exchange:
     def __call__(
         self, orders: Orders, rank: int, engine: RolloutEngine, weight_version: int | None, updating: bool
     ) -> Report:
-        """Follow orders, and wait for a group to finish. An engine that has lost its weights, for example because its
-        server was restarted, gets new ones only from an update, which may not begin while groups are running. So its
-        groups are returned as aborted, for others to continue.
+        """Follow orders, and wait for a group to finish. An engine that has lost its weights, because its server was
+        restarted or an update has failed, gets new ones only from an update, which may not begin while groups are
+        running, or not before they are trained. So its groups are returned as aborted, for others to continue.
 
         Args:
             orders: of this rank.
@@ -208,8 +209,8 @@ class Exchange:
             # Not under the lock: the engine may end requests in this very thread, and then calls `_ended`.
             engine.abort([name for group in before.values() for name in group.ids])
             self._stream = orders.stream
-        # During an update, both are None: the groups wait for its end.
-        lost = engine.weight_version is None and (weight_version is not None or not updating)
+        # During an update, both are None: the groups wait for its end. `Orders.copies` is False then.
+        lost = engine.weight_version is None and (weight_version is not None or not updating or orders.copies)
         if lost:
             weight_version = None
         with self._changed:
