@@ -554,6 +554,23 @@ def test_saved_state_goes_on_where_it_was(group):
     assert found == list(range(6 * B))
 
 
+def test_completions_that_wait_for_their_rewards_are_saved(group):
+    judged = threading.Event()
+
+    async def judge(prompt_ids, completion_ids):
+        await asyncio.to_thread(judged.wait, 30)
+        return reward(prompt_ids, completion_ids)
+
+    manager = managed(group, function=judge)
+    with streaming(manager) as stream:
+        update(stream, manager, 1)
+        wait_until(lambda: stream._router.completed == B)
+        saved = [of for _, _, of, _ in stream.state_dict()["groups"].values()]
+        judged.set()
+        lengths = stream.take(30)["completion_lengths"].tolist()
+    assert [len(one.token_ids) for of in saved for one in of.completions] == lengths
+
+
 def test_no_worker_with_the_version_is_an_error_or_a_refresh(group):
     manager = managed(group)
     with streaming(manager, max_staleness=1) as stream:

@@ -437,6 +437,7 @@ class Router:
             self._buffer.give_back(number, store(group) if tokens else None, tokens=tokens)
             return
         self._losses.pop(number, None)
+        self._buffer.journal(number, group, tokens=tokens)  # for checkpoints: the rewards may take long
         self.completed += 1
         self._manager.note_sessions(completions)
         if self._manager.rewards is None:
