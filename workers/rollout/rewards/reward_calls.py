@@ -103,8 +103,13 @@ class RewardCall:
     def where(self) -> str:
         if not self.batched:
             return self._which(0)
+        return f"{len(self.samples)} samples" + ("" if self._prompt is None else f" of prompt {self._prompt}")
+
+    @property
+    def _prompt(self) -> int | None:
+        """That of all samples of a batched call in a stream."""
         prompts = {one.prompt for one in self.samples} if self.row is None else set()
-        return f"{len(self.samples)} samples" + (f" of prompt {prompts.pop()}" if len(prompts) == 1 else "")
+        return prompts.pop() if len(prompts) == 1 else None
 
     def _row(self, number: int) -> int | None:
         return None if self.row is None else self.row + number
@@ -127,7 +132,7 @@ class RewardCall:
         """The error for the sample of this number; by default for all samples of the call."""
         message = f"the reward function {what}"
         if number is None and self.batched:
-            return RewardError(message)
+            return RewardError(message, prompt=self._prompt)
         number = number or 0
         one = self.samples[number]
         return RewardError(message, row=self._row(number), prompt=one.prompt, sample=one.sample)
