@@ -493,17 +493,6 @@ def test_resume():
     assert [group.payload for group in other.take(0)] == ["payload 4", "payload 5"]
 
 
-def test_resume_with_other_version_numbers():
-    buffer = buffer_with(7, 1, max_staleness=1)
-    begun(buffer)
-    ready(buffer, 0)
-    buffer.set_version(8, same_weights=True)
-    other = SampleBuffer(1, max_staleness=1)
-    other.load_state_dict(buffer.state_dict(), 2)
-    assert other.version == 2 and other.staleness(1) == other.staleness(2) == 0 and other.staleness(0) == 1
-    assert taken(other) == [0]
-
-
 def test_first_update_of_a_resumed_run_may_have_a_later_number():
     """Such as after one that has failed. The samples are no older than if it had succeeded."""
     buffer = buffer_with(1, 1, max_staleness=1)

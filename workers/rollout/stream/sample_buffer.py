@@ -88,7 +88,6 @@ class Updates:
 
     Args:
         state: of `state_dict`.
-        shift: what to add to the versions of the state.
         count: see below.
 
     Attributes:
@@ -96,8 +95,8 @@ class Updates:
         rewound: whether the next versions are those weights, sent again.
     """
 
-    def __init__(self, state: Sequence[tuple[int, int]] = (), shift: int = 0, count: int = 0) -> None:
-        self._versions = [version + shift for version, _ in state]
+    def __init__(self, state: Sequence[tuple[int, int]] = (), count: int = 0) -> None:
+        self._versions = [version for version, _ in state]
         self._numbers = [number for _, number in state]
         self.count = count
         self.rewound = self.behind
@@ -511,18 +510,14 @@ class SampleBuffer:
         saved = {n: (one.state, one.update, one.data, one.tokens) for n, one in sorted(groups.items())}
         return {**state, "groups": saved}
 
-    def load_state_dict(
-        self, state: dict[str, Any], version: int | None = None, *, restore: _Convert | None = None
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, restore: _Convert | None = None) -> None:
         """Continue from a state of `state_dict`. Arguments other than ``groups_per_batch`` may differ from those then.
+        ``version`` is then the saved one, or the one after it if an update was due: send the weights of the checkpoint
+        with it or with a later one. Versions that are set before the next `take` count as the same weights, sent again,
+        unless no update was due and the trainer had trained since the last update.
 
         Args:
             state: the state.
-            version: the version with which the weights of the checkpoint are sent. None: the saved version, or the one
-                after it if an update was due. The attribute ``version`` then has this number: send the weights with it
-                or with a later one. Versions that are set before the next `take` count as the same weights, sent again,
-                unless no update was due and the trainer had trained since the last update. With a number other than
-                None's, ``restore`` has to add the difference to the versions of the tokens.
             restore: makes a payload or partial completions of what ``materialize`` returned, such as `ray.put`.
 
         Raises:
@@ -544,9 +539,8 @@ class SampleBuffer:
             self._filter.load_state_dict(state["filter"])
             self._interval = self.batches // self.update_interval
             due = int(state["update_due"])
-            same = (state["version"] or 0) + due
-            self.version = same if version is None else version
-            self._updates = Updates(state["updates"], self.version - same, state["update"])
+            self.version = int(state["version"] or 0) + due
+            self._updates = Updates(state["updates"], state["update"])
             if due:
                 self._updates.add(self.version)
             self._sent = self.batches if due else state.get("sent", -1)  # older states lack it
