@@ -84,10 +84,12 @@ def test_error_of_a_group_names_its_row_and_leaves_other_groups():
         with pytest.raises(RewardError, match=r"ZeroDivisionError.* for row 4: prompt 2, sample 0"):
             futures[1].result(20)
         assert futures[0].result(20) == [-1, -1] and futures[2].result(20) == [1, 1]
-    with RewardRunner(lambda prompts, completions: [], batched=True) as runner:
-        with pytest.raises(RewardError, match=r"returned \[\] for 2 samples of prompt 7; expected one") as said:
-            runner.submit(group(7, 2)).result(20)
-        assert (said.value.row, said.value.prompt, said.value.sample) == (None, 7, None)
+    for value in ([], 3, None):
+        what = f"returned {re.escape(str(value))} for 2 samples of prompt 7; expected one number each"
+        with RewardRunner(lambda prompts, completions, value=value: value, batched=True) as runner:
+            with pytest.raises(RewardError, match=what) as caught:
+                runner.submit(group(7, 2)).result(20)
+            assert (caught.value.row, caught.value.prompt, caught.value.sample) == (None, 7, None)
 
 
 @pytest.mark.parametrize("ignores", [False, True])

@@ -390,6 +390,10 @@ def fails(error):
     raise error
 
 
+def different_in_the_first_batch(prompt_ids, completion_ids, label):
+    return {f"{label % 2 if label < B else 0}": 1.0}
+
+
 @pytest.mark.parametrize(
     ("source", "function", "kind", "message"),
     [
@@ -402,6 +406,8 @@ def fails(error):
         (prompts, lambda prompt, completion: None, RewardError, "returned None"),
         (prompts, lambda prompt, completion: 1 / 0, RewardError, "raised ZeroDivisionError"),
         (with_labels, lambda prompt, completion, label: 1 / (label - 2), RewardError, "zero for prompt 2, sample 0, a"),
+        (with_labels, lambda prompt, completion, level: level, RewardError, "column 'level', but extras has 'label'"),
+        (with_labels, different_in_the_first_batch, ValueError, "the rewards of row 0 lack '1', which other rows have"),
     ],
 )
 def test_errors_end_the_stream_and_reach_the_trainer(group, source, function, kind, message):
@@ -442,24 +448,6 @@ def test_error_ends_what_is_being_generated(monkeypatch):
             with pytest.raises(OSError, match="no disk"):
                 stream.take(30)
             wait_until(lambda: [one.running for one in group.execute_all_sync("load_of_engine")] == [0, 0], 2)
-
-
-def test_required_column_that_is_missing_ends_the_stream(group):
-    manager = managed(group, function=lambda prompt, completion, level: level)
-    with streaming(manager, with_labels) as stream:
-        update(stream, manager, 1)
-        with pytest.raises(RewardError, match="requires the column 'level', but extras has 'label'"):
-            stream.take(30)
-
-
-def test_batch_that_cannot_be_made_ends_the_stream(group):
-    """The next call would return the batch after it."""
-    manager = managed(group, function=lambda prompt, completion, label: {f"{label % 2 if label < B else 0}": 1.0})
-    with streaming(manager, with_labels, max_staleness=1) as stream:
-        update(stream, manager, 1)
-        for _ in range(2):
-            with pytest.raises(ValueError, match="the rewards of row 0 lack '1'"):
-                stream.take(30)
 
 
 def test_batch_that_was_interrupted_ends_the_stream(group, monkeypatch):
