@@ -114,7 +114,7 @@ class Position:
         folder: the checkpoint.
         rollout_id: the last rollout that the model was trained on.
         optimizer_step: number of optimizer steps so far.
-        weight_version: of the weights that the rollout workers had.
+        weight_version: of the weights that the rollout workers had, or of a later update that has failed.
         kl_coef: of the next rollout; None unless it is adaptive.
     """
 

@@ -444,7 +444,8 @@ class ModelWorker(TrainWorker):
                 self.model,
                 step,
                 optimizer_step=self.optimizer_step,
-                weight_version=self.weight_version,
+                # A run that continues must not use the number of a failed update again: there may be tokens of it.
+                weight_version=max({self.weight_version, *self._failed}),
                 kl_coef=None if self.args.kl_target is None else self.args.kl_coef,
                 background=self.args.async_save and not force_sync,
                 driver_state=of_driver,

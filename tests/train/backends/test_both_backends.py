@@ -423,9 +423,9 @@ def test_old_log_probs_use_the_version_that_generated_each_token(start, way, dat
 
 
 @ways(FSDP2, rarely=[DP2, PP2])
-def test_weights_that_are_sent_again_keep_those_before(start, way, data):
+def test_weights_that_are_sent_again_keep_those_before(start, way, data, tmp_path):
     """As refresh() and replace() send them: two versions of the same weights, and tokens of all three are compared."""
-    group = start(way, keep_old_actor=True)
+    group = start(way, keep_old_actor=True, save=str(tmp_path))
 
     def of_version(version):
         return data.clone().set("weight_versions", torch.full((len(data),), version))
@@ -451,6 +451,8 @@ def test_weights_that_are_sent_again_keep_those_before(start, way, data):
         return torch.equal(found[counts], data["rollout_log_probs"][counts].float())
 
     assert are_the_rollouts(3)
+    group.save_model(0)
+    assert json.loads((tmp_path / "latest.json").read_text())["weight_version"] == 3  # no other update gets it
     for version in (4, 5):
         learn(group, version, of_version({4: 2, 5: 4}[version]))
         group.worker_group.execute_with_func_generator(lambda worker, v: worker._keep_version(v), version)
