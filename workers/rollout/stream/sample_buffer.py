@@ -356,16 +356,8 @@ class SampleBuffer:
             self._changed.notify_all()
 
     def journal(self, number: int, partial: Any, *, tokens: int = 0) -> None:
-        """Note how far a group in flight has come, for checkpoints: `state_dict` saves it as if it were given back now.
-
-        Args:
-            number: of a group in flight.
-            partial: as for `give_back`.
-            tokens: as for `give_back`.
-
-        Raises:
-            ValueError: the group is not in flight.
-        """
+        """Note how far a group in flight has come, for checkpoints: `state_dict` saves it as after `give_back` with
+        these arguments."""
         with self._changed:
             self._in_flight(number).journal = None if partial is None else (partial, tokens)
 
