@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.engines.rollout_engine import Row
 from workers.rollout.rewards.code_process import CodeLimits
 from workers.rollout.rollout_errors import RolloutError
-from workers.rollout.stream.router import is_flat
+from workers.rollout.rollout_manager import GroupData
+from workers.rollout.stream.router import Router, is_flat
 from workers.train.args import read_args
 from workers.train.policy_worker import PolicyTrainWorker
 
@@ -211,6 +213,17 @@ def test_failed_sessions_are_not_trained(group):
     assert data["loss_mask"].any(1).tolist() == [True, True, False, False, True, True]
     assert data["completion_lengths"].tolist() == [4] * 6
     assert group_numbers(data["group_ids"]).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_failed_session_makes_its_group_no_older():
+    buffer = SampleBuffer(1)
+    buffer.set_version(1)
+    buffer.begin()
+    buffer.set_version(2)
+    failed, made = (Completion([5], [-0.1], *about) for about in (("error", [1]), ("stop", [2])))
+    group = GroupData([1], [failed, made], [0.0, 1.0])
+    Router._put(SimpleNamespace(_buffer=buffer, _dynamic_sampling=False), 0, group)
+    assert len(buffer.take(0)) == 1
 
 
 @pytest.mark.parametrize("several", [False, True])

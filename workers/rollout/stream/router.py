@@ -461,12 +461,12 @@ class Router:
             self._buffer.fail(error)
 
     def _put(self, number: int, group: GroupData) -> None:
-        versions = [version for one in group.completions for version in trained_versions(one)]
-        rewards = () if group.rewards is None else group.rewards[: group.rows]
-        trained = [one for one, of in zip(rewards, group.completions, strict=False) if of.finish_reason != "error"]
+        rewards = group.rewards
+        trained = [row for row in range(group.rows) if group.completions[row].finish_reason != "error"]
         if group.greedy and group.completions[-1].finish_reason == "error":
             trained = []  # without its baseline, the group is not trained
-        flat = self._dynamic_sampling and group.rewards is not None and is_flat(trained)
+        versions = [version for row in trained for version in trained_versions(group.completions[row])]
+        flat = self._dynamic_sampling and rewards is not None and is_flat([rewards[row] for row in trained])
         self._buffer.put(
             number,
             store(group),
