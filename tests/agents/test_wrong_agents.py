@@ -223,7 +223,7 @@ def test_failed_session_makes_its_group_no_older():
     failed, made = (Completion([5], [-0.1], *about) for about in (("error", [1]), ("stop", [2])))
     group = GroupData([1], [failed, made], [0.0, 1.0])
     Router._put(SimpleNamespace(_buffer=buffer, _dynamic_sampling=False), 0, group)
-    assert len(buffer.take(0)) == 1
+    assert len(buffer.take(0)) == 1 and buffer.metrics()["buffer/taken_tokens"] == 2
 
 
 @pytest.mark.parametrize("several", [False, True])

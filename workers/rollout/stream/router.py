@@ -461,18 +461,18 @@ class Router:
             self._buffer.fail(error)
 
     def _put(self, number: int, group: GroupData) -> None:
-        rewards = group.rewards
+        rewards, made = group.rewards, [trained_versions(one) for one in group.completions]
         trained = [row for row in range(group.rows) if group.completions[row].finish_reason != "error"]
         if group.greedy and group.completions[-1].finish_reason == "error":
             trained = []  # without its baseline, the group is not trained
-        versions = [version for row in trained for version in trained_versions(group.completions[row])]
+        versions = [version for row in trained for version in made[row]]
         flat = self._dynamic_sampling and rewards is not None and is_flat([rewards[row] for row in trained])
         self._buffer.put(
             number,
             store(group),
             versions=(min(versions), max(versions)) if versions else None,
             flat=flat,
-            tokens=len(versions),
+            tokens=sum(map(len, made)),
         )
 
     def leave(self, longer: float | None = 0.0) -> None:
