@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from single_controller.call.codec import Encoded
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.ray.compat import all_actors
+from single_controller.ray.group_records import read
 from single_controller.ray.placement.reservation import remove_placement_groups, remove_pools_of
 from single_controller.ray.rank.actor import TAKE
 from single_controller.ray.results import one_line
@@ -146,11 +147,14 @@ def end_detached(name: str, namespace: str | None = None) -> int:
         ValueError: no worker has such a name, or workers in several namespaces have it.
     """
     ensure_ray()
-    found = [one for one in all_actors().values() if one.detached and one.group[1] == name]
-    found = [one for one in found if namespace in (None, one.namespace)]
-    living = [one for one in found if one.alive]
-    found = living or found  # workers that died long ago may have been in other placement groups
-    spaces = sorted({one.namespace for one in found})
+    records = read()
+    found = {
+        number: one
+        for number, one in records.actors.items()
+        if one.detached and one.group[1] == name and namespace in (None, one.namespace)
+    }
+    living = [one for one in found.values() if one.alive]
+    spaces = sorted({one.namespace for one in living or found.values()})
     if len(spaces) != 1:
         where = f"in the namespaces {', '.join(spaces)}: say which" if spaces else "nowhere in this Ray"
         raise ValueError(f"end_detached(): workers called {name}_<rank> are {where}")
@@ -162,5 +166,9 @@ def end_detached(name: str, namespace: str | None = None) -> int:
         except ValueError:
             logger.debug("%s has ended by itself", one.name)
     remove_pools_of(ended)
-    remove_placement_groups(sorted({one.placement_group for one in found if one.placement_group}))
+    # Not where others have died: workers of former groups, and those that were replaced.
+    ranks = {rank.actor for record in records.groups.values() for rank in record.ranks}
+    there = [one for number, one in found.items() if one.alive or (number in ranks and one.namespace in spaces)]
+    places = {one.placement_group for one in there or found.values()} - {""}
+    remove_placement_groups(sorted(places))
     return len(living)

@@ -309,9 +309,11 @@ def test_closing_a_group_that_cannot_be_taken_over_ends_its_standby(ray_cluster)
 
 
 def test_hanging_detached_workers_are_ended_by_name(run_driver, monkeypatch):
+    """The dead rank has a placement group of its own, in which nothing is left."""
     pids = run_driver("""
-        pool = RayResourcePool([3], use_gpu=False, detached=True, resources={"crate": 1})
+        pool = RayResourcePool([2, 1], use_gpu=False, detached=True, resources={"crate": 1})
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Fragile), name_prefix="stuck_", detached=True)
+        group.takeover_data = None  # what is left is written before this returns
         pids = group.pid()
         group.sleep.remote(600)
         os.kill(pids[2], signal.SIGKILL)
