@@ -294,7 +294,8 @@ def find_takeover(
         of_group = record.ranks[0].name.rpartition("_")[0]
         actor = records.actors.get(record.ranks[0].actor)
         if (
-            (of_group == stem if name_prefix is None else of_group.startswith(name_prefix))
+            (actor is None or actor.detached)  # no other group leaves what another driver needs
+            and (of_group == stem if name_prefix is None else of_group.startswith(name_prefix))
             and (class_name is None or name_prefix is None or of_group == name_prefix + class_name)
             and (namespace is None or (actor is not None and actor.namespace == namespace))
         ):

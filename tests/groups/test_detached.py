@@ -233,8 +233,15 @@ def test_detached_group_keeps_its_names_on_restart(ray_cluster, monkeypatch):
             counter = RayClassWithInitArgs(Counter)
             with RayWorkerGroup(pool[:1], counter, name_prefix="stays_", detached=True, namespace="elsewhere"):
                 wait_until(lambda: [one.name for one in group_records.read().groups.values()].count(group.name) == 2)
-                _, _, left = group_records.find_takeover("stays_", None, None, None)  # of its own namespace
+                key, record, left = group_records.find_takeover("stays_", None, None, None)  # of its own namespace
                 assert [rank.actor for rank in left.ranks] == group.workers
+                records = group_records.read()  # with a group of this class and prefix that ends with its driver
+                actor = records.actors[record.ranks[0].actor]
+                records.actors["other"] = actor._replace(name="stays_Counter_0123abcd_0", detached=False)
+                rank = group_records.RankRecord("other", "stays_Counter_0123abcd_0", None)
+                records.groups["other"] = replace(record, ranks=(rank,))
+                monkeypatch.setattr(group_records, "read", lambda: records)
+                assert group_records.find_takeover("stays_Counter", None, None, None)[0] == key
 
 
 def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path, monkeypatch):
