@@ -243,7 +243,7 @@ class RayWorkerGroup(WorkerGroup):
         Raises:
             ValueError: not exactly one of the three is given, no worker has such a name, or ranks are missing.
             WorkerDiedError: a worker is dead, and the group is not taken over.
-            ResultError: their class cannot be loaded here.
+            ResultError: their class, or what their driver has left, cannot be loaded here.
             TypeError: an option is unknown.
         """
         check_verl_options(cls.from_detached, verl)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import ray.cloudpickle
 
+from dispatch.errors import ResultError
 from single_controller.call.errors import ranks_text
 from single_controller.call.state import GroupState
 from single_controller.call.transport import Death
@@ -283,6 +284,9 @@ def find_takeover(
     Returns:
         The key of its record, the record, and what its driver has left; None if no group or several match, or the
         driver has left too little.
+
+    Raises:
+        ResultError: what it has left cannot be unpickled here.
     """
     ensure_ray()
     stem = "" if worker_names is None else next(iter(worker_names), "").rpartition("_")[0]
@@ -312,4 +316,11 @@ def find_takeover(
         return None
     if records.driver_runs(record):
         logger.warning("taking over %s, although its driver is running (%s)", record.name, record.driver)
-    return key, record, Takeover.decode(encoded)
+    try:
+        return key, record, Takeover.decode(encoded)
+    except Exception as error:
+        raise ResultError(
+            f"{record.name} cannot be taken over, because what its driver has left cannot be unpickled here: "
+            f"{type(error).__name__}: {error}. Make its class importable in this process, use the version of this "
+            "library that its driver had, or end its workers with end_detached()"
+        ) from error

@@ -23,6 +23,7 @@ from single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    ResultError,
     WorkerDiedError,
     attach,
     end_detached,
@@ -290,6 +291,10 @@ def test_what_is_left_for_another_driver_follows_the_group(ray_cluster, tmp_path
             group.takeover_data = threading.Lock()  # which cannot be pickled
             assert left() is None  # rather than what was left before
             group.takeover_data = None
+            gone = {f"takeover/{left()[0]}": b"cmine\nTrainer\n."}  # a class of a module that is not here
+            with monkeypatch.context() as patch, pytest.raises(ResultError, match=r"left_Lone cannot be taken.*'mine'"):
+                patch.setattr(compat, "read_records", lambda key, read=compat.read_records: read(key) | gone)
+                attach("left_", own=True)
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr("single_controller.ray.group.join", Mock(side_effect=KeyboardInterrupt))
                 group.replace(ranks=[0])  # the new process has not run its constructor
