@@ -36,6 +36,7 @@ from single_controller.view.run_files import (
 )
 from workers import RunLog, read_args
 from workers.tracking.run_folder import RunFolder, RunFolderInUse
+from workers.tracking.run_log import _new_folder
 from workers.tracking.timeline import CallLines
 
 
@@ -361,6 +362,7 @@ def test_runs_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
         second.log(0, {"value": 0})
     with RunLog() as third:
         assert len({first.run_dir, second.run_dir, third.run_dir}) == 3
+    assert _new_folder() != _new_folder()  # as on two hosts, before either has written anything
 
 
 def test_files_of_others_are_left_alone(tmp_path):

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
 from operator import index
 from pathlib import Path
 from typing import Any, Self
@@ -550,9 +549,17 @@ def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
 
 
 def _new_folder() -> Path:
-    stem = time.strftime("runs/%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    names = (f"{stem}-{number}" if number else stem for number in count())
-    return next(path for name in names if not (path := Path(name)).exists())  # two runs may begin in one second
+    """Create a folder in ``runs/``. Two runs may begin in one second, and on hosts that share a disk with one pid."""
+    stem, number = time.strftime("runs/%Y%m%d-%H%M%S") + f"-{os.getpid()}", 0
+    while True:
+        path = Path(f"{stem}-{number}" if number else stem)
+        try:
+            path.mkdir(parents=True)
+            return path
+        except OSError:
+            if not os.path.exists(path):  # `RunFolder` says why
+                return path
+        number += 1
 
 
 def _number(name: Any, value: Any) -> float:
