@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ SAMPLES = "samples"
 
 class RunFolderError(ValueError):
     """A folder is not a run folder, or has another format."""
+
+
+def pid_namespace() -> int | None:
+    """Identify the processes among which pids are unique: in a container, other ones than on its host."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
 
 
 def sample_files(folder: Path, step: int) -> tuple[Path, Path]:

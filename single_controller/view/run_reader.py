@@ -332,11 +332,18 @@ class RunReader:
 
     @property
     def _killed(self) -> bool:
-        """Whether the run's process was on this host, and is gone."""
-        process = self.about.get("process")
-        if process is None or process.get("host") != socket.gethostname() or not os.path.isdir("/proc/self"):
+        """Whether the run's process was on this host, and is gone. Containers may have its name, with other pids."""
+        process = self.about.get("process") or {}
+        namespace = process.get("pid_namespace")
+        if process.get("host") != socket.gethostname() or namespace not in (None, run_files.pid_namespace()):
             return False
-        return isinstance(process.get("pid"), int) and not os.path.exists(f"/proc/{process['pid']}")
+        try:
+            os.kill(process["pid"], 0)  # not /proc, which need not show processes of other users
+        except ProcessLookupError:
+            return True
+        except (KeyError, TypeError, OverflowError, OSError):  # another user's, which runs; or no pid
+            pass
+        return False
 
     def silent(self, seconds: float) -> str | None:
         """A problem in words if the run has not ended, but has logged no step for so long; else None."""

@@ -29,6 +29,7 @@ from single_controller.view.run_files import (
     TIMELINE,
     VOCABULARY,
     RunFolderError,
+    pid_namespace,
     read_lines,
     read_run,
     sample_files,
@@ -102,7 +103,7 @@ def test_what_the_run_is(tmp_path):
         raise KeyError("oops")
     assert run["name"] == "abc" and run["config"]["lr"] == 1e-4 and run["config"]["user"] == {"mine": 1}
     assert run["seeds"] == {"seed": 7} and run["versions"]["torch"] and run["ended"] is None
-    assert run["process"]["pid"] == os.getpid()
+    assert run["process"]["pid"] == os.getpid() and run["process"]["pid_namespace"] == pid_namespace() is not None
     after = read_run(tmp_path / "abc")
     assert after["ended"]["reason"] == "KeyError: 'oops'" and after["id"] == run["id"]
     assert [line["kind"] for line in lines(tmp_path / "abc", EVENTS)] == ["start", "end"]

@@ -232,11 +232,18 @@ class TestFolder:
             reader.refresh()
             assert [event["version"] for event in reader.events] == list(range(begin + 25, begin + 35))
 
-    def test_state_of_a_run_whose_process_is_gone(self, tmp_path):
+    def test_state_of_a_run_whose_process_is_gone(self, tmp_path, monkeypatch):
         gone = subprocess.Popen(["true"])
         gone.wait()
-        for name, pid, state in (("a", os.getpid(), "running"), ("b", gone.pid, "killed")):
-            process = {"host": socket.gethostname(), "pid": pid, "argv": []}
+        exists = os.path.exists  # another user may not see the processes in /proc
+        monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/proc") and exists(path))
+        for name, pid, namespace, state in (
+            ("a", os.getpid(), None, "running"),
+            ("b", gone.pid, os.stat("/proc/self/ns/pid").st_ino, "killed"),
+            ("c", gone.pid, 7, "running"),  # in a container that has the name of its host
+            ("d", "?", None, "running"),
+        ):
+            process = {"host": socket.gethostname(), "pid": pid, "pid_namespace": namespace, "argv": []}
             assert RunReader(write_run(tmp_path / name, ended=False, process=process)).summary()["state"] == state
 
 

@@ -34,6 +34,7 @@ from single_controller.view.run_files import (
     TIMELINE,
     VOCABULARY,
     RunFolderError,
+    pid_namespace,
     read_run,
     sample_files,
     sample_steps,
@@ -279,6 +280,7 @@ class RunFolder(Closing):
             "process": {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
+                "pid_namespace": pid_namespace(),
                 "argv": without_secrets(sys.argv),
                 "started": now,
             },
