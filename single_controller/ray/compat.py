@@ -69,7 +69,10 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
 def deserted_address() -> str | None:
     """The address of the cluster that Ray's folder names, if nothing listens there: the cluster was killed, or the host
     was. `ray.init` would wait for it. Not needed if ``ray.init(address="auto")`` fails at once then."""
-    address: str | None = utils.read_ray_address()
+    try:
+        address: str | None = utils.read_ray_address()
+    except PermissionError:  # another user's
+        return None
     if address is None or services.find_gcs_addresses():  # `ray.init` joins what runs here
         return None
     host, _, port = address.rpartition(":")

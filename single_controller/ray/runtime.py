@@ -72,7 +72,7 @@ def ensure_ray() -> None:
         try:
             ray.init(address=address)
             return
-        except ConnectionError as error:
+        except (ConnectionError, PermissionError) as error:  # the latter of Ray's folder, which may be another user's
             if address != "auto":
                 # Ray says so in its C++ log alone if the reason is the token.
                 raise ConnectionError(

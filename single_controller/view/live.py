@@ -49,7 +49,7 @@ def connect(address: str | None) -> None:
         use_token_of_this_host()
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConnectionError(
             f"no Ray cluster responds at {address!r}. Give its address with --address. ({error})"
         ) from error

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -85,6 +86,12 @@ def test_cluster_that_was_killed_is_not_waited_for(monkeypatch, tmp_path, caplog
     monkeypatch.setenv("RAY_ADDRESS", file.read_text())
     ensure_ray()
     assert joined[-1] == file.read_text()
+    monkeypatch.delenv("RAY_ADDRESS")
+    unreadable = Mock(side_effect=PermissionError)  # of another user, whose umask is 077
+    monkeypatch.setattr("ray._private.utils.read_ray_address", unreadable)
+    monkeypatch.setattr(ray, "init", lambda address, **_: joined.append(address) or address == "local" or unreadable())
+    ensure_ray()
+    assert joined[-2:] == ["auto", "local"]
 
 
 def test_ray_client_is_refused(monkeypatch):
