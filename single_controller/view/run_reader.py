@@ -13,7 +13,6 @@ import socket
 import stat
 import time
 import zipfile
-import zlib
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ CHUNK_BYTES = 4 * 2**20
 """What is read at once of a file that is followed."""
 
 MAX_FILE_BYTES = 2**30
-"""A larger JSON file, or compressed array, is not read."""
+"""A larger JSON file is not read."""
 
 MAX_EVENTS = 100_000
 """How many of the latest events are kept in memory."""
@@ -491,8 +490,8 @@ class RunReader:
 
 
 class Arrays(Mapping[str, np.ndarray], Closing):
-    """The arrays of an .npz file, read when they are asked for. No pickles. The file stays open, and is not mapped into
-    memory: it may be replaced, deleted or cut meanwhile.
+    """The arrays of an .npz file, read when they are asked for. No pickles, and nothing compressed: no run writes that.
+    The file stays open, and is not mapped into memory: it may be replaced, deleted or cut meanwhile.
 
     Args:
         file: the file, which `close` closes.
@@ -513,8 +512,7 @@ class Arrays(Mapping[str, np.ndarray], Closing):
         except BaseException:
             file.close()
             raise
-        self._found: dict[str, tuple[tuple[int, ...], bool, np.dtype[Any], int] | np.ndarray] = {}
-        self._left = MAX_FILE_BYTES  # of arrays that are compressed, which stay in memory
+        self._found: dict[str, tuple[tuple[int, ...], bool, np.dtype[Any], int]] = {}
 
     def close(self) -> None:
         """Close the file."""
@@ -522,27 +520,21 @@ class Arrays(Mapping[str, np.ndarray], Closing):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an array, without reading it."""
-        found = self._look(name)
-        return found.shape if isinstance(found, np.ndarray) else found[0]
+        return self._look(name)[0]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Some rows of an array along its first dimension. Raises ValueError if it does not have them."""
-        found = self._look(name)
-        shape = self.shape(name)
+        shape, fortran, dtype, offset = self._look(name)
         if not shape or not 0 <= start <= stop <= shape[0]:
             raise ValueError(f"the array {name!r} of the shape {shape} has no rows {start} to {stop}")
-        if isinstance(found, np.ndarray) or found[1]:
+        if fortran:
             part: np.ndarray = self[name][start:stop]
             return part
-        _, _, dtype, offset = found
         size = math.prod(shape[1:])
         return self._values(name, dtype, offset + start * size * dtype.itemsize, (stop - start, *shape[1:]))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        found = self._look(name)
-        if isinstance(found, np.ndarray):
-            return found
-        shape, fortran, dtype, offset = found
+        shape, fortran, dtype, offset = self._look(name)
         values = self._values(name, dtype, offset, shape[::-1] if fortran else shape)
         return values.T if fortran else values
 
@@ -554,20 +546,15 @@ class Arrays(Mapping[str, np.ndarray], Closing):
             raise ValueError(f"the array {name!r} is cut")
         return np.frombuffer(values, dtype, math.prod(shape)).reshape(shape)
 
-    def _look(self, name: str) -> Any:
-        """An array's shape, order, dtype and place; or the array itself if it is compressed."""
+    def _look(self, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+        """An array's shape, order, dtype and place."""
         if name not in self._found:
             self._found[name] = self._header(self._members[name])
         return self._found[name]
 
     def _header(self, info: zipfile.ZipInfo) -> Any:
         if info.compress_type != zipfile.ZIP_STORED:
-            if info.file_size > self._left:
-                raise ValueError(f"the compressed arrays have more than {MAX_FILE_BYTES:,} bytes")
-            self._left -= info.file_size
-            self._file.seek(0)
-            with zipfile.ZipFile(self._file) as archive, archive.open(info) as member:
-                return np.lib.format.read_array(member, allow_pickle=False)
+            raise ValueError(f"the array {info.filename!r} is compressed")
         self._file.seek(info.header_offset)
         header = self._file.read(30)
         if len(header) < 30:
@@ -615,7 +602,6 @@ UNREADABLE = (
     NotImplementedError,
     RecursionError,
     zipfile.BadZipFile,
-    zlib.error,
 )
 """What reading a damaged file can raise."""
 
