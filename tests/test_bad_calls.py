@@ -585,14 +585,6 @@ def _pid_of(group, rank):
 # --- Broken and closed groups --------------------------------------------------------------------------------
 
 
-@partial(bad, "broken-call", GroupBrokenError, r"Kit is broken: rank 1 died during leave\(\).*restart\(\)", within=0.5,
-         then=Then.FRAIL_BROKEN)
-def _(s):
-    group = s.broken()
-    s.now()
-    group.add(1)
-
-
 @partial(bad, "broken-layout", GroupBrokenError, r"rank 1 died.*restart\(\)", within=0.5, then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.broken()
@@ -600,7 +592,8 @@ def _(s):
     print(group.layout)
 
 
-@partial(bad, "broken-several-threads", GroupBrokenError, r"rank 1 died.*restart\(\)", then=Then.FRAIL_BROKEN)
+@partial(bad, "broken-several-threads", GroupBrokenError, r"Kit is broken: rank 1 died during leave\(\).*restart\(\)",
+         then=Then.FRAIL_BROKEN)
 def _(s):
     group = s.broken()
     s.now()
@@ -657,30 +650,6 @@ def _(s):
     threading.Timer(0.2, group.close).start()
     s.now()
     future.result()
-
-
-@partial(bad, "closed-by-its-context", GroupClosedError, r"is closed")
-def _(s):
-    with s.workers(2, RayClassWithInitArgs(Kit)) as group:
-        group.add(1)
-    s.now()
-    group.add(1)
-
-
-@partial(bad, "closed-by-its-pool", GroupClosedError, r"Kit is closed", within=0.5)
-def _(s):
-    pool = s.own_pool([1])
-    group = s.group(RayClassWithInitArgs(Kit), pool)
-    pool.close()
-    s.now()
-    group.add(1)
-
-
-@partial(bad, "closed-pool", GroupClosedError, r"RayResourcePool\(\[1\]\) is closed; make a new pool")
-def _(s):
-    pool = s.own_pool([1])
-    pool.close()
-    RayWorkerGroup(pool, RayClassWithInitArgs(Kit))
 
 
 @partial(bad, "closed-pool-merged", GroupClosedError, r"is closed")
@@ -940,14 +909,14 @@ NO_GROUP = re.compile("class-(no|an?|its|option|resource)-|constructor-(unk|too-
 
 ONLY_ON_RAY = re.compile(
     "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
-    "|killed|closed-by-its-pool|closed-pool|future-of-a-dead-rank|constructor-(exits|fails|argument-does-not-unpickle)"
+    "|killed|closed-pool|future-of-a-dead-rank|constructor-(exits|fails|argument-does-not-unpickle)"
     "|class-of-a-module|(send|result)-(what-)?does-not-unpickle"
 )
 """Rows about processes, pools and Ray's references, and about what another process cannot open."""
 
 DEPENDS_ON_RAY = re.compile(
     "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-kill|killed-under"
-    "|closed-by-its-pool|closed-pool|future-of-a-dead-rank|class-(of-a-module|does-not-pickle)"
+    "|closed-pool|future-of-a-dead-rank|class-(of-a-module|does-not-pickle)"
     "|constructor-(argument|raises-on-one|exits|too-slow)|send-|result-does-not|raise-(on-one-rank|what-|huge)"
 )
 """Rows whose outcome depends on Ray and that no other test covers: the end of a process, what is pickled, references.

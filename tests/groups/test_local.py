@@ -641,11 +641,6 @@ def test_layout_is_read_while_other_threads_calls_end():
         group.close()
 
 
-def test_local_future_cannot_be_pickled(make):
-    with pytest.raises(LocalGroupError, match="driver's process"):
-        pickle.dumps(make(Counter).add.remote(0))
-
-
 def test_failed_input_future_fails_the_call_without_threads():
     """The consumer's ranks run in this thread, where nothing could interrupt their wait for the producer."""
     with (
@@ -786,16 +781,6 @@ def test_timeout_without_threads_is_checked_afterwards_per_rank():
 def test_constructor_exceeds_the_start_timeout(threads):
     with pytest.raises(CallTimeoutError, match=r"__init__\(\) exceeded its timeout of 0\.1 s; rank 1 had not finished"):
         LocalWorkerGroup(2, ClassWithInitArgs(Probe, slow=1), threads=threads, start_timeout=0.1)
-
-
-def test_group_restarts_although_a_thread_is_stuck():
-    with LocalWorkerGroup(2, ClassWithInitArgs(Probe), threads=True) as group:
-        with pytest.raises(CallTimeoutError, match="rank 1"):
-            group.sleep.options(timeout=0.1)(1.0, ranks=[1])
-        with pytest.raises(GroupBrokenError):
-            group.sleep(0)
-        group.restart()
-        assert group.sleep(0) == [0, 1]
 
 
 # --- What a local group rejects ------------------------------------------------------------------------------
