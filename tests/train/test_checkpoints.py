@@ -54,6 +54,13 @@ def test_partially_overwritten_checkpoint_is_not_complete(alone, tmp_path):
     assert RolloutCheckpoints(str(tmp_path), None, 0).find().rollout_id == 4
 
 
+def test_rank_on_another_disk_fails_the_save(alone, tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no /.*/rollout_0000003\.unfinished, .* not on a shared disk"):
+        RolloutCheckpoints(None, str(tmp_path), 1).save(
+            Model(), 3, optimizer_step=3, weight_version=0, background=False
+        )
+
+
 def test_files_of_more_ranks_do_not_stay_in_a_checkpoint(alone, tmp_path):
     writing, model, folder = RolloutCheckpoints(None, str(tmp_path), 0), Model(), tmp_path / "rollout_0000003"
     model.fails = True

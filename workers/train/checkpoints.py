@@ -270,6 +270,10 @@ class RolloutCheckpoints:
                     old.unlink(missing_ok=True)
                 if driver_state is not None:
                     (folder / DRIVER_STATE).write_bytes(driver_state)
+        with all_or_none(CheckpointError, UNWRITTEN):
+            # torch would create the folder there, and the checkpoint would count as complete without this rank's part.
+            if not (mark := _unfinished(folder).absolute()).exists():
+                raise FileNotFoundError(f"there is no {mark}, which rank 0 has written: save= is not on a shared disk")
         try:
             model.save(folder, background=background)
         except (Exception, CheckpointException) as error:  # not an Exception subclass; torch raises it on all ranks
