@@ -25,6 +25,7 @@ from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import global_worker
 from ray.actor import ActorClass
 from ray.core.generated import gcs_pb2
+from ray.exceptions import RpcError
 
 from single_controller.call.errors import ControlStoreError, StartError
 from single_controller.call.future import in_own_thread
@@ -198,10 +199,14 @@ def delete_record(key: str) -> None:
 
 
 def read_records(prefix: str) -> dict[str, bytes]:
-    """key -> value of all keys with a prefix."""
-    store = ray_worker().gcs_client
-    keys = store.internal_kv_keys(prefix.encode(), _RECORDS, RECORD_SECONDS)
-    found = {key: store.internal_kv_get(key, _RECORDS, RECORD_SECONDS) for key in keys}
+    """key -> value of all keys with a prefix. A `ControlStoreError` if there is no answer."""
+    try:
+        store = ray_worker().gcs_client
+        keys = store.internal_kv_keys(prefix.encode(), _RECORDS, RECORD_SECONDS)
+        found = {key: store.internal_kv_get(key, _RECORDS, RECORD_SECONDS) for key in keys}
+    except RpcError as error:
+        text = f"Ray's control store has not answered within {RECORD_SECONDS:g} s: {error}"
+        raise ControlStoreError(text) from error
     return {key.decode(): value for key, value in found.items() if value is not None}  # None: removed meanwhile
 
 

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 import ray
 from group_workers import Counter, Fragile
+from ray.exceptions import RpcError
 from waits import wait_until, within
 
 from single_controller import ControlStoreError, GroupMetrics, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -179,15 +181,16 @@ def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
         main(["status", "nobody"])
     assert exit.value.code == 1 and "no group is called 'nobody'" in capsys.readouterr().err
 
-    def silent():
-        raise ControlStoreError("no answer")
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setattr("single_controller.__main__.connect", lambda address: None)
-        patch.setattr(ray, "shutdown", lambda: None)
-        patch.setattr(compat, "all_actors", silent)
-        main(["status"])
-    assert exit.value.code == 1 and "no answer\n" in capsys.readouterr().err
+    for name, error, told in (
+        ("all_actors", ControlStoreError("no answer"), "no answer\n"),
+        ("ray_worker", RpcError("late"), "store has not answered within 5 s: late\n"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+            patch.setattr("single_controller.__main__.connect", lambda address: None)
+            patch.setattr(ray, "shutdown", lambda: None)
+            patch.setattr(compat, name, Mock(side_effect=error))
+            main(["status"])
+        assert exit.value.code == 1 and told in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(SystemExit) as exit:
