@@ -432,8 +432,6 @@ refused("execute-not-a-name", TypeError, r"takes the name of a method.*got <remo
         lambda s: s.kit.execute_all_sync(s.kit.add, 1))
 refused("execute-arguments", TypeError, r"plain\(\) got an unexpected keyword argument 'z'",
         lambda s: s.kit.execute_all_sync("plain", 1, z=2))
-bad("execute-async-error-in-ray-get", ValueError, r"the true cause",
-    lambda s: ray.get(s.kit.execute_all_async("fail")), then=Then.KIT_WORKS)
 bad("execute-rank-zero-error", WorkerError, r"fail\(\) raised ValueError on rank 0",
     lambda s: s.kit.execute_rank_zero_sync("fail"), then=Then.KIT_WORKS)
 
@@ -451,10 +449,6 @@ refused("send-a-lock", DispatchError, r"echo\(\): argument 'value', a lock, cann
         lambda s: s.kit.echo(threading.Lock()), method="echo", argument="value")
 refused("send-a-generator", DispatchError, r"echo\(\): argument 'value', a generator, cannot be pickled",
         lambda s: s.kit.echo(row for row in EIGHT))
-refused("send-an-open-file", DispatchError, r"echo\(\): argument 'value', a TextIOWrapper, cannot be pickled",
-        lambda s: _with_open_file(s.kit.echo))
-refused("send-a-socket", DispatchError, r"echo\(\): argument 'value', a socket, cannot be pickled",
-        lambda s: _with_socket(s.kit.echo))
 refused("send-an-object-with-a-lock", DispatchError, r"echo\(\): argument 'value', a Trainer, cannot be pickled.*lock",
         lambda s: s.kit.echo(Trainer()))
 refused("send-a-lock-keyword", DispatchError, r"items\(\): argument 'y', a \w+, cannot be pickled.*lock",
@@ -470,16 +464,6 @@ bad("send-what-does-not-unpickle-there", WorkerError, r"echo\(\) raised ModuleNo
     lambda s: s.kit.echo(workers.UnpicklesOnlyInItsProcess()), then=Then.KIT_WORKS)
 bad("send-a-failed-reference", WorkerError, r"echo\(\) raised .* on rank.*the true cause",
     lambda s: s.kit.echo(s.kit.execute_rank_zero_async("fail")), then=Then.KIT_WORKS)
-
-
-def _with_open_file(call):
-    with open(os.devnull, "w") as file:
-        call(file)
-
-
-def _with_socket(call):
-    with socket.socket() as open_socket:
-        call(open_socket)
 
 
 def _with_lock(apply):
@@ -531,10 +515,6 @@ returned("raise-on-one-rank", WorkerError,
 returned("raise-on-all-ranks", WorkerError, r"fail\(\) raised ValueError on <all ranks>.*the true cause",
          lambda s: s.kit.fail())
 returned("raise-on-a-rank-that-does-not-collect", WorkerError, r"rank 1", lambda s: s.grid.fail([1]), rank=1)
-returned("raise-future", WorkerError, r"fail\(\) raised ValueError on rank 3",
-         lambda s: s.kit.fail.remote([3]).result())
-returned("raise-await", WorkerError, r"fail\(\) raised ValueError on rank 3",
-         lambda s: asyncio.run(_await(s.kit.fail.remote([3]))))
 returned("raise-deep", WorkerError,
          r"fail_deep\(\) raised RuntimeError on <all ranks>.*not built.*KeyError: 'hidden_size'.*direct cause.*_deep",
          lambda s: s.kit.fail_deep())
@@ -561,10 +541,6 @@ bad("raise-cancelled", WorkerError, r"fail_async\(\) raised .*CancelledError on 
     lambda s: s.frail.fail_async(asyncio.CancelledError), then=Then.FRAIL_WORKS)
 bad("raise-keyboard-interrupt", WorkerError, r"fail\(\) raised KeyboardInterrupt on rank 1",
     lambda s: s.frail.fail([1], error=KeyboardInterrupt), then=Then.FRAIL_WORKS)
-
-
-async def _await(future):
-    return await future
 
 
 # --- A process ends ------------------------------------------------------------------------------------------
@@ -908,14 +884,14 @@ NO_GROUP = re.compile("class-(no|an?|its|option|resource)-|constructor-(unk|too-
 """Rows that create no group, or are about pools. They run once, in the Ray test."""
 
 ONLY_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-(os|kill|abort|future|all)"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|leave-(os|kill|abort|future|all)"
     "|killed|closed-pool|future-of-a-dead-rank|constructor-(exits|fails|argument-does-not-unpickle)"
     "|class-of-a-module|(send|result)-(what-)?does-not-unpickle"
 )
 """Rows about processes, pools and Ray's references, and about what another process cannot open."""
 
 DEPENDS_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|execute-async-error|leave-kill|killed-under"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|leave-kill|killed-under"
     "|closed-pool|future-of-a-dead-rank|class-(of-a-module|does-not-pickle)"
     "|constructor-(argument|raises-on-one|exits|too-slow)|send-|result-does-not|raise-(on-one-rank|what-|huge)"
 )

@@ -760,7 +760,7 @@ def test_partial_restart_with_collectives_is_rejected(make):
     with pytest.raises(ValueError, match=r"restart\(ranks=\[1\]\).*collectives=False") as caught:
         group.restart(ranks=[1])
     assert "replace" not in str(caught.value) and "Restart all ranks" in str(caught.value)
-    for wrong in ([2], [1.0], [True], [[0]], 1, []):
+    for wrong in ([2], [-1], [0, 0], [1.0], [True], [[0]], 1, []):
         with pytest.raises(ValueError, match="distinct ranks from 0 to 1"):
             group.restart(ranks=wrong)
     assert group.broken is None

@@ -295,9 +295,6 @@ class TestRestart:
     def test_single_ranks_of_a_group_with_collectives_are_rejected(self, counters):
         with pytest.raises(ValueError, match=r"restart\(ranks=\[3\]\).*collectives=False"):
             counters.restart(ranks=[3])
-        for ranks in ([], [4], [1, 1], [-1], 1):
-            with pytest.raises(ValueError, match="distinct ranks from 0 to 3"):
-                counters.restart(ranks=ranks)
         assert counters.add(0) == [100, 101, 102, 103]
 
     def test_failed_replay_leaves_the_group_broken_and_is_not_a_death(self, make_group):
