@@ -78,7 +78,7 @@ def is_own(address: str) -> bool:
 
 class Live(Closing):
     """The groups of clusters, as the page asks for them. A process has one connection to Ray, so looking at another
-    cluster ends the connection to the former one."""
+    cluster ends the connection to the former one. A connection that others have made is used as it is, and stays."""
 
     def __init__(self) -> None:
         self._looking = threading.Lock()
@@ -101,10 +101,7 @@ class Live(Closing):
             wait = FRESH_SECONDS
             try:
                 if self._watch is None or self._address != address:
-                    if self._connected or not ray.is_initialized():
-                        check_responds(address)  # before the current connection is closed for a cluster that has ended
-                    elif not _is_connected(address):
-                        raise ConnectionError("this process is connected to another Ray cluster")
+                    check_responds(address)  # before the current connection is closed for a cluster that has ended
                     self.disconnect()
                     self._address = address
                     if not ray.is_initialized():
@@ -151,13 +148,3 @@ class Live(Closing):
                 self.disconnect()
             finally:
                 self._looking.release()
-
-
-def _is_connected(address: str) -> bool:
-    """Whether the cluster to which this process is connected has an address of the form host:port. Others are not told
-    apart."""
-    host, _, port = address.rpartition(":")
-    its_host, _, its_port = ray.get_runtime_context().gcs_address.rpartition(":")
-    if not host or not port.isdigit():
-        return True
-    return port == its_port and (host == its_host or (is_own(address) and is_own(f"{its_host}:{its_port}")))

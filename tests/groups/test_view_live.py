@@ -94,12 +94,6 @@ class TestStuckGroup:
             (look,) = watch.look(1.0)
         assert look.problems() == [] and look.stacks == {}
 
-    def test_another_cluster_is_not_taken_for_that_of_this_process(self, stuck):
-        with Live() as live:
-            assert "another Ray cluster" in live.look("127.0.0.1:1")["error"]
-            found = live.look(ray.get_runtime_context().gcs_address)
-            assert stuck.name in [group["name"] for group in found["groups"]]
-
     def test_a_cluster_that_has_ended_costs_no_other_its_connection(self, stuck, monkeypatch):
         """As on the overview of a run that was killed and of one that goes on."""
         ended = []
