@@ -271,6 +271,7 @@ class RolloutCheckpoints:
                 if driver_state is not None:
                     (folder / DRIVER_STATE).write_bytes(driver_state)
         with all_or_none(CheckpointError, UNWRITTEN):
+            self._save.mkdir(parents=True, exist_ok=True)  # NFS may have cached here that there is none
             # torch would create the folder there, and the checkpoint would count as complete without this rank's part.
             if not (mark := _unfinished(folder).absolute()).exists():
                 raise FileNotFoundError(f"there is no {mark}, which rank 0 has written: save= is not on a shared disk")
