@@ -364,6 +364,9 @@ def test_runs_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
     with RunLog() as third:
         assert len({first.run_dir, second.run_dir, third.run_dir}) == 3
     assert _new_folder() != _new_folder()  # as on two hosts, before either has written anything
+    with pytest.raises(ValueError, match="keep_steps=0"):
+        RunLog(keep_steps=0)  # which leaves no empty folder
+    assert len([*(tmp_path / "runs").iterdir()]) == 5
 
 
 def test_files_of_others_are_left_alone(tmp_path):

@@ -124,15 +124,14 @@ class RunLog(Closing):
         self._folder: RunFolder | None = None
         self.run_dir: Path | None = None
         if run_dir is not None:
-            path = _new_folder() if run_dir == "auto" else Path(run_dir)
             about = about_process(self._config, name)
             about["vocabulary"] = None if tokenizer is None else {"file": "vocabulary.jsonl"}
             self._folder = RunFolder(
-                path,
-                about,
+                about=about,
                 resume=args is None or self._config.get("load") is not None,
                 keep_steps=check_count("keep_steps", keep_steps),
                 keep_bytes=check_count("keep_bytes", keep_bytes),
+                path=_new_folder() if run_dir == "auto" else Path(run_dir),  # last, because it creates the folder
             )
             self.run_dir = self._folder.path
             self._known_tokens = np.bincount(np.array(self._folder.tokens(), int)) > 0
