@@ -449,6 +449,7 @@ def test_checkpoint_from_before_the_first_step(four, saved, tmp_path):
     model, folder = saved(LLAMA)
     four.run(on_ranks.make, LLAMA, TP2, optimizer=ADAM)
     four.run(on_ranks.load_hf, folder)
+    four.run(on_ranks.create_state)
     four.run(on_ranks.save, str(tmp_path))
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
     four.run(on_ranks.load, str(tmp_path))

@@ -33,6 +33,11 @@ def load_hf(worker, folder):
     worker.model.load_hf(folder)
 
 
+def create_state(worker):
+    """Create the optimizer's state, as a snapshot before the first step does."""
+    dict(worker.model.state_tensors())
+
+
 def own_rows(data):
     """This dp rank's rows: every n-th."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()

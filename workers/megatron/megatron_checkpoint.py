@@ -148,7 +148,9 @@ class Checkpoints:
     def _optimizer_kind(self) -> str:
         if self._optimizer is None:
             return "none"
-        if not any(inner.state for inner in inner_optimizers(self._optimizer)):
+        # Snapshots create the state before the first step. Megatron would store it without the number of steps, 0.
+        states = [state for inner in inner_optimizers(self._optimizer) for state in inner.state.values()]
+        if not any(state.get("step", 1) for state in states):
             return "new"
         return "distributed" if self._distributed else "whole"
 
