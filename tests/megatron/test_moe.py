@@ -469,6 +469,7 @@ def test_what_is_refused(config, sizes, says):
         ({"sequence_parallel": True}, "if and only if tensor_model_parallel_size is above 1"),
         ({"moe_router_topk": 3}, "moe_router_topk=3 contradicts the Hugging Face config"),
         ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay=True contradicts"),
+        ({"moe_input_jitter_eps": 0.01}, "moe_input_jitter_eps=0.01 contradicts"),
         ({"moe_grouped_gemm": True}, "moe_grouped_gemm=True needs Transformer Engine"),
     ],
 )
