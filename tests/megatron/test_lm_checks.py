@@ -213,15 +213,18 @@ def test_group_refuses_a_model_before_anything_is_sent(model, sizes, message):
     MegatronTrainWorker.check_args(read_args(args), 6, False)
 
 
-def test_lists_in_megatron_overrides_are_plain(monkeypatch):
-    """Megatron asks whether a value is a list, which those of OmegaConf are not."""
+def test_megatron_overrides_reach_megatron(monkeypatch):
+    """With plain lists, because Megatron asks whether a value is one; and instead of what gradient_checkpointing sets,
+    which it refuses together with them."""
     made = {}
     monkeypatch.setattr(
         "workers.megatron.megatron_train_worker.MegatronTrainModel", lambda config, **options: made.update(options)
     )
-    args = read_args({"train_backend": "megatron", "megatron_overrides": {"moe_layer_freq": [1, 0]}})
+    own = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    args = read_args({"train_backend": "megatron", "gradient_checkpointing": True, "megatron_overrides": own})
     MegatronTrainWorker.make_model(SimpleNamespace(args=args, role="actor"), LLAMA)
-    assert type(made["overrides"]["moe_layer_freq"]) is list
+    assert made["overrides"] == own
+    assert type(made["overrides"]["recompute_modules"]) is list
 
 
 @pytest.mark.parametrize(

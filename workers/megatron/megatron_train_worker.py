@@ -92,7 +92,7 @@ class MegatronTrainWorker(PolicyTrainWorker, MegatronWorker):
         overrides: Any = OmegaConf.to_container(args.megatron_overrides, resolve=True)
         if experts_of(hf_config) is not None:
             overrides = {**{name: args[name] for name in BALANCING}, **overrides}
-        if args.gradient_checkpointing:
+        if args.gradient_checkpointing and overrides.get("recompute_granularity", "full") == "full":
             overrides = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
                          **overrides}  # fmt: skip
         if empty:
