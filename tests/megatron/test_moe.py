@@ -307,6 +307,7 @@ def test_critic_with_experts_matches_a_token_classifier(four, saved):
         pytest.param("qwen3", {**TP2, **ETP1}, EP2, True, id="dp2 tp2 etp1 to dp4 ep2, distributed"),
         pytest.param("qwen3", {**PP2, **EP2}, ETP2, True, id="dp2 pp2 ep2 to dp4 etp2, distributed"),
         pytest.param("late", {**PP2, **EP2}, {}, False, id="no_experts in the first stage, to dp4"),
+        pytest.param("late", {**PP2, **EP2}, PP2, True, id="no experts in the first stage, to dp2 pp2, distributed"),
         pytest.param("qwen2", {**TP2, **EP2}, {**PP2, "expert_model_parallel_size": 2}, True,
                      id="Qwen2, dp2 tp2 ep2 etp2 to dp2 pp2 ep2, distributed"),
     ],

@@ -18,7 +18,7 @@ import torch
 
 from workers.background import in_thread
 from workers.distributed import all_or_none, new_cpu_group
-from workers.megatron.megatron_optimizer import allocate_state, inner_optimizers, load_state
+from workers.megatron.megatron_optimizer import allocate_state, inner_optimizers, load_state, share_steps
 
 COMPLETE = "metadata.json"
 """Megatron's file that is written last; a folder without it is not a complete checkpoint."""
@@ -164,6 +164,8 @@ class Checkpoints:
         if optimizer:
             if loading:
                 allocate_state(self._optimizer)
+            if self._distributed:
+                share_steps(self._optimizer)
             state["optimizer"] = self._optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
         return state
 

@@ -163,6 +163,16 @@ def allocate_state(optimizer: Any) -> None:
                 inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
+def share_steps(optimizer: Any) -> None:
+    """Give the optimizer of experts the other one's number of steps where a stage has no experts. With torch's Adam
+    inside, megatron's distributed optimizer asserts that it has one, and that of rank 0 is stored for all ranks."""
+    dense, *others = inner_optimizers(optimizer)
+    step = next(iter(dense.state.values())).get("step")
+    for inner in others:
+        if step is not None and not any(group["params"] for group in inner.param_groups):
+            inner.state[None] = {"step": step}
+
+
 def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     """Load the state that megatron has read from a checkpoint.
 
