@@ -289,7 +289,7 @@ class ModelWorker(TrainWorker):
     def take_peer_snapshot(self) -> bool:
         takes = self.args.peer_snapshot_interval and not self.args.debug_rollout_only
         # Not if a rollout has failed halfway, perhaps on some ranks only.
-        at = set(gathered(self.next_rollout_id)) if self.reshards and takes else {None}
+        at = set(gathered(self.next_rollout_id)) if self.reshards and takes else set()
         if len(at) == 1 and self.next_rollout_id is not None:
             if self._peers is None:  # a single rank, which takes none after a rollout
                 self._first_snapshot(self.next_rollout_id - 1)

@@ -90,6 +90,7 @@ def test_state_that_cannot_be_resharded_comes_from_the_checkpoint(
     with pytest.raises(TrainArgsError, match=r"another number of ranks .*Call save_model\(\)"):
         group.grow()
     assert group.world_size == 1 and same(states(group), expected), "nothing is lost"
+    assert group.worker_group.execute_with_func_generator(lambda worker: worker._peers is None) == [True]
     group.save_model(1)
     assert group.restart() == [2, 2]
 
