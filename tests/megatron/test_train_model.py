@@ -314,6 +314,9 @@ def test_background_checkpoint_has_the_state_at_the_call(four, saved, tmp_path):
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 0.0)
     found = whole_weights(four)
     assert all(torch.equal(found[name], weights[name]) for name in weights), "the optimizer has the same copies"
+    four.run(on_ranks.make, LLAMA, {**TP2, **PP2}, optimizer=ADAM)
+    with pytest.raises(WorkerError, match="the state of an optimizer of another param_dtype"):
+        four.run(on_ranks.load, str(tmp_path))
 
 
 def test_critic_starts_with_a_language_models_weights(four, saved):

@@ -50,6 +50,7 @@ class Checkpoints:
         self._models = models
         self._optimizer = optimizer
         self._distributed = distributed
+        self._half = models[0].config.params_dtype is not torch.float32
         self._writing: Future[None] | None = None
         self._group: Any = None
 
@@ -72,7 +73,7 @@ class Checkpoints:
                 folder.mkdir(parents=True, exist_ok=True)
                 # Before any rank writes: a folder that is being written over must not pass for complete.
                 (folder / COMPLETE).unlink(missing_ok=True)
-        content = {"role": self._role, "optimizer": self._optimizer_kind()}
+        content = {"role": self._role, "optimizer": self._optimizer_kind(), "half": self._half}
         state = self._state(optimizer=content["optimizer"] not in NO_STATE)
         # After megatron's own collectives, rank 0 alone writes the common state here. If that fails, no other rank may
         # start to write the shards: it would wait for rank 0 there.
@@ -143,6 +144,12 @@ class Checkpoints:
                 f"{str(folder)!r} has the state of an optimizer with distributed={not self._distributed}, but this "
                 f"optimizer has distributed={self._distributed}, which megatron stores in another format. Use the same "
                 "value, or load with optimizer=False"
+            )
+        half = content.get("half", self._half)  # older checkpoints do not say it
+        if content["optimizer"] == "whole" and half != self._half:
+            raise ValueError(
+                f"{str(folder)!r} has the state of an optimizer of another param_dtype: with fp32, there are no "
+                "float32 copies of the weights. Use the same param_dtype, or load with optimizer=False"
             )
 
     def _optimizer_kind(self) -> str:

@@ -501,7 +501,7 @@ class MegatronTrainModel(TrainModel):
         Raises:
             FileNotFoundError: there is no complete checkpoint.
             ValueError: the checkpoint is of the other role, has no optimizer, or its optimizer was distributed and
-                this one is not, or the reverse.
+                this one is not, or the reverse, or it has the state of another param_dtype.
         """
         self._checkpoints.load(Path(folder), optimizer=optimizer)
 
