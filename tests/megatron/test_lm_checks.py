@@ -245,3 +245,10 @@ def test_invalid_micro_batch_sizes(size, monkeypatch):
     monkeypatch.setattr(MegatronLMWorker, "needs_cuda", False)  # it fails before it needs megatron's
     with pytest.raises(ValueError, match=f"micro_batch_size={size}: expected an integer of at least 1"):
         MegatronLMWorker(LLAMA, micro_batch_size=size)
+
+
+def test_replaced_rank_has_no_weights(monkeypatch):
+    monkeypatch.setattr(MegatronLMWorker, "needs_cuda", False)
+    monkeypatch.setattr(MegatronLMWorker, "is_replacement", True)
+    with pytest.raises(RuntimeError, match=r"Call restart\(\) of the group"):
+        MegatronLMWorker(LLAMA)

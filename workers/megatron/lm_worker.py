@@ -29,7 +29,7 @@ class MegatronLMWorker(MegatronWorker):
     """One rank of a Hugging Face decoder on megatron-core: log-probabilities, training steps, and weights in
     Hugging Face's format. The model itself is a `MegatronTrainModel`, as in `MegatronTrainWorker`.
 
-    The model starts with random weights.
+    The model starts with random weights. A group of these workers can be restarted, but its ranks cannot be replaced.
 
     Args:
         hf_config: the config of a model in `SUPPORTED_MODELS`, a dict of one, or a folder with its config.json.
@@ -42,6 +42,7 @@ class MegatronLMWorker(MegatronWorker):
 
     Raises:
         ValueError: the model is not supported or not divisible by the parallel sizes; the message has the reason.
+        RuntimeError: this rank replaces another one, or was added.
         ImportError: megatron-core or transformers is not installed.
     """
 
@@ -60,6 +61,11 @@ class MegatronLMWorker(MegatronWorker):
         from workers.megatron.megatron_optimizer import AdamOptions
 
         check_count("micro_batch_size", micro_batch_size)
+        if self.is_replacement:
+            raise RuntimeError(
+                "MegatronLMWorker: a rank's weights end with its process, so replace() and grow() cannot continue the "
+                "model. Call restart() of the group, and load the weights again"
+            )
         self.initialize_model_parallel(**dict(parallel or {}))
         self.micro_batch_size = micro_batch_size
         self.lr = AdamOptions.of(optimizer).lr
