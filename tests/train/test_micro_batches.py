@@ -1,7 +1,6 @@
 """Micro-batches hold every token once, stay within the budget, and restore the original order."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -203,17 +202,9 @@ def test_budget_holds_for_bool_masks_and_to_moves_everything_but_the_rows():
     assert {there.rows.device.type, there.starts.device.type} == {"cpu"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens=0; expected at least 1"),
-        ({"max_tokens": 3, "at_least": -1}, "at_least=-1"),
-        ({"max_tokens": 3, "multiple_of": 0}, "multiple_of=0"),
-    ],
-)
-def test_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        cut_by_tokens(batch([(0, 2)], 3), **arguments)
+def test_max_tokens_out_of_range():
+    with pytest.raises(ValueError, match="max_tokens=0; expected at least 1"):
+        cut_by_tokens(batch([(0, 2)], 3), 0)
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0], [1, 0, 1]])
@@ -222,14 +213,6 @@ def test_invalid_masks(mask):
     data["attention_mask"][1] = torch.tensor(mask)
     with pytest.raises(ValueError, match="attention_mask of row 1"):
         cut_by_tokens(data, 8)
-
-
-def test_restore_needs_one_output_per_micro_batch():
-    cut = cut_by_tokens(batch([(0, 2), (1, 2)], 3), 2)
-    with pytest.raises(ValueError, match="got 1 outputs for 2 micro-batches"):
-        restore([torch.ones(1, 2)], cut, (2, 3))
-    with pytest.raises(ValueError, match=re.escape("output 1 has shape (1, 3), but its micro-batch has (1, 2)")):
-        restore([torch.ones(1, 2), torch.ones(1, 3)], cut, (2, 3))
 
 
 def test_candidates_are_aligned_with_their_tokens():

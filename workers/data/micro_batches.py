@@ -138,11 +138,10 @@ def cut_by_tokens(
         The micro-batches. Every row is in exactly one. The list is empty if there are no rows and ``at_least`` is 0.
 
     Raises:
-        ValueError: an argument is out of range, or a row's mask has no token or has padding between tokens.
+        ValueError: ``max_tokens`` is below 1, or a row's mask has no token or has padding between tokens.
     """
-    for name, value, low in (("max_tokens", max_tokens, 1), ("at_least", at_least, 0), ("multiple_of", multiple_of, 1)):
-        if value < low:
-            raise ValueError(f"cut_by_tokens: {name}={value!r}; expected at least {low}")
+    if max_tokens < 1:
+        raise ValueError(f"cut_by_tokens: max_tokens={max_tokens!r}; expected at least 1")
     real = data["attention_mask"].bool()
     lengths, starts = _spans(real)
     if len(lengths) and max_tokens not in _warned and (longest := int(lengths.max())) > max_tokens:
@@ -192,18 +191,7 @@ def restore(
 
     Returns:
         (B, T) on the CPU, 0 at padding, with the outputs' dtype (float32 if there are none).
-
-    Raises:
-        ValueError: there is not one output per micro-batch, or one has another shape than its micro-batch.
     """
-    if len(outputs) != len(micro_batches):
-        raise ValueError(f"restore: got {len(outputs)} outputs for {len(micro_batches)} micro-batches")
-    for k, (output, micro_batch) in enumerate(zip(outputs, micro_batches, strict=True)):
-        if output.shape != micro_batch.input_ids.shape:
-            raise ValueError(
-                f"restore: output {k} has shape {tuple(output.shape)}, but its micro-batch has "
-                f"{tuple(micro_batch.input_ids.shape)}"
-            )
     if not outputs:
         return torch.zeros(shape)
     flat = torch.cat([output.reshape(-1) for output in outputs]).cpu()
