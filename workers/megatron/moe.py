@@ -215,19 +215,13 @@ class MoERouter(TopKRouter):
         dtype = kinds.get(self.config.moe_router_dtype or "", input.dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
-    def routing_of(
-        self, logits: torch.Tensor, tokens: RoutedTokens, recomputed: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route a micro-batch.
-
-        Args:
-            logits: (s * b, experts).
-            tokens: this rank's.
-            recomputed: whether its choices were counted already.
-
-        Returns:
-            Score and whether it is chosen, of each expert for each token, both (s * b, experts).
-        """
+    def forward(self, input: torch.Tensor, padding_mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s, b, hidden) -> score and whether it is chosen, of each expert for each token, both (s * b, experts)."""
+        recomputed = self.shared.tokens is None  # its choices were counted already
+        tokens = self.waiting.popleft() if self.shared.tokens is None else self.shared.tokens
+        if not recomputed and self.training:
+            self.waiting.append(tokens)
+        logits = self.gating(input).flatten(0, 1)
         layer = int(self.layer_number) - 1
         choice = _Choice(None if tokens.routes is None else tokens.routes[:, :, layer].flatten(0, 1).long())
         probs, chosen = topk_routing_with_score_function(
@@ -245,15 +239,6 @@ class MoERouter(TopKRouter):
                 loss = (of_balance * balance + of_z * z) / self.shared.total
                 probs = MoEAuxLossAutoScaler.apply(probs, loss)
         return probs, chosen
-
-    def forward(self, input: torch.Tensor, padding_mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(s, b, hidden) -> see `routing_of`."""
-        recomputed = self.shared.tokens is None
-        tokens = self.waiting.popleft() if self.shared.tokens is None else self.shared.tokens
-        if not recomputed and self.training:
-            self.waiting.append(tokens)
-        logits = self.gating(input)
-        return self.routing_of(logits.view(-1, logits.shape[-1]), tokens, recomputed)
 
     def _losses(self, logits: torch.Tensor, tokens: RoutedTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """The auxiliary losses, as sums over this rank's tokens."""
