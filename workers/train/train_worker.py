@@ -254,9 +254,7 @@ class TrainWorker(Worker, ABC):
         weights. Workers whose `peer_snapshots` returns something implement it.
 
         Args:
-            args: see `init`.
-            role: see `init`.
-            with_ref: see `init`.
+            args, role, with_ref: see `init`.
             recovery: what to restore.
             version: the weight version that the rollout workers have.
             current: whether these are the weights that are restored.
