@@ -166,7 +166,10 @@ def test_wrong_state_dict(change, message):
             id="layer types",
         ),
         pytest.param(
-            Qwen3Config(**SIZES, attention_bias=True), {}, "attention_bias and mlp_bias differ", id="Qwen3 bias"
+            Qwen3Config(**SIZES, attention_bias=True, mlp_bias=True),
+            {},
+            "attention_bias and mlp_bias differ",
+            id="Qwen3 bias",
         ),
     ],
 )

@@ -469,10 +469,11 @@ def _refuse_model(hf_config: Any) -> None:
             f"rope_parameters['partial_rotary_factor']={rope['partial_rotary_factor']} is not supported: a {kind} "
             "rotates all dims of a head"
         )
-    if bool(getattr(hf_config, "attention_bias", False)) != bool(getattr(hf_config, "mlp_bias", False)):
+    of_mlp = kind == "llama" and bool(getattr(hf_config, "mlp_bias", False))  # other models do not read it
+    if bool(getattr(hf_config, "attention_bias", False)) != of_mlp:
         raise ValueError(
             "attention_bias and mlp_bias differ, but megatron-core adds biases to all linear layers or to none; set "
-            "both to the same value"
+            "both to the same value. Only a 'llama' can have an mlp_bias"
         )
     if (experts := experts_of(hf_config)) is not None:
         _refuse_experts(experts)
