@@ -58,11 +58,9 @@ def _build_stage(hf_config: Any, config: TransformerConfig, critic: bool, stage:
     if (scaled := scaled_rope(hf_config)) is not None:
         model.rotary_pos_emb.inv_freq = scaled[0]  # its factor is in config.softmax_scale
     if config.num_moe_experts:
-        from workers.megatron.moe import draw_experts, reduce_apart
+        from workers.megatron.moe import reduce_apart
 
         reduce_apart(model)
-        if config.use_cpu_initialization:
-            draw_experts(model, config)
     if model.pre_process:
         _freeze_padding_token(model.embedding.word_embeddings, hf_config)
     if critic and model.post_process:

@@ -21,6 +21,7 @@ from workers.distributed import gathered
 from workers.extras import require
 from workers.megatron.config import Experts, check_names, experts_of, has_qk_norm, key_value_heads, tied
 from workers.megatron.gpt import ValueHead
+from workers.seeds import mixed_seed
 from workers.weight_sync.weight_plan import Shard
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -202,6 +203,35 @@ def hf_shapes(models: Sequence[Any], hf_config: Any) -> dict[str, tuple[int, ...
 
 
 # --- reading and writing --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def draw_weights(models: Sequence[Any], hf_config: Any, config: Any) -> None:
+    """Draw the initial weights anew, the same at all parallel sizes: each tensor has a seed of its own. On the CPU,
+    megatron draws those of a stage one after the other, and the experts of each rank from the same random numbers. All
+    ranks call it together.
+
+    Args:
+        models: this rank's GPTModels.
+        hf_config: their Hugging Face config.
+        config: their ``TransformerConfig``.
+    """
+    from megatron.core import parallel_state
+
+    # That of the first stage, because each stage has another one.
+    seed = gathered(torch.initial_seed(), parallel_state.get_pipeline_model_parallel_group())[0]
+    for weight in (weight for model in models for weight in weights_of(model, hf_config)):
+        if weight.parameter.dim() < 2 or weight.names == (SCORE,):
+            continue  # norms and biases begin with constants, and a value head has a seed of its own
+        whole = {shard.name: torch.empty(shard.shape) for shard in weight.shards()}
+        for name, tensor in whole.items():
+            draw = config.embedding_init_method if name == EMBEDDING else config.init_method
+            if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
+                draw = config.output_layer_init_method
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(mixed_seed(seed, *name.encode()))
+                draw(tensor)
+        weight.load(whole)
 
 
 @torch.no_grad()

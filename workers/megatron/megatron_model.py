@@ -22,7 +22,7 @@ from workers.extras import require
 from workers.hf_files import ModelFilesError
 from workers.megatron.config import transformer_config
 from workers.megatron.gpt import build_models, compute_output_in_float32
-from workers.megatron.hf_weights import distinct_weights, gather, hf_shapes, load_hf, read_hf
+from workers.megatron.hf_weights import distinct_weights, draw_weights, gather, hf_shapes, load_hf, read_hf
 from workers.megatron.megatron_checkpoint import Checkpoints
 from workers.megatron.megatron_optimizer import (
     AdamOptions,
@@ -90,6 +90,8 @@ class MegatronTrainModel(TrainModel):
         # Loss functions return their share of a sum: the schedule must not divide by the number of micro-batches.
         self.config.calculate_per_token_loss = True
         self.models = build_models(hf_config, self.config, critic=role == "critic")
+        if self.config.use_cpu_initialization:
+            draw_weights(self.models, hf_config, self.config)
         if fp32_lm_head and role == "actor":
             for model in self.models:
                 if model.post_process:

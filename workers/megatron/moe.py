@@ -284,34 +284,6 @@ def reduce_apart(model: nn.Module) -> None:
             vars(parameter)["allreduce"] = False
 
 
-def draw_experts(model: nn.Module, config: TransformerConfig) -> None:
-    """Draw the initial weights of the experts anew, the same at every expert-parallel size. On the CPU megatron draws
-    each rank's own experts from the same random numbers, so that those of different ranks would be equal.
-
-    Args:
-        model: whose experts, on the CPU.
-        config: of the model.
-    """
-    part, parts = (
-        parallel_state.get_expert_tensor_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )
-    width = 2 * int(config.moe_ffn_hidden_size or 0)
-    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-        own = dict(zip(layer.local_expert_indices, expert_linears(layer), strict=True))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch.initial_seed() + int(layer.layer_number or 0))
-            # Draw the experts of other ranks too, so that each expert's random numbers do not depend on the ranks.
-            for expert in range(int(config.num_moe_experts or 0)):
-                fc1, fc2 = torch.empty(width, config.hidden_size), torch.empty(config.hidden_size, width // 2)
-                config.init_method(fc1)
-                config.output_layer_init_method(fc2)
-                if expert in own:
-                    halves = torch.cat([half.chunk(parts)[part] for half in fc1.chunk(2)])
-                    for parameter, drawn in zip(own[expert], (halves, fc2.chunk(parts, 1)[part]), strict=True):
-                        parameter.data.copy_(drawn)
-
-
 def expert_linears(layer: MoELayer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield the weights of both linear layers of each expert that this rank has, in order."""
     experts: Any = layer.experts
