@@ -41,7 +41,8 @@ class PromptData:
         max_prompt_len: rows with more tokens are left out and counted; None for no limit.
 
     Attributes:
-        rows, batch_size: see above.
+        rows: see above.
+        batch_size: see above.
 
     Raises:
         DataError: there is no chat template, or no tokenizer for it.

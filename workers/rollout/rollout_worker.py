@@ -186,7 +186,9 @@ class RolloutWorker(WeightReceiver):
 
         Args:
             renderer: a `Renderer`, or a function that returns one.
-            sampling_params, limits, verify: see `Gateway`.
+            sampling_params: see `Gateway`.
+            limits: see `Gateway`.
+            verify: see `Gateway`.
             host: address to listen at; by default that of the worker's node in Ray.
 
         Returns:

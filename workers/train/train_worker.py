@@ -254,7 +254,9 @@ class TrainWorker(Worker, ABC):
         weights. Workers whose `peer_snapshots` returns something implement it.
 
         Args:
-            args, role, with_ref: see `init`.
+            args: see `init`.
+            role: see `init`.
+            with_ref: see `init`.
             recovery: what to restore.
             version: the weight version that the rollout workers have.
             current: whether these are the weights that are restored.
