@@ -156,8 +156,9 @@ class Checkpoints:
         if self._optimizer is None:
             return "none"
         # Snapshots create the state before the first step. Megatron would store it without the number of steps, 0.
-        states = [state for inner in inner_optimizers(self._optimizer) for state in inner.state.values()]
-        if not any(state.get("step", 1) for state in states):
+        # Optimizers other than torch's count a group's steps, not a parameter's.
+        inners = [inner for inner in inner_optimizers(self._optimizer) if inner.state]
+        if not any(one.get("step") for inner in inners for one in (*inner.state.values(), *inner.param_groups)):
             return "new"
         return "distributed" if self._distributed else "whole"
 
