@@ -167,7 +167,8 @@ def share_steps(optimizer: Any) -> None:
     """Give the optimizer of experts the other one's number of steps where a stage has no experts. With torch's Adam
     inside, megatron's distributed optimizer asserts that it has one, and that of rank 0 is stored for all ranks."""
     dense, *others = inner_optimizers(optimizer)
-    step = next(iter(dense.state.values())).get("step")
+    # A rank may have none of the dense weights either, but padding.
+    step = next((state.get("step") for state in dense.state.values()), None)
     for inner in others:
         if step is not None and not any(group["params"] for group in inner.param_groups):
             inner.state[None] = {"step": step}
