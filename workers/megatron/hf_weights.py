@@ -220,18 +220,19 @@ def draw_weights(models: Sequence[Any], hf_config: Any, config: Any) -> None:
 
     # That of the first stage, because each stage has another one.
     seed = gathered(torch.initial_seed(), parallel_state.get_pipeline_model_parallel_group())[0]
-    for weight in (weight for model in models for weight in weights_of(model, hf_config)):
-        if weight.parameter.dim() < 2 or weight.names == (SCORE,):
-            continue  # norms and biases begin with constants, and a value head has a seed of its own
-        whole = {shard.name: torch.empty(shard.shape) for shard in weight.shards()}
-        for name, tensor in whole.items():
-            draw = config.embedding_init_method if name == EMBEDDING else config.init_method
-            if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
-                draw = config.output_layer_init_method
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mixed_seed(seed, *name.encode()))
+    with torch.random.fork_rng(devices=[]):
+        for weight in (weight for model in models for weight in weights_of(model, hf_config)):
+            if weight.parameter.dim() < 2 or weight.names == (SCORE,):
+                continue  # norms and biases begin with constants, and a value head has a seed of its own
+            whole = {shard.name: torch.empty(shard.shape) for shard in weight.shards()}
+            for name, tensor in whole.items():
+                draw = config.embedding_init_method if name == EMBEDDING else config.init_method
+                if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
+                    draw = config.output_layer_init_method
+                # Not torch.manual_seed(): it seeds devices too, on each rank by its last tensor.
+                torch.default_generator.manual_seed(mixed_seed(seed, *name.encode()))
                 draw(tensor)
-        weight.load(whole)
+            weight.load(whole)
 
 
 @torch.no_grad()
