@@ -407,7 +407,7 @@ def _experts_structure(experts: Experts | None) -> dict[str, Any]:
         "moe_latent_size": None,
         # Routes are replayed by workers.megatron.moe, without megatron's registry.
         "moe_enable_routing_replay": False,
-        # Of megatron's own router, instead of which there is `workers.megatron.moe.MoERouter`.
+        # Only megatron's own router reads these; `workers.megatron.moe.MoERouter` replaces it.
         "moe_input_jitter_eps": None,
         "moe_router_force_load_balancing": False,
     }
