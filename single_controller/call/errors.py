@@ -377,7 +377,7 @@ def _instance(cls: type, like: WorkerError) -> WorkerError:
 
 @functools.lru_cache(maxsize=256)
 def _derived_from(ours: Any, kind: Any) -> Any:
-    def __reduce__(self: WorkerError) -> Any:
+    def __reduce_ex__(self: WorkerError, protocol: Any) -> Any:
         return _unpickled, (ours, encode(kind), self.args, vars(self))
 
     members = {
@@ -385,10 +385,14 @@ def _derived_from(ours: Any, kind: Any) -> Any:
         "__qualname__": ours.__qualname__,
         "__doc__": ours.__doc__,
         "__init__": lambda self, *args, **kwargs: None,
-        "__str__": Exception.__str__,  # some classes make their text of attributes that are missing here
+        # Some classes make these of attributes that are missing here; or have a length, and 0 would mean no error
+        "__str__": Exception.__str__,
         "__repr__": Exception.__repr__,
+        "__eq__": Exception.__eq__,
+        "__hash__": Exception.__hash__,
+        "__bool__": lambda self: True,
         "__copy__": lambda self: _instance(type(self), self),
-        "__reduce__": __reduce__,
+        "__reduce_ex__": __reduce_ex__,
     }
     metaclass: Any = type(kind)  # its own, if the class has one
     return metaclass(ours.__name__, (ours, kind), members)

@@ -157,6 +157,15 @@ class Probe(Worker):
         return torch.distributed.get_world_size()
 
 
+class BadRows(ValueError):
+    """Has a length, for which the driver's error lacks the rows."""
+
+    rows = ()
+
+    def __len__(self):
+        return len(self.rows)
+
+
 class JoinsAtStart(Worker):
     """Joins a process group in its constructor."""
 
@@ -714,6 +723,14 @@ def test_death_reaches_the_consumers_of_a_future(make):
     producer, consumer = make(world_size=2), make(Counter, world_size=2)
     with pytest.raises(WorkerDiedError, match=r"rank 0 died during stop\(\)"):
         consumer.echo(producer.stop.remote("exit", [0]))
+    assert consumer.add(0) == [0, 1]
+
+
+def test_error_of_length_0_reaches_the_consumers_of_a_future(make):
+    producer, consumer = make(world_size=2), make(Counter, world_size=2)
+    failed = producer.stop.remote(BadRows, [0, 1])
+    with pytest.raises(BadRows, match=r"stop\(\) raised .*BadRows on ranks 0, 1"):
+        consumer.echo.remote(failed).result(timeout=5)
     assert consumer.add(0) == [0, 1]
 
 

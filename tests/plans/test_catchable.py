@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import threading
+from dataclasses import dataclass
 
 import pytest
 
@@ -30,6 +31,17 @@ class Slotted(LookupError):
     __slots__ = ("where",)
 
 
+@dataclass
+class BadRows(ValueError):
+    rows: list
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __reduce_ex__(self, protocol):
+        return BadRows, (self.rows,)
+
+
 class Sealed(ValueError):
     def __init_subclass__(cls, **options):
         raise TypeError("Sealed cannot be subclassed")
@@ -37,7 +49,7 @@ class Sealed(ValueError):
 
 SUBCLASSED = [
     *(ValueError, KeyError, OSError, FileNotFoundError, UnicodeDecodeError, SyntaxError, ImportError, TimeoutError),
-    *(subprocess.CalledProcessError, Odd, OddNew, Slotted),
+    *(subprocess.CalledProcessError, Odd, OddNew, Slotted, BadRows),
 ]
 LEFT_ALONE = [Sealed, ExceptionGroup, StopIteration, StopAsyncIteration, KeyboardInterrupt, SystemExit, WorkerError]
 
@@ -53,6 +65,7 @@ def test_error_is_of_both_classes_wherever_that_is_possible(kind, base):
         assert str(one) == "work() raised on rank 3" and one.args == (str(one),) and type(one).__name__ == base.__name__
         assert (one.rank, one.host, one.method, one.cause_type, one.ranks) == (3, "a", "work", "K", (3, 4))
         assert one.__notes__ == ["a note"]
+        assert one and one == one and len({one, copy.copy(one)}) == 2
 
 
 def test_copy_of_an_error_whose_class_cannot_be_pickled():
