@@ -69,7 +69,8 @@ class BatchMap:
                     self._fill()
                     if not self._running:
                         return
-                    value = self._take(self._wait())
+                    batch = self._wait()
+                    self._read(batch)
                 except (WorkerDiedError, GroupBrokenError) as error:
                     if self._taking:
                         raise
@@ -81,6 +82,8 @@ class BatchMap:
                     for batch in list(choose(self._is_complete, self._running)):
                         yield self._take(batch)
                     raise last from None
+                value = self._take(batch)
+                del batch  # the caller may take long
                 yield value
         finally:
             for call in [call for batch in self._running for call in batch.calls.values()]:
@@ -149,8 +152,7 @@ class BatchMap:
             wait([call.outcome for call in running], return_when=FIRST_COMPLETED)
 
     def _take(self, batch: _Batch) -> Any:
-        """The value of a batch, which then is in flight no more."""
-        self._read(batch)
+        """The value of a batch whose calls were read, which then is in flight no more."""
         plan = batch.plan
         if plan is None:
             raise RuntimeError("a batch that was not sent")
@@ -205,21 +207,19 @@ class BatchMap:
                 pass
             except WorkerDiedError as death:  # more telling than that the group is broken
                 error = error if isinstance(error, WorkerDiedError) else death
-        # A future among the batches may be of another group, whose ranks those are then.
-        ranks = error.ranks if isinstance(error, WorkerDiedError) and error.consumer is None else ()
-        dead = sorted({*ranks, *(rank for rank, alive in enumerate(group.alive()) if not alive)})
         lost = next((batch for batch in self._running if not self._is_complete(batch)), None)
-        repaired = lost is not None and state.broken is None and state.restarts > lost.restarts  # by somebody else
-        if not dead and not repaired:
-            return error
-        if lost is not None:
-            lost.deaths += 1
-            if lost.deaths > self._retries:
-                error.add_note(f"batch {lost.number} of group.map() was in flight, with retries={self._retries}")
+        with state.sending:  # nobody else repairs the group meanwhile, or has only begun to
+            # Not the ranks of the error: a future among the batches, or a collect_fn, may have met a death elsewhere.
+            dead = sorted({*state.dead, *(rank for rank, alive in enumerate(group.alive()) if not alive)})
+            repaired = lost is not None and state.broken is None and state.restarts > lost.restarts  # by somebody else
+            if not dead and not repaired:
                 return error
-        with state.sending:  # nobody else repairs the group meanwhile
+            if lost is not None:
+                lost.deaths += 1
+                if lost.deaths > self._retries:
+                    error.add_note(f"batch {lost.number} of group.map() was in flight, with retries={self._retries}")
+                    return error
             if state.broken is not None and not state.recovers:  # otherwise the next call has them replaced
-                dead = [rank for rank, alive in enumerate(group.alive()) if not alive] or dead
                 # A further death is found by the next call.
                 with contextlib.suppress(WorkerDiedError, GroupBrokenError):
                     group.restart(None if group.collectives else dead)

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from group_workers import Counter as Adder
@@ -235,6 +236,20 @@ def test_death_in_the_group_that_makes_the_batches_is_raised(unharmed):
 
     with pytest.raises(WorkerDiedError, match="another group"):
         list(together.map("score", batches(), retries=1))
+
+
+@pytest.mark.parametrize("collectives", [True, False])
+def test_death_that_a_collect_fn_meets_in_another_group_is_raised(unharmed, collectives, monkeypatch):
+    met = []
+
+    def stack(arrays):
+        met.append(len(arrays))
+        raise WorkerDiedError("rank 2 of another group died", ranks=(2,))
+
+    monkeypatch.setattr(np, "stack", stack)
+    with pytest.raises(WorkerDiedError, match="another group") as caught:
+        list(unharmed[collectives].map("arrays", [[1, 2, 3, 4]], retries=1))
+    assert met == [4] and not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.transports("local")
