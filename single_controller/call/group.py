@@ -713,8 +713,13 @@ class WorkerGroup(VerlGroup, Closing):
             Resized: the plan is for another number of ranks.
         """
         state = self._state
-        for future in plan.deferred:
-            if isinstance(future, WorkerFuture):  # before the lock, which the thread that sends it needs
+        synchronous = state.transport is not None and state.transport.synchronous
+        for future in plan.deferred:  # before the lock, which the thread that sends or computes it may need
+            if future.computed_here:
+                future.result()
+            elif synchronous:
+                future.wait()
+            elif isinstance(future, WorkerFuture):
                 future.wait_sent()
         try:
             with state.sending:
@@ -730,7 +735,7 @@ class WorkerGroup(VerlGroup, Closing):
                 try:
                     filled = plan
                     if inputs is not None:
-                        filled = inputs.fill(plan, wait=transport.synchronous, in_process=transport.in_process)
+                        filled = inputs.fill(plan, ended=synchronous, in_process=transport.in_process)
                     sent = transport.send(spec, filled, call)
                     state.sent += 1
                     call.number = state.sent

@@ -167,9 +167,9 @@ class Inputs:
         # Popped by the one thread that tells the ranks: calls may end at the same moment
         self._give: list[Callable[[CallPlan | None], None]] = []
 
-    def fill(self, plan: CallPlan, *, wait: bool, in_process: bool) -> CallPlan:
-        """The plan with an `Input` for each deferred argument: with what to fetch, if all calls that compute them have
-        ended, for which this may ``wait``; otherwise ranks are told later, by `follow`.
+    def fill(self, plan: CallPlan, *, ended: bool, in_process: bool) -> CallPlan:
+        """The plan with an `Input` for each deferred argument: with what to fetch, if all calls have ``ended`` that
+        compute them, as the caller or they themselves say; otherwise ranks are told later, by `follow`.
 
         Raises:
             DispatchError: the ranks are not ``in_process``, as the results are.
@@ -182,10 +182,7 @@ class Inputs:
                 raise cannot_send(
                     f"{self._spec.label}(): argument {name!r}, a future,", error, self._spec.name, name
                 ) from error
-        if wait:
-            for future in self._futures:
-                future.wait()
-        if self._sources and (wait or all(future.ended for future in self._futures)):
+        if self._sources and (ended or all(future.ended for future in self._futures)):
             filled = self._located(plan)
             self._clear()
             return filled

@@ -897,6 +897,10 @@ class Plain(Worker):
         self.seen.append(value)
         return list(self.seen)
 
+    @register(Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def see_result(self, future):
+        return self.see(future.result())
+
 
 def compute_first(group, rows):
     """A dispatch_fn that calls the group, for one method that needs no layout and one that does."""
@@ -1052,7 +1056,8 @@ class TestUnsentCalls:
             assert list(pool.map(len, [sent, sent])) == [2, 2] and len(sent) == 2
             assert [len(found) for found in pool.map(lambda one: one.refs, [computed] * 2)] == [1, 1]
 
-    def test_argument_that_a_call_of_the_same_group_computes(self, plain):
+    @pytest.mark.parametrize("method", ["see", "see_result"])
+    def test_argument_that_a_call_of_the_same_group_computes(self, plain, method):
         computed = ComputedFuture("compute")
 
         def compute():
@@ -1062,7 +1067,7 @@ class TestUnsentCalls:
 
         async def main():
             threading.Thread(target=compute, daemon=True).start()
-            return await plain.see.remote(computed)
+            return await getattr(plain, method).remote(computed)
 
         assert asyncio.run(main()) == [[1, 5]] * 2
 

@@ -49,6 +49,7 @@ from workers.distributed import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 BARRIER = threading.Barrier(2)
+SHARED: dict[str, Any] = {}
 
 
 class Probe(Worker):
@@ -662,6 +663,24 @@ def test_failed_input_future_fails_the_call_without_threads():
             consumer.echo(late)
         assert probe.is_done(late) == [True], "its error is that of the call, not of a wait"
         assert consumer.add(0) == [0, 1] and producer.broken
+
+
+def call_back(worker):
+    SHARED["waits"].wait(5)
+    return SHARED["group"].add(0)
+
+
+def test_group_without_threads_can_be_called_while_it_waits_for_an_argument(monkeypatch):
+    waits, wait = threading.Event(), WorkerFuture.wait
+    monkeypatch.setattr(WorkerFuture, "wait", lambda future: waits.set() or wait(future))
+    with (
+        LocalWorkerGroup(2, ClassWithInitArgs(Counter), threads=True) as producer,
+        LocalWorkerGroup(2, ClassWithInitArgs(Counter)) as consumer,
+    ):
+        monkeypatch.setitem(SHARED, "waits", waits)
+        monkeypatch.setitem(SHARED, "group", consumer)
+        called = producer.execute_with_func_generator.options(timeout=5).remote(call_back)
+        assert consumer.echo(called) == [[[0, 1]] * 2] * 2
 
 
 def test_rows_of_a_future_are_located_once_for_all_ranks(make, monkeypatch):
