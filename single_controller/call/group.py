@@ -169,6 +169,9 @@ class Methods:
     def __contains__(self, name: object) -> bool:
         return name in self._group._specs
 
+    def __reduce__(self) -> Any:
+        return Methods, (self._group,)
+
     def __repr__(self) -> str:
         return f"<methods: {', '.join(self)}>"
 

@@ -1,6 +1,7 @@
 """What is specific to `LocalWorkerGroup`. The other files test what it has in common with a group on Ray."""
 
 import asyncio
+import copy
 import os
 import pickle
 import signal
@@ -1066,6 +1067,7 @@ def test_methods_of_the_user_come_first():
         assert set(names[:2]) == {"generate", "score"} and "exchange" in names[2:] and len(names) == len(set(names))
         assert dir(group.methods) == sorted(names) and repr(group.methods).startswith(f"<methods: {names[0]}, ")
         assert "score" in group.methods and "nothing" not in group.methods
+        assert list(copy.copy(group.methods)) == names
 
 
 def numbered(group, rows):
