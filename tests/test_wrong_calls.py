@@ -10,7 +10,7 @@ import torch
 from byte_tokens import byte_tokenizer
 from rollout_helpers import BigramEngine
 
-from dispatch import Dispatch, Layout, register, register_dispatch_mode, update_dispatch_mode
+from dispatch import Dispatch, Layout, register
 from single_controller import (
     ClassWithInitArgs,
     DispatchError,
@@ -19,7 +19,6 @@ from single_controller import (
     ResourcePoolManager,
     StartError,
     Worker,
-    colocate,
 )
 from workers import (
     AgentEngine,
@@ -75,10 +74,6 @@ def reward(prompt_ids, completion_ids):
     return 1.0
 
 
-def same(group, *args):
-    return args
-
-
 class Kit:
     """What the calls are made on."""
 
@@ -103,10 +98,6 @@ def kit():
     kit = Kit()
     yield kit
     kit.close()
-
-
-def registered(*args, **kwargs):
-    return register(*args, **kwargs)(lambda self, x: None)
 
 
 generate = "pass a list with the token ids of each prompt"
@@ -288,16 +279,6 @@ CALLS = {
     # layouts, modes, groups and pools
     "axes": (ValueError, r"pass a dict of coordinates, such as \{'dp': \[0, 1\]\}", lambda k: Layout([0, 1])),
     "size of an axis": (ValueError, "the coordinate of each rank", lambda k: Layout({"dp": 2})),
-    "lengths": (ValueError, "one coordinate per rank", lambda k: Layout({"dp": [0, 1], "tp": [0]})),
-    "coordinate": (ValueError, "coordinates are integers >= 0", lambda k: Layout({"dp": [0, -1]})),
-    "mode": (ValueError, "unknown dispatch mode 'ONE_TO_AL'; known are", lambda k: registered("ONE_TO_AL")),
-    "uneven": (ValueError, "known are 'error', 'pad'", lambda k: registered(Dispatch.DP_COMPUTE_PROTO, uneven="round")),
-    "register without parentheses": (TypeError, r"write @register\(\) with parentheses", lambda k: register(Mine.add)),
-    "pair": (TypeError, "dispatch_fn must be callable", lambda k: register_dispatch_mode("MINE", None, None)),
-    "taken": (ValueError, r"update_dispatch_mode\(\) replaces",
-              lambda k: register_dispatch_mode("ONE_TO_ALL", same, same)),
-    "not there": (ValueError, "known are RANK_ZERO", lambda k: update_dispatch_mode("NOPE", same, same)),
-    "roles": (TypeError, "takes a dict", lambda k: colocate([Mine])),
     "pool": (ValueError, r"one per node \(\[8, 8\]\), got 4", lambda k: RayResourcePool(4)),
     "mapping": (ValueError, "known are a", lambda k: ResourcePoolManager({"a": [1]}, {"role": "b"})),
     "option": (TypeError, "'timeot'; did you mean 'timeout'", lambda k: k.other.add.options(timeot=5)),

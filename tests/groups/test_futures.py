@@ -111,18 +111,6 @@ def test_two_awaits_of_one_future_return_the_same_object(counters):
 
 
 @pytest.mark.ray_when_full
-def test_await_raises_a_new_exception_each_time(fragile):
-    failing = fragile.fail.remote([1])
-
-    async def main():
-        return await asyncio.gather(_value(failing), _value(failing), return_exceptions=True)
-
-    first, second = asyncio.run(main())
-    assert first is not second and str(first) == str(second) and isinstance(first, WorkerError)
-    assert isinstance(first.__cause__, ValueError)
-
-
-@pytest.mark.ray_when_full
 @overlapping
 def test_await_that_was_given_up_leaves_nothing_behind(fragile):
     """A driver that waits in steps, for a call that takes hours."""
@@ -223,13 +211,6 @@ def test_chain_with_rows_that_do_not_divide(counters, smaller):
         assert torch.equal(counters.padded(second), batch * 4), (uneven, rows)
 
 
-def test_chain_of_ragged_shards(smaller):
-    for (first, second), rows in itertools.product(((3, 5), (5, 3), (2, 5)), (1, 4, 17)):
-        batch = {"x": torch.arange(rows), "y": torch.ones(rows, 2)}
-        out = smaller[second].ragged(smaller[first].ragged.remote(batch))
-        assert torch.equal(out["x"], batch["x"]) and torch.equal(out["y"], batch["y"]), (first, second, rows)
-
-
 def test_future_that_does_not_divide_is_rejected_on_every_rank(counters, smaller):
     future = counters.double.remote(torch.arange(8))
     with pytest.raises(DispatchError, match=r"double\(\) has 8 rows.*uneven"):
@@ -282,12 +263,6 @@ def test_futures_of_different_lengths_are_rejected(make_group):
     with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, but another batch of the same call has 4"):
         group.double(torch.arange(4), factor=long)
     assert group.add(0) == [0, 1, 2, 3]
-
-
-def test_one_future_with_two_consumers(counters, smaller):
-    future = counters.double.remote(torch.arange(12))
-    outs = [smaller[size].double.remote(future) for size in (2, 3)]
-    assert all(torch.equal(out.result(), torch.arange(12) * 4) for out in outs)
 
 
 @pytest.mark.ray_when_full

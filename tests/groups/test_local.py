@@ -35,7 +35,6 @@ from single_controller import (
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayWorkerGroup,
-    SingleControllerError,
     StartError,
     Worker,
     WorkerDiedError,
@@ -967,11 +966,6 @@ def test_local_group_cannot_leave_its_process(make):
 def test_invalid_options(size, made, options, error, told):
     with pytest.raises(error, match=told):
         LocalWorkerGroup(size, made or ClassWithInitArgs(Counter), **options)
-
-
-def test_local_engine_error_is_a_library_error_and_pickles():
-    error = LocalGroupError("why")
-    assert isinstance(error, SingleControllerError) and str(pickle.loads(pickle.dumps(error))) == "why"
 
 
 def test_group_that_is_closed_while_a_call_runs_in_the_callers_thread():
