@@ -590,7 +590,7 @@ class WorkerGroup(VerlGroup, Closing):
     def _wait_for_unsent(self) -> None:
         """In the thread of an event loop, wait until the calls that it has left to a thread are sent. They come
         first."""
-        if self._in_loop():
+        if self._state.unsent and self._in_loop():
             reached: Future[None] = Future()
             with self._state.lock:
                 if not self._state.unsent:
@@ -643,8 +643,7 @@ class WorkerGroup(VerlGroup, Closing):
                 f"{self.name}: ranks have died, and an event loop must not wait until they are replaced; call "
                 "`await group.areplace()` first, or a registered method, whose .remote() waits in a thread"
             )
-        if self._state.unsent:
-            self._wait_for_unsent()
+        self._wait_for_unsent()
         spec = self._any_method(name)
 
         def planned(group: WorkerGroup, world_size: int | None) -> CallPlan:
@@ -716,11 +715,10 @@ class WorkerGroup(VerlGroup, Closing):
             Resized: the plan is for another number of ranks.
         """
         state = self._state
-        synchronous = state.transport is not None and state.transport.synchronous
         for future in plan.deferred:  # before the lock, which the thread that sends or computes it may need
             if future.computed_here:
                 future.result()
-            elif synchronous:
+            elif self._transport.synchronous:
                 future.wait()
             elif isinstance(future, WorkerFuture):
                 future.wait_sent()
@@ -738,7 +736,7 @@ class WorkerGroup(VerlGroup, Closing):
                 try:
                     filled = plan
                     if inputs is not None:
-                        filled = inputs.fill(plan, ended=synchronous, in_process=transport.in_process)
+                        filled = inputs.fill(plan, ended=transport.synchronous, in_process=transport.in_process)
                     sent = transport.send(spec, filled, call)
                     state.sent += 1
                     call.number = state.sent

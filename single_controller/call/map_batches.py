@@ -117,8 +117,7 @@ class BatchMap:
                 continue
 
     def _send_parts(self, batch: _Batch) -> None:
-        if self._group._state.unsent:
-            self._group._wait_for_unsent()
+        self._group._wait_for_unsent()
         self._group._check()  # has dead ranks replaced, if the group does
         plan, spec, args, options = batch.plan, self._spec, (batch.batch,), self._options
         if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards
