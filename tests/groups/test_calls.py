@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from group_workers import Awkward, Counter, Gate, Grid, Log, Nested, RemoteCounter
+from group_workers import Awkward, Gate, Grid, Log, Nested, RemoteCounter
 from tensordict import TensorDict
 
 from single_controller import (
@@ -265,13 +265,6 @@ def test_blocking_false_returns_a_future(counters):
     assert isinstance(future, WorkerFuture)
     assert future.result() == [100, 101, 102, 103]
     assert counters.padded_later.options(blocking=True)([1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-
-
-@pytest.mark.ray_when_full
-def test_two_groups_of_one_class_are_independent(transport, counters):
-    with transport.make(Counter, 7) as other:
-        assert other.add(0) == [7, 8, 9, 10]
-        assert counters.add(0) == [100, 101, 102, 103]
 
 
 @overlapping

@@ -1,6 +1,5 @@
 """@register: the method is unchanged, and its declaration is found through inheritance and decorators."""
 
-import asyncio
 import functools
 import inspect
 import os
@@ -68,15 +67,6 @@ class TestMethod:
         assert inspect.signature(decorated) == signature
         assert (decorated.__doc__, decorated.__qualname__) == ("Work.", name)
 
-    def test_runs_unchanged(self):
-        assert Base().add(3, times=2) == 6
-        assert Base.double(4) == 8
-        assert Base.name("!") == "Base!"
-
-    def test_async_method_stays_async(self):
-        assert inspect.iscoroutinefunction(Base.generate)
-        assert asyncio.run(Base().generate([1])) == [1]
-
 
 class TestDeclaration:
     def test_every_option_is_kept(self):
@@ -141,10 +131,6 @@ class TestDeclaration:
     def test_flags_must_be_bools(self, name, value):
         with pytest.raises(TypeError, match=f"register\\({name}=...\\) is True or False"):
             register(**{name: value})
-
-    def test_unknown_option(self):
-        with pytest.raises(TypeError, match="blocing"):
-            register(blocing=False)
 
     def test_missing_parentheses(self):
         with pytest.raises(TypeError, match="parentheses"):
