@@ -120,7 +120,8 @@ class BatchMap:
         self._group._wait_for_unsent()
         self._group._check()  # has dead ranks replaced, if the group does
         plan, spec, args, options = batch.plan, self._spec, (batch.batch,), self._options
-        if plan is None or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added: other shards
+        left = batch.calls or batch.values  # of an earlier plan. New workers may have another layout
+        if plan is None or not left or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added
             plan = batch.plan = self._group._plan(spec, args, {}, options)
             # What was cut by the old plan is no part of the new one. A death among it counts all the same.
             for call in batch.calls.values():

@@ -1092,6 +1092,27 @@ def test_mapped_call_is_repeated_after_a_restart():
         assert [log for _, _, log in group.read()] == [[("load", [3])], [("load", [4])]]
 
 
+class Moves(Worker):
+    """Rank 1 ends itself once. The next workers have each other's coordinates."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_layout(dp=(self.rank + self.generation) % 2)
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def rows(self, rows):
+        if self.rank == 1 and not self.generation:
+            sys.exit("once")
+        return [(self.rank, row) for row in rows]
+
+
+def test_mapped_batch_is_cut_for_the_layout_of_new_workers(make):
+    assert list(make(Moves, world_size=2).map("rows", [[5, 6], [7, 8]], retries=1)) == [
+        [(1, 5), (0, 6)],
+        [(1, 7), (0, 8)],
+    ]
+
+
 class Which(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def which(self):
