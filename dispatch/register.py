@@ -189,7 +189,7 @@ def register(
             of a node share, without a copy. The method must never write to it, in place or through a view
             (``x.add_(1)``, ``x[0] = 1``): views are not write-protected, and every other reader sees the write.
         concurrent: whether a call may begin while an earlier call is still running on the rank, in a thread of its own.
-            Use it for ``async def`` methods and for short plain ones.
+            Use it for ``async def`` methods and for short plain ones. A rank runs up to 64 of these calls at once.
         device: the device to which the arguments' tensors are moved before the method runs, such as ``"cuda"``. Tensors
             travel as CPU tensors, wherever they were before, and otherwise stay so. With ``inputs="view"`` they are
             moved to the device without a copy on the host.
