@@ -127,7 +127,7 @@ class Call:
         self._pending = {rank for rank, number in enumerate(plan.shard_of) if number is not None}
         self.rank_results: dict[int, RankResult] = {}  # what has arrived
         self._source: CallResults | None = None
-        self._sent: Sent | None = None
+        self._sent: Sent  # set by `sent`, before anybody has the call
         self._state = state
         self._lock = state.lock
         self.check_process = state.check_process
@@ -195,8 +195,6 @@ class Call:
         self.check_process()
         with self._lock:
             if self._source is None:
-                if self._sent is None:
-                    raise RuntimeError(f"{self.label}() has not been sent")
                 self._source = self._sent.results()
             return self._source
 

@@ -33,10 +33,6 @@ class _Batch:
     deaths: int = 0  # how many it may have caused
     restarts: int = 0  # how often the group had been repaired when the last of its calls was sent
 
-    @property
-    def done(self) -> bool:
-        return all(call.settled for call in self.calls.values())
-
 
 class BatchMap:
     """The calls of one ``group.map``. See `WorkerGroup.map`, whose module imports this one, for the arguments."""
@@ -111,10 +107,8 @@ class BatchMap:
 
     def _send(self, batch: _Batch) -> None:
         while not self._is_complete(batch):
-            try:
+            with contextlib.suppress(Resized):
                 return self._send_parts(batch)
-            except Resized:
-                continue
 
     def _send_parts(self, batch: _Batch) -> None:
         self._group._wait_for_unsent()
@@ -146,7 +140,8 @@ class BatchMap:
         while True:
             wanted = self._running[:1] if self._ordered else self._running
             for batch in wanted:
-                if batch.done or any(call.error for call in batch.calls.values()):
+                calls = batch.calls.values()
+                if all(call.settled for call in calls) or any(call.error for call in calls):
                     return batch
             running = [call for batch in wanted for call in batch.calls.values() if not call.settled]
             wait([call.outcome for call in running], return_when=FIRST_COMPLETED)
