@@ -716,12 +716,15 @@ class WorkerGroup(VerlGroup, Closing):
         """
         state = self._state
         for future in plan.deferred:  # before the lock, which the thread that sends or computes it may need
+            if isinstance(future, WorkerFuture):
+                try:
+                    future._sent()
+                except SingleControllerError as error:
+                    raise error.of_consumer(spec.label) from error
             if future.computed_here:
                 future.result()
             elif self._transport.synchronous:
                 future.wait()
-            elif isinstance(future, WorkerFuture):
-                future.wait_sent()
         try:
             with state.sending:
                 transport = state.transport

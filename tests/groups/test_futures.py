@@ -1046,6 +1046,20 @@ class TestUnsentCalls:
 
         assert asyncio.run(main()) == [[1, 5]] * 2
 
+    @pytest.mark.parametrize("method", ["see", "see_result"])
+    def test_as_an_argument_when_they_cannot_be_sent(self, plain, method):
+        with LocalWorkerGroup(2, ClassWithInitArgs(Plain), threads=True) as consumer:
+
+            async def main():
+                sending_held(plain)
+                waiting = getattr(consumer, method).remote(plain.see.remote(1))
+                plain.close()
+                with pytest.raises(GroupClosedError) as caught:
+                    await waiting
+                return caught.value.consumer
+
+            assert asyncio.run(main()) == method and consumer.see(2) == [[2]] * 2
+
     def test_interrupted_start_of_their_thread_sends_none_twice(self, plain, monkeypatch):
         async def main():
             sending_held(plain)
