@@ -386,10 +386,7 @@ def _derived_from(ours: Any, kind: Any) -> Any:
         "__doc__": ours.__doc__,
         "__init__": lambda self, *args, **kwargs: None,
         # Some classes make these of attributes that are missing here; or have a length, and 0 would mean no error
-        "__str__": Exception.__str__,
-        "__repr__": Exception.__repr__,
-        "__eq__": Exception.__eq__,
-        "__hash__": Exception.__hash__,
+        **{name: getattr(Exception, name) for name in ("__str__", "__repr__", "__eq__", "__hash__")},
         "__bool__": lambda self: True,
         "__copy__": lambda self: _instance(type(self), self),
         "__reduce_ex__": __reduce_ex__,
