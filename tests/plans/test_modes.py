@@ -17,7 +17,7 @@ from dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from dispatch.modes import DispatchMode, known_execute_mode, known_mode
+from dispatch.modes import DispatchMode, known_mode
 from dispatch.plan import plan_call
 from dispatch.register import registered_methods
 
@@ -145,10 +145,6 @@ class TestRejectedAtDecoration:
     def test_unknown_execute_mode(self, mode):
         with pytest.raises(ValueError, match=r"Execute\.ALL, Execute\.RANK_ZERO"):
             register(execute_mode=mode)
-
-    def test_names_are_accepted_as_strings(self):
-        assert known_mode("ONE_TO_ALL") is Dispatch.ONE_TO_ALL
-        assert known_execute_mode("RANK_ZERO") is Execute.RANK_ZERO
 
     def test_error_also_lists_added_modes(self):
         register_dispatch_mode("ADDED_LATELY", to_all, last_only)
