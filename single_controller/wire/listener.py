@@ -64,7 +64,10 @@ class Listener:
 
     def session(self, key: bytes) -> Session:
         """The session of a driver, whose task may arrive before its connection."""
-        return self._sessions.setdefault(key, Session())
+        if (session := self._sessions.get(key)) is None:
+            session = self._sessions.setdefault(key, Session())
+            self._forget_later(key, session)
+        return session
 
     def _accept(self, sock: socket.socket) -> None:
         nonce = new_nonce()
@@ -106,8 +109,7 @@ class Listener:
             for number, (kind, payload) in session.replies.items():
                 connection.send(kind, number, payload)
         connection.on_frame = lambda *frame: self._take(session, connection, *frame)
-        connection.on_lost = lambda reason: self._lost(session, connection)
-        self._forget_old_sessions()
+        connection.on_lost = lambda reason: self._lost(key, session, connection)
 
     def _take(self, session: Session, connection: Connection, kind: int, number: int, acked: int, data: bytes) -> None:
         with session.changed:
@@ -152,17 +154,20 @@ class Listener:
                 text = f"-{name} failed: {type(error).__name__}: {error}"
         connection.send(Kind.ANSWER, number, text.encode(errors="replace")[:MAX_FRAME_BYTES])
 
-    def _lost(self, session: Session, connection: Connection) -> None:
+    def _lost(self, key: bytes, session: Session, connection: Connection) -> None:
         with session.changed:
             if session.connection is connection:
                 session.connection, session.left, session.reset = None, time.monotonic(), connection.reset
-        hub.later(SESSION_SECONDS + 1, self._forget_old_sessions)
+        self._forget_later(key, session)
 
-    def _forget_old_sessions(self) -> None:
-        now = time.monotonic()
-        for key, session in list(self._sessions.items()):
-            if session.connection is None and now - session.left > SESSION_SECONDS:
-                del self._sessions[key]
+    def _forget_later(self, key: bytes, session: Session) -> None:
+        """Forget a session if it has no connection for too long. There may be many: each copy of a group has one."""
+
+        def forget() -> None:
+            if session.connection is None and time.monotonic() - session.left > SESSION_SECONDS:
+                self._sessions.pop(key, None)
+
+        hub.later(SESSION_SECONDS + 1, forget)
 
 
 def listen(host: str) -> tuple[socket.socket, WireAddress]:
