@@ -96,12 +96,7 @@ class Kit(Worker):
     def expensive(self):
         raise AssertionError("the group must not read properties of the worker")
 
-    # --- one method for each mode ----------------------------------------------------------------------
-
-    @register(Dispatch.RANK_ZERO)
-    def first(self, x):
-        self.seen += 1
-        return x
+    # --- methods of several modes ----------------------------------------------------------------------
 
     @register(Dispatch.ALL_TO_ALL)
     def items(self, x, y=0):
@@ -123,30 +118,15 @@ class Kit(Worker):
         self.seen += 1
         return function(self, batch)
 
-    @register(Dispatch.DP_COMPUTE_METRIC)
-    def metric(self, batch):
-        self.seen += 1
-        return len(batch)
-
     @register(Dispatch.MEGATRON_COMPUTE)
     def mega(self, x):
         self.seen += 1
         return x
 
-    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
-    def mega_rows(self, batch):
-        self.seen += 1
-        return batch
-
     @register(Dispatch.MEGATRON_PP_AS_DP)
     def pp(self, x):
         self.seen += 1
         return x
-
-    @register(Dispatch.MEGATRON_PP_AS_DP_PROTO)
-    def pp_rows(self, batch):
-        self.seen += 1
-        return batch
 
     @register(Dispatch.DIRECT_ROLLOUT_METHOD)
     def rollout(self, prompt):

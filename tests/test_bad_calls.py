@@ -246,8 +246,6 @@ refused("argument-too-many", TypeError, r"add\(\) too many positional arguments.
 refused("argument-misspelt", TypeError, r"rows\(\) got an unexpected keyword argument 'bach'.*rows\(batch",
         lambda s: s.kit.rows(bach=[1, 2, 3, 4]))
 refused("argument-twice", TypeError, r"add\(\) multiple values for argument 'x'", lambda s: s.kit.add(1, x=1))
-refused("argument-timeout-beside", TypeError, r"add\(\) got an unexpected keyword argument 'timeout'",
-        lambda s: s.kit.add(1, timeout=60))
 refused("argument-missing-custom", TypeError, r"custom\(\) missing a required argument: 'x'",
         lambda s: s.kit.custom(((), {})))
 
@@ -309,10 +307,6 @@ refused("rows-do-not-divide", DispatchError,
         r"rows\(\): argument 'batch' has 6 rows.*4 shards.*multiple of 4.*uneven='pad' or 'ragged'",
         lambda s: s.kit.rows(SIX), method="rows", argument="batch")
 refused("rows-do-not-divide-future", DispatchError, r"'batch' has 6 rows", lambda s: s.kit.rows.remote(np.zeros(6)))
-refused("rows-do-not-divide-function", DispatchError, r"apply\(\).*'batch' has 6 rows.*uneven='pad'",
-        lambda s: s.kit.apply(len, SIX))
-refused("rows-do-not-divide-metric", DispatchError, r"metric\(\).*'batch' has 6 rows.*uneven='pad'",
-        lambda s: s.kit.metric(SIX))
 refused("rows-differ", DispatchError, r"rows\(\): argument 'other' has 4 rows, but 'batch' has 8.*Broadcast",
         lambda s: s.kit.rows(EIGHT, other=torch.zeros(4)), argument="other")
 refused("rows-dict-unequal", DispatchError, r"rows\(\).*'batch' is a dict.*'ids' has 8 rows, 'mask' has 4",
@@ -359,14 +353,8 @@ bad("mesh-some-ranks-silent", DispatchError, r"on_mesh\(\).*ranks \[1\] have not
     lambda s: _half_with_layout(s).on_mesh([1, 2]))
 bad("mega-wrong-length", DispatchError, r"mega\(\).*'x'.*length 4.*MEGATRON_COMPUTE takes a list of 2.*dp_size = 2",
     lambda s: s.grid.mega([1, 2, 3, 4]))
-bad("mega-rows-do-not-divide", DispatchError, r"mega_rows\(\).*'batch' has 3 rows.*dp_size = 2.*uneven='pad'",
-    lambda s: s.grid.mega_rows(torch.zeros(3)))
 bad("pp-wrong-length", DispatchError, r"pp\(\).*'x'.*length 3.*MEGATRON_PP_AS_DP takes a list of 2.*dp_size \* cp_size",
     lambda s: s.grid.pp([1, 2, 3]))
-bad("pp-rows-do-not-divide", DispatchError, r"pp_rows\(\).*'batch' has 3 rows.*uneven='pad'",
-    lambda s: s.grid.pp_rows([1, 2, 3]))
-bad("mesh-rows-do-not-divide", DispatchError, r"on_mesh\(\).*'batch' has 3 rows.*mesh 'actor' = 2.*uneven='pad'",
-    lambda s: s.grid.on_mesh([1, 2, 3]))
 
 
 def _half_with_layout(s):
