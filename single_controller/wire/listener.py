@@ -66,7 +66,7 @@ class Listener:
         """The session of a driver, whose task may arrive before its connection."""
         if (session := self._sessions.get(key)) is None:
             session = self._sessions.setdefault(key, Session())
-            self._forget_later(key, session)
+            hub.later(SESSION_SECONDS + 1, lambda: self._forget(key))
         return session
 
     def _accept(self, sock: socket.socket) -> None:
@@ -158,16 +158,13 @@ class Listener:
         with session.changed:
             if session.connection is connection:
                 session.connection, session.left, session.reset = None, time.monotonic(), connection.reset
-        self._forget_later(key, session)
+        hub.later(SESSION_SECONDS + 1, lambda: self._forget(key))
 
-    def _forget_later(self, key: bytes, session: Session) -> None:
-        """Forget a session if it has no connection for too long. There may be many: each copy of a group has one."""
-
-        def forget() -> None:
-            if session.connection is None and time.monotonic() - session.left > SESSION_SECONDS:
-                self._sessions.pop(key, None)
-
-        hub.later(SESSION_SECONDS + 1, forget)
+    def _forget(self, key: bytes) -> None:
+        """Forget a session if it has no connection for too long. Not all at once: each copy of a group has one."""
+        session = self._sessions.get(key)
+        if session is not None and session.connection is None and time.monotonic() - session.left > SESSION_SECONDS:
+            del self._sessions[key]
 
 
 def listen(host: str) -> tuple[socket.socket, WireAddress]:
