@@ -1,4 +1,4 @@
-"""The workers for the table of bad calls: one method per dispatch mode, and one per way to fail."""
+"""The workers for the table of bad calls: methods of several dispatch modes, and one per way to fail."""
 
 import asyncio
 import gc
@@ -97,6 +97,11 @@ class Kit(Worker):
         raise AssertionError("the group must not read properties of the worker")
 
     # --- methods of several modes ----------------------------------------------------------------------
+
+    @register(Dispatch.RANK_ZERO)
+    def first(self, x):
+        self.seen += 1
+        return x
 
     @register(Dispatch.ALL_TO_ALL)
     def items(self, x, y=0):
