@@ -168,8 +168,8 @@ class Inputs:
         self._give: list[Callable[[CallPlan | None], None]] = []
 
     def fill(self, plan: CallPlan, *, ended: bool, in_process: bool) -> CallPlan:
-        """The plan with an `Input` for each deferred argument: with what to fetch, if all calls have ``ended`` that
-        compute them, as the caller or they themselves say; otherwise ranks are told later, by `follow`.
+        """The plan with an `Input` for each deferred argument: with what to fetch, if all calls that compute them have
+        ended; otherwise ranks are told later, by `follow`. ``ended``: the caller has waited for them.
 
         Raises:
             DispatchError: the ranks are not ``in_process``, as the results are.
