@@ -719,8 +719,8 @@ class WorkerGroup(VerlGroup, Closing):
             if isinstance(future, WorkerFuture):
                 try:
                     future._sent()
-                except SingleControllerError as error:
-                    raise error.of_consumer(spec.label) from error
+                except SingleControllerError as error:  # without its frames, which refer to the plan
+                    raise error.of_consumer(spec.label) from error.with_traceback(None)
             if future.computed_here:
                 future.result()
             elif self._transport.synchronous:
