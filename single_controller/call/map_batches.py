@@ -203,7 +203,7 @@ class BatchMap:
             except WorkerDiedError as death:  # more telling than that the group is broken
                 error = error if isinstance(error, WorkerDiedError) else death
         lost = next((batch for batch in self._running if not self._is_complete(batch)), None)
-        with state.sending:  # nobody else repairs the group meanwhile, or has only begun to
+        with state.sending:  # after a repair that another thread has begun, and nobody begins another one meanwhile
             # Not the ranks of the error: a future among the batches, or a collect_fn, may have met a death elsewhere.
             dead = sorted({*state.dead, *(rank for rank, alive in enumerate(group.alive()) if not alive)})
             repaired = lost is not None and state.broken is None and state.restarts > lost.restarts  # by somebody else
