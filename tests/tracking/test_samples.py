@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import torch
 from rollout_helpers import EchoEngine
+from tensordict import TensorDict
 
 from single_controller import ClassWithInitArgs, LocalWorkerGroup
 from single_controller.view.run_files import sample_files
@@ -92,6 +93,18 @@ def test_other_columns_are_kept_in_their_shapes():
     assert arrays["jagged/sampling_mask"].tolist() == [9, 8, 7]
     assert arrays["jagged/sampling_mask/offsets"].tolist() == [0, 1, 3]
     assert about["columns"]["halves"] == "bfloat16" and "finish" in about["rows"][0]
+
+
+def test_entries_that_are_several_and_arrays_of_text():
+    """What a method of another group has returned is recorded as its entries, and an array is left out: ranks train
+    with both."""
+    batch = collate([[1, 2], [3]], [Completion([4], [-0.5], "stop"), Completion([5, 6], [-0.5] * 2, "stop")])
+    energies = torch.arange(8.0).view(batch["input_ids"].shape)
+    batch["teacher"] = TensorDict({"margins": torch.tensor([1, 2]), "energies": energies}, [2])
+    for given in (batch, {**dict(batch.items()), "labels": np.array(["\u00e4", "b"])}):
+        arrays, about = step_samples(with_record_rows(given, None, 0), {})
+        assert arrays["row/margins"].tolist() == [1, 2] and about["columns"]["energies"] == "float32"
+        assert arrays["token/energies"].tolist() == energies[batch["attention_mask"].bool()].tolist()
 
 
 def test_values_that_json_cannot_have_are_text():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from workers.data.rollout_data import RECORD_ROWS, RECORD_STEP, REWARD_PART, token_versions
+from workers.data.rollout_data import RECORD_ROWS, RECORD_STEP, REWARD_PART, entries_of, token_versions
 
 if TYPE_CHECKING:
     import torch
@@ -140,10 +140,11 @@ def step_samples(
     """
     import torch
 
-    at = (batch[RECORD_ROWS] >= 0).nonzero()[:, 0]
-    real = batch["attention_mask"][at].bool()
-    shape = tuple(batch["input_ids"].shape)
-    numbers, lengths = batch[RECORD_ROWS][at].tolist(), real.sum(1).numpy()
+    entries = {name: value for name, value in entries_of(batch).items() if isinstance(value, torch.Tensor)}
+    at = (entries[RECORD_ROWS] >= 0).nonzero()[:, 0]
+    real = entries["attention_mask"][at].bool()
+    shape = tuple(entries["input_ids"].shape)
+    numbers, lengths = entries[RECORD_ROWS][at].tolist(), real.sum(1).numpy()
     offsets = np.concatenate([np.zeros(1, np.int64), lengths.cumsum(dtype=np.int64)])
 
     positions = (at[:, None] * shape[1]).add(torch.arange(shape[1]))[real]
@@ -152,49 +153,51 @@ def step_samples(
         made: np.ndarray = _numpy(value.flatten(0, 1).index_select(0, positions))
         return made if dtype is None else made.astype(dtype, copy=False)
 
-    mask = flat(batch["loss_mask"])
+    mask = flat(entries["loss_mask"])
     whole = mask.dtype.kind in "iub" or bool((mask == mask.astype(np.uint8)).all())
     arrays = {
         "offsets": offsets,
         "numbers": np.array(numbers, np.int64),
         "starts": real.int().argmax(1).numpy().astype(np.int32),
-        "tokens": flat(batch["input_ids"], np.int32),
+        "tokens": flat(entries["input_ids"], np.int32),
         "loss_mask": mask.astype(np.uint8 if whole else np.float32),
     }
-    names = [str(name) for name in batch.keys()]  # noqa: SIM118  (a TensorDict iterates over its rows)
-    if "prompt_lengths" in names:
-        arrays["prompt_lengths"] = _numpy(batch["prompt_lengths"][at]).astype(np.int32)
+    if "prompt_lengths" in entries:
+        arrays["prompt_lengths"] = _numpy(entries["prompt_lengths"][at]).astype(np.int32)
     else:  # what stands before the first token that is trained
         arrays["prompt_lengths"] = np.array([_first(mask[begin:end]) for begin, end in pairwise(offsets)], np.int32)
-    if "rollout_log_probs" in names:
-        arrays["rollout_log_probs"] = flat(batch["rollout_log_probs"], np.float32)
-    if (versions := token_versions(batch)) is not None:
+    if "rollout_log_probs" in entries:
+        arrays["rollout_log_probs"] = flat(entries["rollout_log_probs"], np.float32)
+    if (versions := token_versions(entries)) is not None:
         arrays["versions"] = flat(versions, np.int32)
     for name, array, dtype in (("rewards", "rewards", np.float32), ("group_ids", "groups", np.int64)):
-        if name in names:
-            arrays[array] = _numpy(batch[name][at]).astype(dtype)
+        if name in entries:
+            arrays[array] = _numpy(entries[name][at]).astype(dtype)
     for name in {name for columns in computed.values() for name in columns}:
         column = np.full(int(offsets[-1]), np.nan, np.float32)
         for row, number in enumerate(numbers):
             if name in computed.get(number, {}):
                 column[offsets[row] : offsets[row + 1]] = computed[number][name]
         arrays[name if name in ("log_probs", "advantages") else f"token/{name}"] = column
-    for name in names:
-        value = batch[name]
-        if name in _OWN or not hasattr(value, "dtype"):
+    for name, value in entries.items():
+        if name in _OWN:
             continue
-        if getattr(value, "is_nested", False):
+        if value.is_nested:
             if len(numbers) == shape[0]:  # large, and for a replay only, which needs all rows
                 arrays |= _jagged(name, value, at.tolist())
         elif tuple(value.shape[:2]) == shape:
             arrays.setdefault(f"token/{name}", flat(value))
         elif tuple(value.shape[:1]) == shape[:1]:
             arrays[f"row/{name}"] = _numpy(value[at])
-    parts = {name.removeprefix(REWARD_PART): batch[name].tolist() for name in names if name.startswith(REWARD_PART)}
+    parts = {
+        name.removeprefix(REWARD_PART): value[at].tolist()
+        for name, value in entries.items()
+        if name.startswith(REWARD_PART)
+    }
     digests: list[dict[str, str]] = [{} for _ in numbers]
-    if "weight_fingerprints" in names and "versions" in arrays:
-        _note_digests(digests, offsets, arrays["versions"], flat(batch["weight_fingerprints"]))
-    truncated = _numpy(batch["truncated"][at]).tolist() if "truncated" in names else [False] * len(numbers)
+    if "weight_fingerprints" in entries and "versions" in arrays:
+        _note_digests(digests, offsets, arrays["versions"], flat(entries["weight_fingerprints"]))
+    truncated = _numpy(entries["truncated"][at]).tolist() if "truncated" in entries else [False] * len(numbers)
     tokens = [] if decode is None else arrays["tokens"].tolist()
     rows = []
     for row, number in enumerate(numbers):
@@ -205,7 +208,7 @@ def step_samples(
             {
                 "number": number,
                 "finish": note.finish if note is not None else "length" if truncated[row] else None,
-                "reward_parts": {name: values[number] for name, values in parts.items()},
+                "reward_parts": {name: values[row] for name, values in parts.items()},
                 "columns": {} if note is None else _bounded(note.columns),
                 "fingerprints": digests[row],
                 "prompt": None if decode is None else decode(tokens[begin:prompt]),
@@ -214,7 +217,7 @@ def step_samples(
                 "turns": _turns(mask[begin:end]) if note is not None and note.info is not None else None,
             }
         )
-    columns = {name: str(batch[name].dtype).removeprefix("torch.") for name in names if hasattr(batch[name], "dtype")}
+    columns = {name: str(value.dtype).removeprefix("torch.") for name, value in entries.items()}
     return arrays, {"batch_rows": shape[0], "width": shape[1], "columns": columns, "rows": rows}
 
 
