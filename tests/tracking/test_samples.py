@@ -76,11 +76,13 @@ def test_sessions_have_their_turns_and_branches(tmp_path):
 
 
 def test_other_columns_are_kept_in_their_shapes():
-    """Log-probabilities that only some rows have, sampling masks, fractions of a mask, numbers in half precision."""
+    """Log-probabilities that only some rows have, sampling masks, fractions of a mask, numbers in half and in double
+    precision."""
     batch = collate([[1, 2], [3]], [Completion([4], [-0.5], "stop"), Completion([5, 6], [-0.5] * 2, "stop")])
     batch["loss_mask"] = batch["loss_mask"] * 0.25
     batch["candidate_ids"] = torch.arange(batch["input_ids"].numel() * 3).view(*batch["input_ids"].shape, 3)
     batch["halves"] = torch.tensor([0.5, 1.5], dtype=torch.bfloat16)
+    batch["rewards"] = torch.tensor([0.1, 0.2], dtype=torch.float64)
     values, offsets = torch.tensor([9, 8, 7], dtype=torch.int32), torch.tensor([0, 1, 3])
     batch["sampling_mask"] = torch.nested.nested_tensor_from_jagged(values, offsets)
     computed = {1: {"log_probs": np.array([0.0, -1.0, -2.0], np.float32)}}
@@ -89,7 +91,7 @@ def test_other_columns_are_kept_in_their_shapes():
     assert np.isnan(arrays["log_probs"][:3]).all() and arrays["log_probs"][3:].tolist() == [0.0, -1.0, -2.0]
     real = batch["attention_mask"].bool()
     assert arrays["token/candidate_ids"].tolist() == batch["candidate_ids"][real].tolist()
-    assert arrays["row/halves"].tolist() == [0.5, 1.5]
+    assert arrays["row/halves"].tolist() == [0.5, 1.5] and arrays["rewards"].tolist() == [0.1, 0.2]
     assert arrays["jagged/sampling_mask"].tolist() == [9, 8, 7]
     assert arrays["jagged/sampling_mask/offsets"].tolist() == [0, 1, 3]
     assert about["columns"]["halves"] == "bfloat16" and "finish" in about["rows"][0]

@@ -160,19 +160,21 @@ def step_samples(
         "numbers": np.array(numbers, np.int64),
         "starts": real.int().argmax(1).numpy().astype(np.int32),
         "tokens": flat(entries["input_ids"], np.int32),
-        "loss_mask": mask.astype(np.uint8 if whole else np.float32),
+        "loss_mask": mask.astype(np.uint8) if whole else mask,
     }
     if "prompt_lengths" in entries:
         arrays["prompt_lengths"] = _numpy(entries["prompt_lengths"][at]).astype(np.int32)
     else:  # what stands before the first token that is trained
         arrays["prompt_lengths"] = np.array([_first(mask[begin:end]) for begin, end in pairwise(offsets)], np.int32)
     if "rollout_log_probs" in entries:
-        arrays["rollout_log_probs"] = flat(entries["rollout_log_probs"], np.float32)
+        arrays["rollout_log_probs"] = flat(entries["rollout_log_probs"])
     if (versions := token_versions(entries)) is not None:
         arrays["versions"] = flat(versions, np.int32)
-    for name, array, dtype in (("rewards", "rewards", np.float32), ("group_ids", "groups", np.int64)):
-        if name in entries:
-            arrays[array] = _numpy(entries[name][at]).astype(dtype)
+    if "rewards" in entries:  # whole numbers become floats; float64 stays, because a replay compares bits
+        rewards = _numpy(entries["rewards"][at])
+        arrays["rewards"] = rewards.astype(np.promote_types(rewards.dtype, np.float32))
+    if "group_ids" in entries:
+        arrays["groups"] = _numpy(entries["group_ids"][at]).astype(np.int64)
     for name in {name for columns in computed.values() for name in columns}:
         column = np.full(int(offsets[-1]), np.nan, np.float32)
         for row, number in enumerate(numbers):
