@@ -122,7 +122,8 @@ def test_values_that_json_cannot_have_are_text():
 
 
 def test_large_values_of_a_prompt_are_cut():
-    columns = {"label": "x" * 200_000, "image": np.zeros((256, 256, 3), np.uint8), "pixels": [0.5] * 50_000, "id": 7}
+    image = np.zeros((256, 256, 3), np.uint8)
+    columns = {"label": "x" * 200_000, "image": image, "images": [image], "pixels": [0.5] * 50_000, "id": 7}
     info = {"turns": 3, "log": b"y" * 100_000}
     completion = Completion([2], [-0.5], "stop", info=info)
     batch = collate([[1]], [completion])
@@ -132,6 +133,7 @@ def test_large_values_of_a_prompt_are_cut():
     assert row["columns"] == {
         "label": "x" * 65536 + "... (200000 bytes)",
         "image": "ndarray... (196608 bytes)",
+        "images": "list... (196612 bytes)",
         "pixels": "list... (250000 bytes)",
         "id": 7,
     }

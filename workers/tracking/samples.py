@@ -251,7 +251,7 @@ def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
             size = len(value)
         elif not size and not (value is None or isinstance(value, (bool, int, float))):
             try:
-                size = len(json.dumps(value, default=str))
+                size = len(json.dumps(value, default=_as_long))
             except (TypeError, ValueError, RecursionError):  # a key that is a tuple, for example
                 try:
                     value = str(value)
@@ -263,6 +263,11 @@ def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
             begin = value[:MOST_BYTES] if isinstance(value, str) else type(value).__name__
             made[str(name)] = f"{begin}... ({size} bytes)"
     return made
+
+
+def _as_long(value: Any) -> str:
+    """Return a text about as long as what JSON gets for a value that it does not know. An array's own is an excerpt."""
+    return "-" * getattr(value, "nbytes", 0) or str(value)
 
 
 def _first(mask: np.ndarray) -> int:
