@@ -135,6 +135,13 @@ def test_clip_fraction_keeps_its_name_where_others_count_other_tokens(config):
         assert "clip_fraction" not in renamed(names, {"clip_fraction": 0.1})
 
 
+def test_sums_of_dpo_keep_their_names():
+    """They are sums over the tokens of a completion, where others have means over tokens."""
+    own = dict.fromkeys(["ppo_kl", "kl", "entropy", "rollout_log_prob_diff"], 20.0)
+    for names in ("verl", "slime"):
+        assert renamed(names, own, None, {"policy_loss_type": "dpo", "loss_aggregation": "constant"}) == own
+
+
 def test_verls_names_have_verls_numbers(stepped):
     rows, log_probs, own, told = stepped
     expected = {**verl_data_metrics(rows), **verl_actor_metrics(rows, log_probs)}

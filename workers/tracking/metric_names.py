@@ -48,6 +48,9 @@ _OTHER_MEANS = {
 """By ``loss_aggregation``: metrics that are not the same means in verl, which averages the first four over all tokens,
 and the last two like the loss."""
 
+_SUMS_OF_DPO = ("ppo_kl", "kl", "entropy", "rollout_log_prob_diff")
+"""Metrics that are means over completions of sums over tokens with DPO. Those libraries have means over tokens."""
+
 _SLIME = {
     "loss": "train/loss",
     "policy_loss": "train/pg_loss",
@@ -144,7 +147,8 @@ def renamed(
     config, known = config or {}, dict(_VERL if names == "verl" else _SLIME)
     if config.get("policy_loss_type") == "clip_cov" or config.get("eps_clip_dual") is not None:
         del known["clip_fraction"]  # theirs then counts other tokens
-    for name in _OTHER_MEANS.get(config.get("loss_aggregation") or "", ()) if names == "verl" else ():
+    others = _OTHER_MEANS.get(config.get("loss_aggregation") or "", ()) if names == "verl" else ()
+    for name in _SUMS_OF_DPO if config.get("policy_loss_type") == "dpo" else others:
         known.pop(name, None)
     made = {known.get(name, name): value for name, value in metrics.items()}
     parts = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
