@@ -189,7 +189,7 @@ class SwanLabLogger(WandbLogger):
 
 
 class TrackioLogger(WandbLogger):
-    """Trackio, whose functions are those of W&B. Its files are where ``TRACKIO_DIR`` says."""
+    """Trackio, whose functions are those of W&B. Its files are in ``TRACKIO_DIR``, or in the cache of Hugging Face."""
 
     extra = "trackio"
 

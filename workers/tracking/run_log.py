@@ -52,7 +52,7 @@ class RunLog(Closing):
         folder: for TensorBoard event files; None writes none, unless ``loggers`` names tensorboard.
         run_dir: the run's folder; "auto" for a new one in ``runs/``. None writes no folder.
         loggers: where the metrics are also sent: any of tensorboard, wandb, mlflow, swanlab, trackio, json, console,
-            ray. Their files are written into the run's folder.
+            ray. Their files are written into the run's folder, except those of trackio.
         metric_names: names that the loggers get: "own", "verl" or "slime"; see `workers.tracking.metric_names`. The
             folder has those of this library.
         name: of the run; by default that of its folder.
