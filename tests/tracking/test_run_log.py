@@ -598,6 +598,7 @@ def test_groups_of_one_name_are_all_recorded(tmp_path):
     naps = [part for part in lines(tmp_path, TIMELINE) if part["rank"] is None]
     assert [part["call"] for part in naps] == [0, 0, 1, 1, 2, 2, 3, 4] and naps[-1]["end"] - naps[-1]["start"] >= 0.03
     assert read_run(tmp_path)["groups"] == [one.name] == [two.name]
+    assert [line["group"] for line in lines(tmp_path, EVENTS) if line["kind"] == "replace"] == [one.name]
 
 
 def test_long_call_that_many_short_ones_overtake_is_in_the_timeline(monkeypatch):

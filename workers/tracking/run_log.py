@@ -110,7 +110,7 @@ class RunLog(Closing):
         self._decode: Callable[[Sequence[int]], str] | None = None if tokenizer is None else tokenizer.decode
         self._limit = None if record_rows is None else check_count("record_rows", record_rows, 0)
         self._lock = threading.RLock()
-        self._groups: list[tuple[Any, CallLines, int]] = []  # each with its calls and its generation
+        self._groups: list[tuple[Any, CallLines, int | None]] = []  # each with its calls and its generation
         self._watchers: list[Closing] = []
         self._actor: Any = None
         self._train_groups: list[Any] = []
@@ -339,7 +339,8 @@ class RunLog(Closing):
             ended = [one for one in self._groups if one[0].name == group.name and one[0].closed]
             first = max((lines.count for _, lines, _ in ended), default=0)
             self._groups = [one for one in self._groups if one not in ended]
-            self._groups.append((group, CallLines(group, first), group.generation))
+            generation = None if ended else group.generation  # with None, `_look` writes that it was replaced
+            self._groups.append((group, CallLines(group, first), generation))
         # A rank takes 400 bytes of each call.
         group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))), at_least=True)
         log, watched = weakref.ref(self), group.name
