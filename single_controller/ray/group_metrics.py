@@ -3,7 +3,8 @@
 Thread: each `GroupMetrics` has a daemon thread named "group-metrics". It ends when the object is closed or garbage
 collected.
 Lock: ``_counting`` protects the groups, what Ray was told of them, and the start of the thread, because any thread may
-call `add`, `log` and `look`. It is held for one counter at a time.
+call `add`, `log` and `look`. It is held for one counter at a time, and shared, as what Ray was told is: counters of one
+name are one for Ray, so a group that several objects look at one after the other must not be counted again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ray.util.metrics import Counter, Gauge
 
@@ -80,11 +81,13 @@ class GroupMetrics(Closing):
         StartError: the process has as many threads as it may have.
     """
 
+    _counting = threading.Lock()  # of the process, see above
+    # Group -> what Ray was told. Not by name, because names may be equal.
+    _told: ClassVar[weakref.WeakKeyDictionary[WorkerGroup, Totals]] = weakref.WeakKeyDictionary()
+
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
         self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)
-        # Group -> what Ray was told. Not by name, because names may be equal.
-        self._groups: weakref.WeakKeyDictionary[WorkerGroup, Totals] = weakref.WeakKeyDictionary()
-        self._counting = threading.Lock()
+        self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._counters = {name: Counter(PREFIX + name, text, ("group", "method")) for name, text in COUNTERS.items()}
         self._gauges = {name: Gauge(PREFIX + name, text, ("group",)) for name, text in GAUGES.items()}
         self._run_gauges: dict[str, Gauge] = {}
@@ -107,7 +110,7 @@ class GroupMetrics(Closing):
             )
         group = getattr(group, "_whole", group)  # a role's group is a new object each time, and may be gone soon
         with self._counting:
-            self._groups.setdefault(group, {})
+            self._groups.add(group)
         self._start()
 
     def _start(self) -> None:
@@ -121,13 +124,13 @@ class GroupMetrics(Closing):
     def look(self) -> None:
         """Tell Ray what the groups have done until now. The thread does that by itself."""
         with self._counting:
-            known = list(self._groups.items())
-        for group, told in known:
+            known = list(self._groups)
+        for group in known:
             closed = group.closed
-            self._look(group, closed, told)
+            self._look(group, closed)
             if closed:
                 with self._counting:
-                    self._groups.pop(group, None)
+                    self._groups.discard(group)
         for run, (step, metrics) in list(self._runs.items()):
             self._tell_run(run, step, metrics)
 
@@ -160,15 +163,14 @@ class GroupMetrics(Closing):
                 self._thread.join(timeout=self._interval)
             self.look()
 
-    def _look(self, group: WorkerGroup, closed: bool, told: Totals) -> None:
-        name = group._state.name
+    def _look(self, group: WorkerGroup, closed: bool) -> None:
         if not closed:
             self._set_gauges(group)
         stats: Stats = group.stats()
         for method, of_method in stats.methods.items():
             for counter, total in _totals(of_method).items():
-                self._count(told, counter, name, method, total)
-        self._count(told, "deaths", name, "", group._state.died)
+                self._count(group, counter, method, total)
+        self._count(group, "deaths", "", group._state.died)
 
     def _set_gauges(self, group: WorkerGroup) -> None:
         state, now = group._state, time.monotonic()
@@ -186,11 +188,12 @@ class GroupMetrics(Closing):
         for gauge, value in known.items():
             self._gauges[gauge].set(float(value), {"group": state.name})
 
-    def _count(self, told: Totals, counter: str, group: str, method: str, total: float) -> None:
+    def _count(self, group: WorkerGroup, counter: str, method: str, total: float) -> None:
         with self._counting:
+            told = self._told.setdefault(group, {})
             more = total - told.get((counter, method), 0.0)
             if more > 0:
-                self._counters[counter].inc(more, {"group": group, "method": method})
+                self._counters[counter].inc(more, {"group": group._state.name, "method": method})
                 told[counter, method] = total
 
 

@@ -163,6 +163,15 @@ def test_groups_of_one_name_are_added_up(told):
         assert one.name == two.name and told["calls"][one.name, "add"] == 4
 
 
+def test_group_of_two_logs_is_counted_once(told):
+    """Counters of one name are one for Ray, whatever object of this process has made them."""
+    with LocalWorkerGroup(1, RayClassWithInitArgs(Counter)) as group:
+        for _ in range(2):
+            with GroupMetrics(group, interval=60):
+                group.add(1)
+        assert told["calls"] == {(group.name, "add"): 2}
+
+
 def test_looks_in_two_threads_count_each_call_once(told, monkeypatch):
     count = ray_metrics.Counter.inc
 
