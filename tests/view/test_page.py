@@ -48,7 +48,7 @@ def url(tmp_path_factory):
     write_lines(
         run / "events.jsonl",
         [
-            *(update(version, version, pause_seconds=0.1) for version in range(1, 400)),
+            *(update(version, version, seconds=100, pause_seconds=0.1) for version in range(1, 400)),
             {"step": 380, "time": STARTED + 380, "kind": "alarm", "text": "entropy collapsed", "advice": "see entropy"},
             {"step": 390, "time": STARTED + 390, "kind": "death", "text": "rank 3 died", "group": "rollout", "rank": 3},
         ],
@@ -170,6 +170,7 @@ def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):
     browser.js("document.querySelectorAll('.tokens span')[6].click()")
     token = browser.text("#token")
     assert "The update to version 399" in token and f"{399:016x}" in token and "The engine had these weights." in token
+    assert "1.67 min" in token
     for color in ("ratio", "advantage", "mask", "version"):
         browser.js(f"document.querySelector('main select').value = '{color}'")
         browser.js("document.querySelector('main select').onchange()")

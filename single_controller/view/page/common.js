@@ -101,7 +101,7 @@ export function seconds(value) {
   if (typeof value !== "number") return "–";
   if (value < 1) return `${number(1000 * value, 3)} ms`;
   if (value < 100) return `${number(value, 3)} s`;
-  return value < 6000 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
+  return value < 6000 ? `${number(value / 60, 3)} min` : `${number(value / 3600, 3)} h`;
 }
 
 export function clock(value) {
