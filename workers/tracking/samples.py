@@ -7,7 +7,7 @@ import json
 import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -149,9 +149,8 @@ def step_samples(
 
     positions = (at[:, None] * shape[1]).add(torch.arange(shape[1]))[real]
 
-    def flat(value: torch.Tensor, dtype: Any = None) -> np.ndarray:
-        made: np.ndarray = _numpy(value.flatten(0, 1).index_select(0, positions))
-        return made if dtype is None else made.astype(dtype, copy=False)
+    def flat(value: torch.Tensor) -> np.ndarray:
+        return _numpy(value.flatten(0, 1).index_select(0, positions))
 
     mask = flat(entries["loss_mask"])
     whole = mask.dtype.kind in "iub" or bool((mask == mask.astype(np.uint8)).all())
@@ -159,17 +158,18 @@ def step_samples(
         "offsets": offsets,
         "numbers": np.array(numbers, np.int64),
         "starts": real.int().argmax(1).numpy().astype(np.int32),
-        "tokens": flat(entries["input_ids"], np.int32),
+        "tokens": flat(entries["input_ids"]).astype(np.int32),
         "loss_mask": mask.astype(np.uint8) if whole else mask,
     }
     if "prompt_lengths" in entries:
-        arrays["prompt_lengths"] = _numpy(entries["prompt_lengths"][at]).astype(np.int32)
+        prompts = entries["prompt_lengths"][at]
     else:  # what stands before the first token that is trained
-        arrays["prompt_lengths"] = np.array([_first(mask[begin:end]) for begin, end in pairwise(offsets)], np.int32)
+        prompts = (real & ((entries["loss_mask"][at] != 0).cumsum(1) == 0)).sum(1)
+    arrays["prompt_lengths"] = _numpy(prompts).astype(np.int32)
     if "rollout_log_probs" in entries:
         arrays["rollout_log_probs"] = flat(entries["rollout_log_probs"])
     if (versions := token_versions(entries)) is not None:
-        arrays["versions"] = flat(versions, np.int32)
+        arrays["versions"] = flat(versions).astype(np.int32)
     if "rewards" in entries:  # whole numbers become floats; float64 stays, because a replay compares bits
         rewards = _numpy(entries["rewards"][at])
         arrays["rewards"] = rewards.astype(np.promote_types(rewards.dtype, np.float32))
@@ -268,11 +268,6 @@ def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
 def _as_long(value: Any) -> str:
     """Return a text about as long as what JSON gets for a value that it does not know. An array's own is an excerpt."""
     return "-" * getattr(value, "nbytes", 0) or str(value)
-
-
-def _first(mask: np.ndarray) -> int:
-    found = mask.nonzero()[0]
-    return int(found[0]) if len(found) else len(mask)
 
 
 def _turns(mask: np.ndarray) -> list[dict[str, Any]]:
