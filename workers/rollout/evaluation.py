@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from statistics import NormalDist, fmean, stdev
@@ -18,8 +17,6 @@ from workers.rollout.rollout_manager import RolloutManager, check_sampling_param
 from workers.seeds import mixed_seed
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
     from workers.rollout.engines.rollout_engine import SamplingParams
 
 
@@ -91,8 +88,18 @@ def evaluate(
         )
     if not 0 < confidence < 1:
         raise ValueError(f"evaluate(): confidence={confidence!r}; expected a number between 0 and 1")
-    with nullcontext(rewards) if isinstance(rewards, RewardRunner) else RewardRunner(rewards) as runner:
-        data = _generated(manager, prompts, extras, runner, how, samples_per_prompt, seed)
+    own = copy.copy(manager)  # another manager of the same workers: nothing of the given one changes
+    own.greedy_baselines = False
+    own.seed = mixed_seed(manager.seed, -1, seed)  # -1: rollouts mix in a rollout id
+    if (refresh := manager.refresh) is not None:
+
+        def refresh_both() -> None:
+            refresh()
+            own.weight_version = manager.weight_version
+
+        own.refresh = refresh_both
+    with nullcontext(rewards) if isinstance(rewards, RewardRunner) else RewardRunner(rewards) as own.rewards:
+        data = own.generate(prompts, extras=extras, sampling_params=how, samples_per_prompt=samples_per_prompt)
     by_prompt = of_rollouts(data, "rewards").view(len(prompts), samples_per_prompt)
     successes = (by_prompt >= threshold).sum(1).tolist()
     metrics = _with_interval(f"eval/mean@{samples_per_prompt}", by_prompt.double().mean(1).tolist(), confidence)
@@ -102,29 +109,6 @@ def evaluate(
     metrics["eval/completion_length"] = data["completion_lengths"].double().mean().item()
     metrics["eval/truncated"] = of_rollouts(data, "truncated").double().mean().item()
     return metrics
-
-
-def _generated(
-    manager: RolloutManager,
-    prompts: Sequence[Sequence[int]],
-    extras: Mapping[str, Sequence[Any]] | None,
-    rewards: RewardRunner,
-    sampling_params: SamplingParams,
-    samples_per_prompt: int,
-    seed: int,
-) -> TensorDict:
-    """Generate with another manager of the same workers, so that nothing of the given one changes."""
-    own = copy.copy(manager)
-    own.greedy_baselines, own.sessions = False, deque()
-    own.rewards, own.seed = rewards, mixed_seed(manager.seed, -1, seed)  # -1: rollouts mix in a rollout id
-    if (refresh := manager.refresh) is not None:
-
-        def refresh_both() -> None:
-            refresh()
-            own.weight_version = manager.weight_version
-
-        own.refresh = refresh_both
-    return own.generate(prompts, extras=extras, sampling_params=sampling_params, samples_per_prompt=samples_per_prompt)
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
