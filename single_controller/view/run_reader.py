@@ -649,8 +649,6 @@ def _loads(text: bytes | str) -> Any:
 
 
 def _object(line: bytes | str) -> dict[str, Any] | None:
-    if len(line) > MAX_LINE_BYTES:
-        return None
     try:
         read = _loads(line)
     except (ValueError, RecursionError):
