@@ -219,6 +219,7 @@ class RunFolder(Closing):
         run: what ``run.json`` has.
         resumed: whether that run goes on.
         last_step: the last step that the folder had of it; None if another run begins.
+        timeline: the file of parts of calls, which its ``add`` writes.
 
     Raises:
         RunFolderInUse: another process writes it.
@@ -293,7 +294,7 @@ class RunFolder(Closing):
             left.unlink(missing_ok=True)
         for name, most in ((EVENTS, _LOG_BYTES), (TIMELINE, _LOG_BYTES), (VOCABULARY, None)):
             self._files.append(_Lines(self.path / name, most))
-        self._events, self._timeline, self._vocabulary = self._files
+        self._events, self.timeline, self._vocabulary = self._files
         self._metrics = StepLines(self.path / METRICS)
         self._files.append(self._metrics)
         self.last_step = max(self._metrics.offsets, default=None) if self.resumed else None
@@ -302,7 +303,7 @@ class RunFolder(Closing):
         self._first = existed  # whether the next step is the first since there was another run
         self.update()
         if not self.resumed:
-            for file in (self._events, self._timeline, self._vocabulary):
+            for file in (self._events, self.timeline, self._vocabulary):
                 file.cut(0)
             self.event("start", "the run has started", pid=os.getpid())
 
@@ -360,10 +361,6 @@ class RunFolder(Closing):
         """
         text, fields = without_secrets(text), without_secrets(fields)  # an error may quote an address or a command line
         self._events.add([{"step": step, "time": time.time(), "kind": kind, "text": text, **fields}])
-
-    def timeline(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Write parts of calls."""
-        self._timeline.add(entries)
 
     def tokens(self) -> list[int]:
         """Return the tokens whose texts are written."""

@@ -427,7 +427,7 @@ class RunLog(Closing):
         finally:  # these lines may fit where the samples do not
             for event in events:
                 folder.event(step=step, **event)
-            folder.timeline([{**part, "step": step} for part in parts])
+            folder.timeline.add([{**part, "step": step} for part in parts])
             self._look(step)
 
     def _look(self, step: int | None = None) -> None:
@@ -436,7 +436,7 @@ class RunLog(Closing):
         if folder is None:
             return
         for number, (group, lines, generation) in enumerate(self._groups):
-            folder.timeline(lines.new())
+            folder.timeline.add(lines.new())
             if group.generation != generation:
                 self._groups[number] = group, lines, group.generation
                 said = f"workers of {group.name} were replaced or restarted"
