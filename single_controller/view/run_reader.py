@@ -352,8 +352,8 @@ class RunReader:
         return f"{self.folder.name} has logged no step for {waited:.0f} s"
 
     def _age(self) -> float:
-        """Seconds since the last step, or since the run began. The time of the file is by this host's clock, or that of
-        a file server, so it counts if the run's clock is another host's, or is ahead."""
+        """Seconds since the last step, or since the run began or resumed. The times of the files are by the clock of
+        this host or of a file server, so they count if the run's clock is another host's, or is ahead."""
         last = [
             *self.metrics.times[-1:],
             *(one.get("time") for one in self.about["resumed"]),
@@ -361,7 +361,7 @@ class RunReader:
         ]
         logged = max((one for one in map(as_number, last) if math.isfinite(one)), default=0.0)
         try:
-            written = os.stat(inside(self.folder, run_files.METRICS)).st_mtime
+            written = max(os.stat(inside(self.folder, one)).st_mtime for one in (run_files.METRICS, run_files.RUN))
         except (OSError, RunFolderError):
             written = math.inf
         process, now = self.about.get("process") or {}, time.time()

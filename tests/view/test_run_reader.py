@@ -168,6 +168,8 @@ class TestFolder:
             reader.refresh()
             assert reader.silent(60) is None and reader.summary()["age"] < 60
             os.utime(run / "metrics.jsonl", (time.time() - 100,) * 2)
+            assert reader.silent(60) is None  # it has resumed: run.json is new
+            os.utime(run / "run.json", (time.time() - 100,) * 2)
             assert re.search("no step for 10. s", reader.silent(60))
 
     def test_a_run_that_has_resumed_is_not_silent(self, tmp_path):
