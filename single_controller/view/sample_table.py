@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ class StepTable:
         changed: other for another content of the file.
         columns: name -> array, of `NUMBERS`.
         finish: why each row ended; None where it is not known.
+        versions: row -> its weight versions, of rows that may have none between the oldest and the newest one.
     """
 
     changed: tuple[int, ...]
     columns: dict[str, np.ndarray]
     finish: np.ndarray
+    versions: Mapping[int, frozenset[int]]
 
     @classmethod
     def of(
@@ -67,11 +70,14 @@ class StepTable:
         prompts = of_rows("prompt_lengths", 0)
         rewards, groups = of_rows("rewards", np.nan).astype(np.float64), of_rows("groups", -1).astype(np.int64)
         oldest = newest = np.full(rows, -1)
+        several: dict[int, frozenset[int]] = {}
         if "versions" in arrays:
             versions = np.asarray(arrays["versions"])
             newest = _by_row(np.maximum, versions, offsets, -1)
             known = np.where(versions < 0, np.iinfo(np.int32).max, versions)
             oldest = np.where(newest < 0, -1, _by_row(np.minimum, known, offsets, -1))
+            for row in np.flatnonzero(newest > oldest + 1).tolist():
+                several[row] = frozenset(versions[offsets[row] : offsets[row + 1]].tolist())
         difference = np.full(rows, np.nan)
         if "log_probs" in arrays and "rollout_log_probs" in arrays:
             apart = np.abs(np.asarray(arrays["log_probs"]) - arrays["rollout_log_probs"])
@@ -97,7 +103,14 @@ class StepTable:
         finish = np.array([None] * rows, dtype=object)
         for row, text in enumerate(texts[:rows]):
             finish[row] = None if text.get("finish") is None else str(text["finish"])[:40]
-        return cls(changed, columns, finish)
+        return cls(changed, columns, finish, several)
+
+    def has(self, version: float) -> np.ndarray:
+        """Whether each row has tokens of a weight version."""
+        found: np.ndarray = (self.columns["oldest"] <= version) & (version <= self.columns["newest"])
+        for row, versions in self.versions.items():
+            found[row] &= version in versions
+        return found
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,7 @@ class Filter:
     ranges: Mapping[str, tuple[float, float]]  # column -> smallest and largest value
     finish: str | None = None  # why the row ended; "" where it is not known
     equal: bool | None = None  # only rows in groups with equal rewards, or only the others
+    version: float = math.nan  # only rows with tokens of this weight version; NaN for all
 
 
 def select(
@@ -130,6 +144,8 @@ def select(
         keep &= np.array([(one or "") == chosen.finish for one in finish], bool)
     if chosen.equal is not None:
         keep &= columns["equal"].astype(bool) == chosen.equal
+    if tables and not math.isnan(chosen.version):
+        keep &= np.concatenate([table.has(chosen.version) for table in tables])
     rows = np.flatnonzero(keep)
     if sort == "finish":
         names = sorted({one or "" for one in finish})

@@ -259,10 +259,9 @@ class ViewServer(Closing):
             low, high = query.number(f"min_{name}", -math.inf), query.number(f"max_{name}", math.inf)
             if low > -math.inf or high < math.inf:
                 ranges[name] = low, high
-        if (version := query.number("version", math.nan)) == version:
-            ranges |= {"oldest": (-1, version), "newest": (version, math.inf)}
         equal = query.choice("equal", ("", "yes", "no"))
-        chosen = Filter(ranges, query.text("finish"), None if not equal else equal == "yes")
+        only = None if not equal else equal == "yes"
+        chosen = Filter(ranges, query.text("finish"), only, query.number("version", math.nan))
         offset, limit = query.page()
         tables, unreadable = [], []
         for one in steps:

@@ -288,7 +288,11 @@ class TestSamples:
         arrays = write_samples(run, 1, [3, 5, 0])
         arrays["versions"][-1] = 9
         np.savez(run / "samples" / "step_00000001.npz", **arrays)
-        assert RunReader(run).table(1).columns["newest"].tolist() == [1, 9, -1]
+        tables = [RunReader(run).table(1)]
+        assert tables[0].columns["newest"].tolist() == [1, 9, -1]
+        for version, rows in ((1, [0, 1]), (5, []), (9, [1])):  # it has no token of a version in between
+            found = select(tables, Filter({}, version=version), "row", descending=False, offset=0, limit=9)
+            assert [line["row"] for line in found["rows"]] == rows
 
     def test_lines_of_a_step(self, run):
         lengths = [5, 2, 9, 7, 4]
