@@ -94,17 +94,17 @@ def test_late_ranks(pool, told, monkeypatch):
 
 
 def test_metrics_of_a_run(ray_cluster, told, tmp_path):
-    """As the logger "ray" of `RunLog` has them."""
+    """As the logger "ray" of `RunLog` has them. What one log has told of a group, another one does not tell again."""
+    group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
     for where in ({"run_dir": tmp_path / "a"}, {"run_dir": None, "name": "a"}):  # it needs no folder
         told.clear()
         with RunLog(**where, loggers=["ray"]) as log:
-            group = LocalWorkerGroup(2, RayClassWithInitArgs(Counter))
             log.watch(group)
             group.add(1)
             log.log(7, {"buffer/ready": 3.0, "loss": float("nan")})
         assert told["run_step"] == {("a",): 7} and told["run_metric"] == {("a", "buffer/ready"): 3}
         assert told["calls"][group.name, "add"] == 1 and told["alive_ranks"][(group.name,)] == 2
-        group.close()
+    group.close()
 
 
 def test_gauges_are_set_again_as_long_as_there_is_something_to_tell(told):
@@ -161,15 +161,6 @@ def test_groups_of_one_name_are_added_up(told):
                 group.add(1)
             metrics.look()
         assert one.name == two.name and told["calls"][one.name, "add"] == 4
-
-
-def test_group_of_two_logs_is_counted_once(told):
-    """Counters of one name are one for Ray, whatever object of this process has made them."""
-    with LocalWorkerGroup(1, RayClassWithInitArgs(Counter)) as group:
-        for _ in range(2):
-            with GroupMetrics(group, interval=60):
-                group.add(1)
-        assert told["calls"] == {(group.name, "add"): 2}
 
 
 def test_looks_in_two_threads_count_each_call_once(told, monkeypatch):

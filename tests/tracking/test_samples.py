@@ -77,7 +77,7 @@ def test_sessions_have_their_turns_and_branches(tmp_path):
 
 def test_other_columns_are_kept_in_their_shapes():
     """Log-probabilities that only some rows have, sampling masks, fractions of a mask, numbers in half and in double
-    precision."""
+    precision, and what a method of another group has returned. Arrays are left out: ranks train with both."""
     batch = collate([[1, 2], [3]], [Completion([4], [-0.5], "stop"), Completion([5, 6], [-0.5] * 2, "stop")])
     batch["loss_mask"] = batch["loss_mask"] * 0.25
     batch["candidate_ids"] = torch.arange(batch["input_ids"].numel() * 3).view(*batch["input_ids"].shape, 3)
@@ -85,8 +85,10 @@ def test_other_columns_are_kept_in_their_shapes():
     batch["rewards"] = torch.tensor([0.1, 0.2], dtype=torch.float64)
     values, offsets = torch.tensor([9, 8, 7], dtype=torch.int32), torch.tensor([0, 1, 3])
     batch["sampling_mask"] = torch.nested.nested_tensor_from_jagged(values, offsets)
+    batch["teacher"] = TensorDict({"margins": torch.tensor([1, 2])}, [2])
+    given = {**dict(batch.items()), "labels": np.array(["\u00e4", "b"])}
     computed = {1: {"log_probs": np.array([0.0, -1.0, -2.0], np.float32)}}
-    arrays, about = step_samples(with_record_rows(batch, None, 0), computed)
+    arrays, about = step_samples(with_record_rows(given, None, 0), computed)
     assert arrays["loss_mask"].dtype == np.float32 and set(arrays["loss_mask"].tolist()) == {0.0, 0.25}
     assert np.isnan(arrays["log_probs"][:3]).all() and arrays["log_probs"][3:].tolist() == [0.0, -1.0, -2.0]
     real = batch["attention_mask"].bool()
@@ -94,19 +96,8 @@ def test_other_columns_are_kept_in_their_shapes():
     assert arrays["row/halves"].tolist() == [0.5, 1.5] and arrays["rewards"].tolist() == [0.1, 0.2]
     assert arrays["jagged/sampling_mask"].tolist() == [9, 8, 7]
     assert arrays["jagged/sampling_mask/offsets"].tolist() == [0, 1, 3]
+    assert arrays["row/margins"].tolist() == [1, 2] and "labels" not in about["columns"]
     assert about["columns"]["halves"] == "bfloat16" and "finish" in about["rows"][0]
-
-
-def test_entries_that_are_several_and_arrays_of_text():
-    """What a method of another group has returned is recorded as its entries, and an array is left out: ranks train
-    with both."""
-    batch = collate([[1, 2], [3]], [Completion([4], [-0.5], "stop"), Completion([5, 6], [-0.5] * 2, "stop")])
-    energies = torch.arange(8.0).view(batch["input_ids"].shape)
-    batch["teacher"] = TensorDict({"margins": torch.tensor([1, 2]), "energies": energies}, [2])
-    for given in (batch, {**dict(batch.items()), "labels": np.array(["\u00e4", "b"])}):
-        arrays, about = step_samples(with_record_rows(given, None, 0), {})
-        assert arrays["row/margins"].tolist() == [1, 2] and about["columns"]["energies"] == "float32"
-        assert arrays["token/energies"].tolist() == energies[batch["attention_mask"].bool()].tolist()
 
 
 def test_values_that_json_cannot_have_are_text():
