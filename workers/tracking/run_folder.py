@@ -191,9 +191,6 @@ def _write(path: Path, data: bytes | memoryview) -> None:
 
 def _plain(value: Any) -> Any:
     """What json writes for a value that it does not know: numbers of numpy and torch as numbers, others as text."""
-    item = getattr(value, "item", None)
-    if item is not None and not getattr(value, "shape", ()):
-        return item()
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (set, frozenset, tuple)):
