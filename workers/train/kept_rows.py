@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from workers.data.micro_batches import MicroBatch
@@ -80,7 +79,7 @@ class KeptRows:
                 self._log_probs[number][:length] if number in self._log_probs else torch.full((length,), torch.nan)
                 for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
             ]
-            columns["log_probs"] = torch.cat(of_rows).numpy() if of_rows else np.zeros(0, np.float32)
+            columns["log_probs"] = torch.cat(of_rows).numpy()
         elif "old_log_probs" in data and not self.of_others:
             columns["log_probs"] = data["old_log_probs"][at][real].float().numpy()
         return {"numbers": numbers.numpy(), "lengths": lengths.numpy(), "columns": columns}
