@@ -594,8 +594,7 @@ _TYPES: dict[str, Any] = {
 UNREADABLE = (
     ValueError,
     TypeError,
-    KeyError,
-    IndexError,
+    LookupError,
     OSError,
     EOFError,
     MemoryError,
