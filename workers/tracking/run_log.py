@@ -447,8 +447,6 @@ class RunLog(Closing):
 
     def _tick(self) -> None:
         """What the thread does."""
-        if self._folder is None:
-            return
         free, size = 0, 0  # unknown
         with self._lock, self._saving():
             self._look()
