@@ -447,7 +447,7 @@ def test_secrets_are_not_recorded(tmp_path, monkeypatch):
         "load": f"s3://{secrets[1]}/x",
         "hub": {"hf_token": "hunter2", "password": 17123456, "max_tokens": 5, "pad_token": "<pad>"},
         "reward": {"url": "https://me:password1@host/score?token=hunter2&n=1"},
-        "headers": ["Authorization: Bearer Zx81-bearer"],
+        "headers": ["Authorization: Bearer Zx81-bearer", "Basic aHVudGVyMg=="],
         "env": {"variables": [f"HF_TOKEN={secrets[2]}", "OMP_NUM_THREADS=1"]},
         "note": f"with {secrets[2]}",
     }
@@ -455,7 +455,7 @@ def test_secrets_are_not_recorded(tmp_path, monkeypatch):
         log.event("mine", f"{secrets[1]} was refused", url="https://me:hunter2@host/", hf_token="password1")
         raise ValueError("https://me:hunter2@host/ does not answer")
     written = "".join(file.read_text() for file in tmp_path.iterdir() if file.is_file())
-    assert not [secret for secret in [*secrets, "17123456"] if secret in written]
+    assert not [secret for secret in [*secrets, "17123456", "aHVudGVyMg"] if secret in written]
     run = read_run(tmp_path)
     assert run["process"]["argv"] == ["train.py", "--hf-token", "***", "wandb.api_key=***", "--lr=1e-4"]
     assert run["config"]["hub"] == {"hf_token": "***", "password": "***", "max_tokens": 5, "pad_token": "<pad>"}
@@ -465,7 +465,8 @@ def test_secrets_are_not_recorded(tmp_path, monkeypatch):
 
 
 def test_a_configuration_without_secrets_is_recorded_as_it_is(tmp_path):
-    args = read_args({"hf_config": {"model_type": "llama", "eos_token_id": 2, "pad_token": "<pad>"}})
+    plain = {"save": "checkpoints/hf_llama3_8b_instruct_math", "user": {"system": "You know basic arithmetic."}}
+    args = read_args({"hf_config": {"model_type": "llama", "eos_token_id": 2, "pad_token": "<pad>"}, **plain})
     with RunLog(run_dir=tmp_path, args=args):
         assert read_run(tmp_path)["config"] == OmegaConf.to_container(args)
 
