@@ -6,7 +6,8 @@
 A `LocalWorkerGroup` of one rank loads the last checkpoint before the step, or the initial weights, and trains on the
 recorded rows of all steps from there. So their rows must all be recorded: ``record_rows=null``. A step of a run of one
 rank has the same numbers, bit for bit. With more ranks, sums are taken in another order: the metrics agree within
-`TOLERANCE`.
+`TOLERANCE`. The last bits also depend on the number of threads: the command takes ``OMP_NUM_THREADS``, or else one, as
+Ray's workers with one CPU do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -286,6 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("step", type=int, help="of the run")
     parser.add_argument("--debug", action="store_true", help="stop in a debugger before the step")
     given = parser.parse_args(arguments)
+    if "OMP_NUM_THREADS" not in os.environ:  # as in Ray's workers: with more threads, sums have other last bits
+        import torch
+
+        torch.set_num_threads(1)
     try:
         done = replay(given.run, given.step, before=set_trace if given.debug else None)
     except ValueError as error:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_step_that_is_logged_when_the_next_one_was_sent(fsdp_groups, llama_folde
         )
 
 
-def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
+def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys, monkeypatch):
     record(fsdp_groups(1), tmp_path, {"hf_checkpoint": llama_folder, "record_rows": 3}, steps=3, save_after=(0,))
     run = tmp_path / "run"
     with pytest.raises(ReplayError, match=r"step 2 has not all its rows.*checkpoints: 0 in"):
@@ -133,9 +134,12 @@ def test_what_cannot_be_replayed(fsdp_groups, llama_folder, tmp_path, capsys):
     (run / RUN).write_text(json.dumps(about))
     with pytest.raises(ReplayError, match="balances the experts in each micro-batch"):
         replay(run, 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", threads := Mock())
     with pytest.raises(SystemExit) as ended:
         replaying.main([str(tmp_path), "1"])
     assert ended.value.code == 1 and "is not a run folder" in capsys.readouterr().err
+    threads.assert_called_once_with(1)  # as many as a rank on Ray has
 
 
 def test_replay_begins_with_what_the_run_has_loaded(fsdp_groups, llama_folder, tmp_path):
