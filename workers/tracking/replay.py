@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pkgutil
 import sys
@@ -79,10 +78,11 @@ class Replayed:
     @property
     def different(self) -> dict[str, tuple[float, float]]:
         """name -> recorded and replayed number, of the metrics that differ by more than they may."""
+        may = 0.0 if self.exact else TOLERANCE
         return {
             name: (value, self.metrics[name])
             for name, value in self.recorded.items()
-            if not _same(value, self.metrics[name], 0.0 if self.exact else TOLERANCE)
+            if not np.isclose(value, self.metrics[name], may, may**2, equal_nan=True)
         }
 
     def __str__(self) -> str:
@@ -92,11 +92,6 @@ class Replayed:
         different = self.different
         said = f"{', '.join(different)} differ" if different else f"all {len(self.recorded)} metrics are equal {how}"
         return "\n".join([*aligned(rows), f"step {self.step}, from step {self.begun} on: {said}"])
-
-
-def _same(left: float, right: float, tolerance: float) -> bool:
-    both_nan = math.isnan(left) and math.isnan(right)
-    return both_nan or math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance**2)
 
 
 def replay(run_dir: str | Path, step: int, *, before: Callable[[], object] | None = None) -> Replayed:
