@@ -148,8 +148,7 @@ def select(
         keep &= np.concatenate([table.has(chosen.version) for table in tables])
     rows = np.flatnonzero(keep)
     if sort == "finish":
-        names = sorted({one or "" for one in finish})
-        ranks = {name: number for number, name in enumerate(names)}
+        ranks = {name: number for number, name in enumerate(sorted({one or "" for one in finish}))}
         values = np.array([ranks[one or ""] for one in finish[rows]], np.float64)
     else:
         values = columns[sort][rows].astype(np.float64)
