@@ -317,7 +317,7 @@ def test_a_disk_that_is_full_when_a_run_resumes(tmp_path, monkeypatch):
             log.log(step, {"value": step**2})
     with RunLog(run_dir=tmp_path) as log:
         with monkeypatch.context() as patch:
-            patch.setattr(log._folder, "update", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+            patch.setattr("workers.tracking.run_folder._write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
             log.log(2, {"value": 4})
         log.log(2, {"value": 4})
     assert check_folder(tmp_path) == [0, 1, 2] and [one["step"] for one in read_run(tmp_path)["resumed"]] == [2]
