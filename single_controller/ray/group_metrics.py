@@ -82,8 +82,7 @@ class GroupMetrics(Closing):
     """
 
     _counting = threading.Lock()  # of the process, see above
-    # Group -> what Ray was told. Not by name, because names may be equal.
-    _told: ClassVar[weakref.WeakKeyDictionary[WorkerGroup, Totals]] = weakref.WeakKeyDictionary()
+    _told: ClassVar[weakref.WeakKeyDictionary[WorkerGroup, Totals]] = weakref.WeakKeyDictionary()  # names may be equal
 
     def __init__(self, *groups: WorkerGroup, interval: float = LONGEST_INTERVAL) -> None:
         self._interval = min(check_seconds("interval", interval), LONGEST_INTERVAL)

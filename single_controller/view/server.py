@@ -259,9 +259,8 @@ class ViewServer(Closing):
             low, high = query.number(f"min_{name}", -math.inf), query.number(f"max_{name}", math.inf)
             if low > -math.inf or high < math.inf:
                 ranges[name] = low, high
-        equal = query.choice("equal", ("", "yes", "no"))
-        only = None if not equal else equal == "yes"
-        chosen = Filter(ranges, query.text("finish"), only, query.number("version", math.nan))
+        equal = {"": None, "yes": True, "no": False}[query.choice("equal", ("", "yes", "no"))]
+        chosen = Filter(ranges, query.text("finish"), equal, query.number("version", math.nan))
         offset, limit = query.page()
         tables, unreadable = [], []
         for one in steps:

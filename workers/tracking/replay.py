@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from dispatch import jagged
 from dispatch.batch import share_rows
@@ -216,7 +217,6 @@ def _complete(folder: Path, step: int) -> bool:
 def _rows(folder: Path, step: int, with_ref: bool) -> tuple[TensorDict, int | None]:
     """Return the rows of a step as they were trained, including padding, and the weight version at that time. With
     ``with_ref``, the ranks compute the reference's log-probabilities again."""
-    import torch
     from tensordict import TensorDict
 
     data, text = sample_files(folder, step)
@@ -284,8 +284,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--debug", action="store_true", help="stop in a debugger before the step")
     given = parser.parse_args(arguments)
     if "OMP_NUM_THREADS" not in os.environ:  # as in Ray's workers: with more threads, sums have other last bits
-        import torch
-
         torch.set_num_threads(1)
     try:
         done = replay(given.run, given.step, before=set_trace if given.debug else None)
