@@ -154,14 +154,16 @@ def actor_of(group):
     return SimpleNamespace(**said, **calls, last_sync=lambda: None, worker_group=group, actor_cls=Sleeper)
 
 
-def test_checkpoint_after_the_last_step_is_recorded(tmp_path):
+def test_checkpoint_and_parts_after_the_last_step_are_recorded(tmp_path):
     with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group, RunLog(run_dir=tmp_path) as log:
         actor = actor_of(group)
         log.watch(actor)
         log.log(0, {})
-        actor.last_checkpoint = "checkpoints/rollout_0000000"
+        with log.timed("save"):
+            actor.last_checkpoint = "checkpoints/rollout_0000000"
     (saved,) = [line for line in lines(tmp_path, EVENTS) if line["kind"] == "checkpoint"]
     assert saved["folder"] == actor.last_checkpoint
+    assert [part["method"] for part in lines(tmp_path, TIMELINE) if part["group"] is None] == ["save"]
 
 
 def test_rows_have_the_weight_version_of_before_the_training(tmp_path):

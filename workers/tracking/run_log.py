@@ -509,6 +509,7 @@ class RunLog(Closing):
             folder = self._folder
             if folder is not None:
                 with self._saving():
+                    folder.timeline.add(self._parts)
                     self._look()
                 with self._saving():
                     folder.close(reason)
