@@ -388,21 +388,20 @@ class RunLog(Closing):
 
     def _of_actor(self) -> list[dict[str, Any]]:
         """Return the actor's update since the last call, as an event. Call it without the lock: it calls a rank."""
-        actor, events = self._actor, []
-        if self._folder is None or actor is None:
+        actor = self._actor
+        if self._folder is None or actor is None or actor.weight_version == self._version:
             return []
-        if actor.weight_version != self._version:
-            self._version = actor.weight_version
-            report = None
-            with suppress(SingleControllerError):  # the next call of the group raises it too
-                report = actor.last_sync()
-            if report is not None:
-                said = f"weights of version {report.version}: {report.nbytes} bytes in {report.seconds:.2f} s"
-                digest = None if report.fingerprint is None else hexadecimal(report.fingerprint)
-                event = {"kind": "update", "text": said, "version": report.version, "bytes": report.nbytes}
-                event |= {name: getattr(report, name) for name in ("seconds", "pause_seconds", "receivers", "patched")}
-                events.append({**event, "proof": report.proved, "digest": digest})
-        return events
+        self._version = actor.weight_version
+        report = None
+        with suppress(SingleControllerError):  # the next call of the group raises it too
+            report = actor.last_sync()
+        if report is None:
+            return []
+        said = f"weights of version {report.version}: {report.nbytes} bytes in {report.seconds:.2f} s"
+        digest = None if report.fingerprint is None else hexadecimal(report.fingerprint)
+        event = {"kind": "update", "text": said, "version": report.version, "bytes": report.nbytes}
+        event |= {name: getattr(report, name) for name in ("seconds", "pause_seconds", "receivers", "patched")}
+        return [{**event, "proof": report.proved, "digest": digest}]
 
     def _write(
         self,

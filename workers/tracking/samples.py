@@ -191,11 +191,7 @@ def step_samples(
             arrays.setdefault(f"token/{name}", flat(value))
         elif tuple(value.shape[:1]) == shape[:1]:
             arrays[f"row/{name}"] = _numpy(value[at])
-    parts = {
-        name.removeprefix(REWARD_PART): value[at].tolist()
-        for name, value in entries.items()
-        if name.startswith(REWARD_PART)
-    }
+    parts = {one.removeprefix(REWARD_PART): entries[one][at].tolist() for one in entries if one.startswith(REWARD_PART)}
     digests: list[dict[str, str]] = [{} for _ in numbers]
     if "weight_fingerprints" in entries and "versions" in arrays:
         _note_digests(digests, offsets, arrays["versions"], flat(entries["weight_fingerprints"]))
