@@ -443,15 +443,16 @@ def test_a_log_that_nobody_closes_leaves_no_file_open(tmp_path):
 
 def test_secrets_are_not_recorded(tmp_path, monkeypatch):
     secrets = ["hunter2", "of-the-environment", "hf_" + "Ab1" * 10, "12-3-key", "password1", "Zx81-bearer"]
+    secrets.append("hf_oauth_eyJhb." + "Ab1" * 10)
     monkeypatch.setenv("SOME_API_KEY", secrets[1])
     monkeypatch.setattr(sys, "argv", ["train.py", "--hf-token", "12-3-key", "wandb.api_key=hunter2", "--lr=1e-4"])
     args = {
         "load": f"s3://{secrets[1]}/x",
         "hub": {"hf_token": "hunter2", "password": 17123456, "max_tokens": 5, "pad_token": "<pad>"},
         "reward": {"url": "https://me:password1@host/score?token=hunter2&n=1"},
-        "headers": ["Authorization: Bearer Zx81-bearer", "Basic aHVudGVyMg=="],
+        "headers": ["Authorization: Bearer Zx81-bearer", "Authorization: Basic hunter2", "Basic aHVudGVyMg=="],
         "env": {"variables": [f"HF_TOKEN={secrets[2]}", "OMP_NUM_THREADS=1"]},
-        "note": f"with {secrets[2]}",
+        "note": f"with {secrets[2]} or {secrets[-1]}",
     }
     with pytest.raises(ValueError), RunLog(run_dir=tmp_path, args=args, loggers=["tensorboard"]) as log:
         log.event("mine", f"{secrets[1]} was refused", url="https://me:hunter2@host/", hf_token="password1")

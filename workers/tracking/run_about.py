@@ -22,12 +22,13 @@ _WORDS = r"passwords?|passwd|passphrase|secrets?|credentials?|authorization|(?:a
 _TOKENS = r"(?<![a-z])(?:(?:hf|hub|api|auth|access|bearer|session|secret|refresh|git\w*|wandb|hugging\w*)[_-])+token"
 _NAME = re.compile(rf"(?:{_WORDS}|{_TOKENS})$|^token$", re.IGNORECASE)
 _IN_TEXT = re.compile(
-    rf"""((?:{_WORDS}|{_TOKENS}|[?&]token|^\W*token)["']?[=:]\s*["']?)(?!bearer |basic )[^\s&"',;]+"""  # NAME=VALUE
+    # NAME=VALUE, and "Authorization: Basic VALUE"
+    rf"""((?:{_WORDS}|{_TOKENS}|[?&]token|^\W*token)["']?[=:]\s*["']?(?:(?:bearer|basic)\s+)?)[^\s&"',;]+"""
     # "basic arithmetic" is no secret, nor is the folder hf_llama3_8b_instruct_math
     r"|((?:bearer|basic(?-i:(?=\s+[a-z.~_-]*[A-Z\d+/=])))\s+)[\w.~+/=-]{8,}"
     r"|(://[^\s/@:]*:)[^\s/@]+(?=@)"  # the password in an address
-    r"|()\b(?:hf_[^\W_]{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+)",
+    r"|()\b(?:hf_[^\W_]{20,}|hf_(?:oauth|jwt)_[\w.-]{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
+    r"|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+)",
     re.IGNORECASE,
 )
 _ENVIRONMENT = re.compile(r"(?:TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|KEY|AUTH)$", re.IGNORECASE)
