@@ -154,7 +154,7 @@ def step_samples(
 
     mask = flat(entries["loss_mask"])
     whole = mask.dtype.kind in "iub" or bool((mask == mask.astype(np.uint8)).all())
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "offsets": offsets,
         "numbers": np.array(numbers, np.int64),
         "starts": real.int().argmax(1).numpy().astype(np.int32),
@@ -170,9 +170,9 @@ def step_samples(
         arrays["rollout_log_probs"] = flat(entries["rollout_log_probs"])
     if (versions := token_versions(entries)) is not None:
         arrays["versions"] = flat(versions).astype(np.int32)
-    if "rewards" in entries:  # whole numbers become floats; float64 stays, because a replay compares bits
+    if "rewards" in entries:  # float64 stays, because a replay compares bits
         rewards = _numpy(entries["rewards"][at])
-        arrays["rewards"] = rewards.astype(np.promote_types(rewards.dtype, np.float32))
+        arrays["rewards"] = rewards if rewards.dtype == np.float64 else rewards.astype(np.float32)
     if "group_ids" in entries:
         arrays["groups"] = _numpy(entries["group_ids"][at]).astype(np.int64)
     for name in {name for columns in computed.values() for name in columns}:
