@@ -298,7 +298,7 @@ class RunFolder(Closing):
         # step -> bytes of its samples
         self._samples = {step: self._size(step) for step in sample_steps(self.path)}
         self._first = existed  # whether the next step is the first since there was another run
-        self._resumed = self.run["resumed"]  # before: an error of the disk may repeat what the first step does
+        self._earlier = self.run["resumed"]  # kept, because an error of the disk repeats what the first step does
         self.update()
         if not self.resumed:
             for file in (self._events, self.timeline, self._vocabulary):
@@ -328,7 +328,7 @@ class RunFolder(Closing):
         if self._first:
             if self.resumed:
                 self._drop(step)
-                self.update(resumed=[*self._resumed, {"time": time.time(), "step": step}])
+                self.update(resumed=[*self._earlier, {"time": time.time(), "step": step}])
                 self.event("resume", f"the run goes on with step {step}", step, pid=os.getpid())
             else:
                 self._drop(min([step, *self._metrics.offsets, *self._samples]))
