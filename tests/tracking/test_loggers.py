@@ -149,9 +149,31 @@ def test_mlflow_in_a_folder(tmp_path, monkeypatch):
     assert of_mlflow(folder)["reward"] == [*as_mlflow["reward"], (3, 9.0)]
 
 
+def test_wandb_offline(tmp_path, monkeypatch):
+    have("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = write(tmp_path / "run", ["wandb"])
+    wait_until(lambda: of_wandb(folder) == table())  # its service writes a little later
+
+
+def test_swanlab_offline(tmp_path, monkeypatch):
+    have("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    folder = write(tmp_path / "run", ["swanlab"])
+    assert of_swanlab(folder) == table()
+
+
+def test_trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    have("trackio")
+    write(tmp_path / "run", ["trackio"])
+    assert of_trackio(tmp_path / "trackio") == table()
+
+
 def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch):
     for name, value in {
-        "TRACKIO_DIR": str(tmp_path / "trackio"),  # read when it is imported
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
         "SWANLAB_MODE": "offline",
@@ -166,7 +188,7 @@ def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch):
     told = of_json(folder)
     assert told == table() and of_tensorboard(folder) == table() and of_swanlab(folder) == told
     assert of_mlflow(folder) == {name.replace("@", "_"): values for name, values in told.items()}
-    wait_until(lambda: of_wandb(folder) == told)  # its service writes a little later
+    wait_until(lambda: of_wandb(folder) == told)
     assert of_trackio(tmp_path / "trackio") == told
     own = {line["step"]: line["metrics"] for line in read_lines(folder / METRICS)}
     assert own == dict(enumerate(STEPS))
