@@ -107,6 +107,10 @@ def test_what_the_run_is(tmp_path):
     after = read_run(tmp_path / "abc")
     assert after["ended"]["reason"] == "KeyError: 'oops'" and after["id"] == run["id"]
     assert [line["kind"] for line in lines(tmp_path / "abc", EVENTS)] == ["start", "end"]
+    for code, reason in ((None, "finished"), (0, "finished"), (2, "SystemExit: 2")):
+        with pytest.raises(SystemExit), RunLog(run_dir=tmp_path / "abc"):
+            sys.exit(code)
+        assert read_run(tmp_path / "abc")["ended"]["reason"] == reason
 
 
 def test_samples_hold_what_the_batch_has(tmp_path):

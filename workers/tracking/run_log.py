@@ -311,7 +311,8 @@ class RunLog(Closing):
         self._end("finished")
 
     def __exit__(self, *error: Any) -> None:
-        self._end("finished" if error[1] is None else f"{type(error[1]).__name__}: {error[1]}"[:2000])
+        finished = error[1] is None or (isinstance(error[1], SystemExit) and error[1].code in (None, 0))
+        self._end("finished" if finished else f"{type(error[1]).__name__}: {error[1]}"[:2000])
 
     # --- the inside -----------------------------------------------------------------------------------------
 
