@@ -237,6 +237,7 @@ def test_invalid_calls():
         for options, message in (
             ({"prompts": []}, "no prompts"),
             ({"ks": [1, 3], "samples_per_prompt": 2}, "ks has 3; expected 1 to samples_per_prompt=2"),
+            ({"ks": [1.5], "samples_per_prompt": 2}, r"ks has 1\.5; expected 1 to"),
             ({"samples_per_prompt": 0}, "samples_per_prompt=0"),
             ({"samples_per_prompt": 2.0}, "samples_per_prompt=2.0: expected an integer"),
             ({"sampling_params": SamplingParams(2, 0), "samples_per_prompt": 2}, "at temperature 0"),

@@ -79,7 +79,7 @@ def evaluate(
         raise ValueError("evaluate(): the manager has no reward function; pass reward_function")
     if not len(prompts):
         raise ValueError("evaluate(): there are no prompts; pass at least one")
-    if wrong := [k for k in ks if not 1 <= k <= samples_per_prompt]:
+    if wrong := [k for k in ks if not (hasattr(k, "__index__") and 1 <= k <= samples_per_prompt)]:
         raise ValueError(f"evaluate(): ks has {wrong[0]}; expected 1 to samples_per_prompt={samples_per_prompt}")
     if how.temperature == 0 and samples_per_prompt > 1:
         raise ValueError(
