@@ -435,6 +435,9 @@ def test_missing_checkpoint_and_checkpoint_of_another_model(four, tmp_path):
     four.run(on_ranks.make, LLAMA, TP2, role="critic")
     with pytest.raises(WorkerError, match="is a checkpoint of the role 'actor'; this model has the role 'critic'"):
         four.run(on_ranks.load, str(tmp_path), optimizer=False)
+    four.run(on_ranks.make, LlamaConfig(**{**SIZES, "vocab_size": 132}), TP2)  # of the same size with the padding
+    with pytest.raises(WorkerError, match="of a model with vocab_size=131; this model has vocab_size=132"):
+        four.run(on_ranks.load, str(tmp_path), optimizer=False)
 
 
 def test_invalid_calls_are_rejected(four):

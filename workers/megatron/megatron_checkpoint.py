@@ -43,13 +43,15 @@ class Checkpoints:
         models: this rank's GPTModels.
         optimizer: Megatron's, or None.
         distributed: whether the optimizer's state is sharded over the dp ranks.
+        vocab_size: of the Hugging Face config, without padding.
     """
 
-    def __init__(self, role: str, models: Sequence[Any], optimizer: Any, distributed: bool) -> None:
+    def __init__(self, role: str, models: Sequence[Any], optimizer: Any, distributed: bool, vocab_size: int) -> None:
         self._role = role
         self._models = models
         self._optimizer = optimizer
         self._distributed = distributed
+        self._vocab = vocab_size
         self._half = models[0].config.params_dtype is not torch.float32
         self._writing: Future[None] | None = None
         self._group: Any = None
@@ -73,7 +75,7 @@ class Checkpoints:
                 folder.mkdir(parents=True, exist_ok=True)
                 # Before any rank writes: a folder that is being written over must not pass for complete.
                 (folder / COMPLETE).unlink(missing_ok=True)
-        content = {"role": self._role, "optimizer": self._optimizer_kind(), "half": self._half}
+        content = {"role": self._role, "optimizer": self._optimizer_kind(), "half": self._half, "vocab": self._vocab}
         state = self._state(optimizer=content["optimizer"] not in NO_STATE)
         # After megatron's own collectives, rank 0 alone writes the common state here. If that fails, no other rank may
         # start to write the shards: it would wait for rank 0 there.
@@ -132,6 +134,12 @@ class Checkpoints:
             raise ValueError(
                 f"{str(folder)!r} is a checkpoint of the role {content.get('role')!r}; this model has the role "
                 f"{self._role!r}"
+            )
+        # Megatron loads the embedding and the output layer in any size, because their padding depends on tp.
+        if (size := content.get("vocab", self._vocab)) != self._vocab:  # older ones do not say it
+            raise ValueError(
+                f"{str(folder)!r} is a checkpoint of a model with vocab_size={size}; this model has "
+                f"vocab_size={self._vocab}"
             )
         if not optimizer:
             return

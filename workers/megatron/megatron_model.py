@@ -120,7 +120,7 @@ class MegatronTrainModel(TrainModel):
             self._chunks = data_parallel(self.config, self._chunks, options.distributed)
             self._optimizer = make_optimizer(options, self.config, self._chunks)
         distributed = options is not None and options.distributed
-        self._checkpoints = Checkpoints(role, self.models, self._optimizer, distributed)
+        self._checkpoints = Checkpoints(role, self.models, self._optimizer, distributed, int(hf_config.vocab_size))
 
     @property
     def device(self) -> torch.device:
