@@ -11,7 +11,10 @@ from dispatch.register import label
 from single_controller.call.stats import CallRecord
 
 SHORT_SECONDS = 0.005
-"""Calls that took less, and did not fail, are left out: an asynchronous rollout makes dozens per second."""
+"""Calls that took less, and did not fail, are left out."""
+
+POLL_SECONDS = 2.0
+"""The same for `RolloutWorker.exchange`: a stream polls its workers dozens of times per second."""
 
 LONG_SECONDS = 0.05
 """Calls that took less have no lines for their ranks."""
@@ -52,9 +55,10 @@ class CallLines:
         self._running = []
         lines: list[dict[str, Any]] = []
         for number, role, call in candidates:
+            least = POLL_SECONDS if call.method == "exchange" else SHORT_SECONDS
             if not call.settled:
                 self._running.append((number, role, call))
-            elif call.failed or call.settled - call.begun >= SHORT_SECONDS:
+            elif call.failed or call.settled - call.begun >= least:
                 lines += call_lines(self._group.name, number, replace(call, method=label(role, call.method)))
         return lines
 
