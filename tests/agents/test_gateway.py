@@ -378,6 +378,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
         ("chat/completions", {"messages": [user("x")], "tools": [TOOL], "tool_choice": "none"}, "leave out the tools"),
         ("chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
         ("chat/completions", {"messages": [user("x")], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("chat/completions", {"messages": [user("x")], "web_search_options": {}}, "web_search_options={} is not"),
         ("messages", {"messages": [user([{"type": "image", "source": {}}])], "max_tokens": 5}, "only text"),
         ("messages", {"messages": [user("x")], "max_tokens": 0}, "max_tokens"),
         ("messages", {"messages": [user("x")], "max_tokens": 5, "tools": [{"type": "bash_1", "name": "b"}]}, "bash_1"),

@@ -65,6 +65,7 @@ NOT_SUPPORTED = (
     "structured_outputs",
     "text",
     "output_config",
+    "web_search_options",
 )
 """Fields of requests, of all dialects, that would change the prompt or what is generated, and that nothing here has.
 How prompts are rendered is an option of `load_renderer`."""
@@ -193,6 +194,8 @@ def check_supported(body: Body) -> None:
         wanted = asks = body.get(field_)
         if field_ in ("text", "output_config") and isinstance(wanted, Mapping):
             asks = wanted.get("format")  # their other entries have no effect, as those in SAMPLING
+        if field_ == "web_search_options":
+            asks = wanted is not None  # an empty object asks for it too
         if asks and asks != {"type": "text"}:
             raise GatewayError("invalid", f"{field_}={wanted!r:.80} is not supported; leave it out")
     if body.get("n", 1) not in (1, None):
