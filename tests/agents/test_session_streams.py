@@ -28,7 +28,7 @@ from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourc
 from workers import RolloutManager, RolloutStream, SampleBuffer, SamplingParams, evaluate
 from workers.rollout.agents.session import SessionState
 from workers.rollout.agents.trajectory import Trajectory
-from workers.rollout.engines.rollout_engine import Completion
+from workers.rollout.engines.rollout_engine import Completion, Row
 from workers.rollout.rollout_errors import RolloutError
 from workers.rollout.stream.exchange import request_name
 from workers.rollout.stream.router import Router, load
@@ -334,6 +334,27 @@ def test_group_of_which_a_session_ends_three_workers_is_an_error():
             is_last = losses == 2
             with pytest.raises(RolloutError, match="to 3 workers that died") if is_last else contextlib.nullcontext():
                 router._give_back_lost(worker.running.pop(attempt))
+
+
+def test_session_that_has_ended_with_several_rows_has_come_further():
+    """Its newest row may have fewer tokens than its state had."""
+    tree = Trajectory()
+    tree.sample(tree.give(None, [1]), Completion([5, 6], [-1.0] * 2, "stop", [0] * 2))
+    rows = [Row([1], Completion([5, 6], [-1.0] * 2, "stop", [0] * 2)), Row([1], Completion([7], [-1.0], "stop", [0]))]
+    with local() as group:
+        manager, buffer = managed(group), SampleBuffer(B)
+        router = Router(manager, prompts, buffer, dynamic_sampling=False, requests_per_worker=B * SAMPLES)
+        buffer.set_version(0)
+        router.exchange()
+        router.begin_groups()
+        worker, attempt = next((one, of) for one in router._workers for of in one.running if of.number == 0)
+        for tokens, told in (
+            (2, SessionState(1, tree.nodes, node=1, environment=b"")),
+            (3, replace(rows[1].completion, rows=rows)),
+        ):
+            router._losses[0] = {"another worker"}
+            router._note_progress(worker, replace(worker.report, progress={request_name(router._id, attempt, 0): told}))
+            assert (worker.running[attempt].so_far()[1], router._losses) == (tokens, {})
 
 
 def test_fingerprints_of_a_session_outlive_two_workers():

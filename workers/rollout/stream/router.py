@@ -493,8 +493,14 @@ class Router:
 
 
 def _tokens_of(completions: Sequence[Completion]) -> int:
-    """How many tokens were generated. The journal of a session has them in its state alone."""
-    return sum(len(one.token_ids) if one.session is None else one.session.tokens for one in completions)
+    """How many tokens were generated, in all rows. The journal of a session has them in its state alone."""
+
+    def of(one: Completion) -> int:
+        if one.session is not None:
+            return int(one.session.tokens)
+        return sum(len(row.completion.token_ids) for row in one.rows) if one.rows else len(one.token_ids)
+
+    return sum(map(of, completions))
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
