@@ -156,9 +156,10 @@ def _args(run: Mapping[str, Any]) -> Any:
     if args.keep_old_actor:
         raise ReplayError("keep_old_actor=True needs the weights of earlier versions, which are not recorded")
     sizes = ("tensor_model", "pipeline_model", "sequence", "expert_model")
-    alone = {**{f"{axis}_parallel_size": 1 for axis in sizes}, "expert_tensor_parallel_size": None}
+    alone: dict[str, Any] = {**{f"{axis}_parallel_size": 1 for axis in sizes}, "peer_snapshot_interval": 0}
+    alone["megatron_overrides"] = {name: of for name, of in args.megatron_overrides.items() if "parallel" not in name}
     nothing = ("save", "save_hf", "profile_dir", "profile_step_start", "profile_step_end", "fsdp_shard_size")
-    for name, value in {**alone, **dict.fromkeys(nothing), "peer_snapshot_interval": 0}.items():
+    for name, value in {**alone, **dict.fromkeys((*nothing, "expert_tensor_parallel_size"))}.items():
         args[name] = value
     return args
 

@@ -208,6 +208,12 @@ def test_run_that_was_profiled_can_be_replayed():
     assert read_args(replaying._args({"config": profiled})).profile_step_start is None
 
 
+def test_overrides_that_belong_to_several_ranks_are_not_replayed():
+    overrides = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "moe_layer_freq": [1, 0]}
+    args = replaying._args({"config": {"train_backend": "megatron", "megatron_overrides": overrides}})
+    assert args.megatron_overrides == {"moe_layer_freq": [1, 0]} and args.tensor_model_parallel_size == 1
+
+
 def test_run_with_attributes_of_its_own_can_be_replayed():
     with pytest.warns(UserWarning, match="passed through unchecked: mine"):
         args = replaying._args({"config": {"lr": 0.5, "mine": 1}})  # as read_args has made it of a Namespace
