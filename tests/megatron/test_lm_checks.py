@@ -255,3 +255,5 @@ def test_replaced_rank_has_no_weights(monkeypatch):
     monkeypatch.setattr(MegatronLMWorker, "is_replacement", True)
     with pytest.raises(RuntimeError, match=r"Call restart\(\) of the group"):
         MegatronLMWorker(LLAMA)
+    with pytest.raises(RuntimeError, match=r"shrink\(\) or grow\(\)\. Call restart\(\)"):  # on a rank that has stayed
+        MegatronLMWorker.__new__(MegatronLMWorker).on_membership_change(1)

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from workers.megatron.megatron_optimizer import AdamOptions
 
 
+_ONLY_RESTART = (
+    "MegatronLMWorker: the model cannot continue after replace(), shrink() or grow(). Call restart() of the group, and "
+    "load the weights again"
+)
+
+
 def _to_all(group: Any, *args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
@@ -62,10 +68,7 @@ class MegatronLMWorker(MegatronWorker):
 
         check_count("micro_batch_size", micro_batch_size)
         if self.is_replacement:
-            raise RuntimeError(
-                "MegatronLMWorker: a rank's weights end with its process, so replace() and grow() cannot continue the "
-                "model. Call restart() of the group, and load the weights again"
-            )
+            raise RuntimeError(_ONLY_RESTART)
         self.initialize_model_parallel(**dict(parallel or {}))
         self.micro_batch_size = micro_batch_size
         self.lr = AdamOptions.of(optimizer).lr
@@ -76,6 +79,10 @@ class MegatronLMWorker(MegatronWorker):
             max_tokens_per_micro_batch=1,  # `_data` sets it for each batch
             overrides=overrides,
         )
+
+    def on_membership_change(self, generation: int) -> None:
+        """Refuse: the model would keep process groups that have ended, and new ranks would have other weights."""
+        raise RuntimeError(_ONLY_RESTART)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, uneven="ragged")
     def compute_log_prob(
