@@ -233,6 +233,11 @@ def test_steps_out_of_order_are_kept_when_a_run_resumes(tmp_path):
     with RunLog(run_dir=tmp_path) as log:
         log.log(3, {"value": 3})
     assert [line["step"] for line in lines(tmp_path, METRICS)] == [0, 2, 3]
+    with RunLog(run_dir=tmp_path) as log:
+        for step in (4, 5, 2):  # it goes back to a step of the process before
+            log.log(step, {"value": step})
+        assert log.column("value") == [2.0]
+    assert [line["step"] for line in lines(tmp_path, METRICS)] == [0, 2]
 
 
 def test_old_samples_are_dropped(tmp_path):

@@ -333,7 +333,7 @@ class RunFolder(Closing):
             else:
                 self._drop(min([step, *self._metrics.offsets, *self._samples]))
             self._first = False  # now: a step after an error of the disk tries again
-        elif step in self._metrics.offsets:
+        elif self.has(step):
             self._drop(step)
             self.event("rewind", f"training goes back to step {step}", step)
         failed: Exception | None = None
@@ -347,6 +347,10 @@ class RunFolder(Closing):
         self._metrics.add_step(step, {"metrics": metrics})
         if failed is not None:
             raise failed
+
+    def has(self, step: int) -> bool:
+        """Whether a step is there."""
+        return step in self._metrics.offsets
 
     def event(self, kind: str, text: str, step: int | None = None, **fields: Any) -> None:
         """Write an event.

@@ -263,8 +263,10 @@ class RunLog(Closing):
         if whole and "tokens" in noted:
             noted["tokens_per_second"] = noted["tokens"] / whole
         self._seconds = {}
-        for later in [one for one in self.steps if one >= step] if step in self.steps else ():
-            del self.steps[later]
+        folder = self._folder  # it may have steps of an earlier process
+        if step in self.steps or (folder is not None and folder.has(step)):
+            for later in [one for one in self.steps if one >= step]:
+                del self.steps[later]
         self.steps[step] = noted
         self._watch_new_workers()
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
