@@ -202,7 +202,8 @@ class RunFolder(Closing):
     """Writes one run's folder. A context manager. Not for several threads at once.
 
     Opening a folder that has a run continues it: the first `step` drops what is there of that step and those after it.
-    With ``resume=False`` another run begins there: it has another id, and the first `step` drops all.
+    With ``resume=False`` another run begins there, with another id: events, timeline and vocabulary are dropped, and
+    the first `step` drops all steps.
 
     Args:
         path: the folder; it is created.
