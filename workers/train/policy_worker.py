@@ -142,7 +142,8 @@ class PolicyTrainWorker(ModelWorker):
         with _profiled(self.args, self.role, rollout_id, self.rank):
             data = self._checked(lambda: self._rows(rollout_data_ref, computed))
             # All ranks have the same entries here, so either all ranks raise or none does.
-            check_entries({*data, *({"ref_log_probs"} if "ref" in self.backup.names else ())}, self.args, self.role)
+            computes_ref = self.role == "actor" and "ref" in self.backup.names
+            check_entries({*data, *({"ref_log_probs"} if computes_ref else ())}, self.args, self.role)
             learn = self._train_critic if self.role == "critic" else self._train_actor
             metrics = {**learn(data), **self.snapshot_after(rollout_id)}
         self.next_rollout_id = rollout_id + 1

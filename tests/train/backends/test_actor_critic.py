@@ -150,6 +150,9 @@ def test_rewards_include_the_kl_penalty(pair_of, llama_folder, data):
     given = data.clone().set("old_log_probs", old).set("ref_log_probs", ref).set("values", values)
     actor, critic = pair_of(2, args)
     assert learn(critic, 1, given)["return"] == pytest.approx(of_critic["return"], abs=1e-5)
+    critic.worker_group.init(critic.args, "critic", True)  # with a reference, which only an actor computes
+    with pytest.raises(WorkerError, match="rollout data has no 'ref_log_probs'"):
+        critic.worker_group.train(2, data)
 
 
 def test_critic_learns_alone_at_first(pair_of, llama_folder, data):
