@@ -38,11 +38,14 @@ class SingleControllerError(Exception):
             consumer: the method that could not run, without parentheses.
         """
         error = copy.copy(self)
-        note = f"{consumer}() did not run, because this error failed its deferred argument"
-        error.__notes__ = [*getattr(self, "__notes__", ()), note]  # not add_note(): the copy shares the list
+        error.add_note(f"{consumer}() did not run, because this error failed its deferred argument")
         error.consumer = consumer
         error.__cause__ = self
         return error
+
+    def add_note(self, note: str) -> None:
+        self.__notes__ = [*getattr(self, "__notes__", ())]  # its own: the copies of an error share a list
+        super().add_note(note)
 
 
 class DispatchError(SingleControllerError, ValueError):

@@ -66,6 +66,7 @@ def test_error_is_of_both_classes_wherever_that_is_possible(kind, base):
         assert (one.rank, one.host, one.method, one.cause_type, one.ranks) == (3, "a", "work", "K", (3, 4))
         assert one.__notes__ == ["a note"]
         assert one and one == one and len({one, copy.copy(one)}) == 2
+        one.add_note("of this one alone")
 
 
 def test_copy_of_an_error_whose_class_cannot_be_pickled():
