@@ -91,6 +91,8 @@ class TestHungGroup:
             text = frames_of(process.pid, process.frames, py_spy="")
             assert "_raylet" not in text and "worker/executor.py" not in text
             assert "pip install py-spy" in text and "in hang_in_c_on" in text
+            with open(f"/proc/{process.pid}/fd/{process.frames}") as written:  # those of before are gone
+                assert written.read().count("in hang_in_c_on") == text.count("in hang_in_c_on")
         with subprocess.Popen(["sleep", "60"]) as other:  # which has got the pid of a rank that has ended
             try:
                 assert re.search(r"unknown: .*not installed.*has ended", frames_of(other.pid, 1, py_spy=""))

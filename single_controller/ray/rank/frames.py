@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import re
 import shutil
@@ -43,6 +44,7 @@ def frames_file() -> int:
     if not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return -1
     file = os.memfd_create(_FILE)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # because `_written_frames` empties it
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
     return file
 
@@ -84,20 +86,21 @@ def frames_of(pid: int, file: int, *, native: bool = False, py_spy: str | None =
 
 def _written_frames(pid: int, file: int) -> str:
     """Have a process write its frames, and return them."""
-    path, end = f"/proc/{pid}/fd/{file}", time.monotonic() + WRITE_SECONDS
+    path, size = f"/proc/{pid}/fd/{file}", 0
     with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         if not os.readlink(path).startswith(f"/memfd:{_FILE}"):
             return ""  # another process has got this pid, which the signal would end
-        before = size = os.stat(path).st_size
-        os.kill(pid, _SIGNAL)
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            now = os.stat(path).st_size
-            if now > before and now == size:  # it has stopped writing
-                with open(path, encoding="utf-8", errors="replace") as written:
-                    written.seek(before)
+        with open(path, "r+", encoding="utf-8", errors="replace") as written:
+            fcntl.lockf(written, fcntl.LOCK_EX)  # against other readers. Unlike flock(), no fork keeps it
+            written.truncate(0)  # or the frames of all readers would accumulate in memory
+            os.kill(pid, _SIGNAL)
+            end = time.monotonic() + WRITE_SECONDS
+            while time.monotonic() < end:
+                time.sleep(0.05)
+                now = os.stat(path).st_size
+                if now and now == size:  # it has stopped writing
                     return written.read()
-            size = now
+                size = now
     return ""
 
 
