@@ -16,7 +16,7 @@ import torch
 from rollout_helpers import payload_of
 from sync_workers import model
 
-from single_controller import LocalWorkerGroup, RayClassWithInitArgs
+from single_controller import GroupBrokenError, LocalWorkerGroup, RayClassWithInitArgs
 from single_controller.call.worker.executor import Executor
 from single_controller.call.worker.worker import RankInfo
 from workers.rollout.rollout_worker import RolloutWorker
@@ -197,6 +197,21 @@ def test_failure_is_told_without_waiting_for_new_ranks():
     assert group.methods.mock_calls
 
 
+def test_update_that_has_begun_does_not_wait_for_new_ranks():
+    """They know nothing of it. The next update waits for them."""
+    receivers, group = Receivers(None), mock.Mock(broken="rank 1 died")
+    receivers._groups = [group]
+    group._state.refusal.return_value = GroupBrokenError("rank 1 died")
+    for method in ("receive_weights", "finish_weights"):
+        with pytest.raises(GroupBrokenError, match="rank 1 died"):
+            receivers.start(method, "key")
+    with pytest.raises(GroupBrokenError, match="rank 1 died"):
+        receivers.start_payloads("key", [], {})
+    assert not group.methods.mock_calls
+    receivers.start("begin_weights", "key")
+    assert group.methods.mock_calls
+
+
 def test_worker_that_joins_while_the_trainer_is_told_is_told_of_next_time():
     group = SimpleNamespace(workers=["first"])
     link = RolloutLink(SimpleNamespace(group=group), lambda: 1, 1.0)
@@ -208,7 +223,7 @@ def test_worker_that_joins_while_the_trainer_is_told_is_told_of_next_time():
 
 def test_worker_that_joins_during_an_update_fails_it_with_a_reason():
     receivers = Receivers(None)
-    receivers._groups = [SimpleNamespace(world_size=3)]
+    receivers._groups = [SimpleNamespace(world_size=3, broken=None)]
     with pytest.raises(WeightSyncError, match="were added to the 2 rollout workers with which the update began"):
         receivers.start_payloads("key", [ReceiverClass((0, 1), {}, None, False)], {})
 

@@ -66,8 +66,11 @@ class Receivers:
 
         Raises:
             WeightSyncError: there is no time left.
+            SingleControllerError: the update has begun, and a group is broken now.
         """
         left = self._budget.left()
+        if method in ("receive_weights", "finish_weights"):
+            self._check_whole()
         return [getattr(group.methods, method).options(timeout=left).remote(*arguments) for group in self._groups]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -103,7 +106,9 @@ class Receivers:
 
         Raises:
             WeightSyncError: workers were added since the update began.
+            SingleControllerError: a group is broken.
         """
+        self._check_whole()
         class_of = {member: index for index, one in enumerate(classes) for member in one.members}
         left = self._budget.left()
         futures, first = [], 0
@@ -125,6 +130,12 @@ class Receivers:
                 each = [payloads.get(index) for index in of_ranks]
                 futures.append(methods.receive_payload_each.options(timeout=left).remote(Broadcast(key), each))
         return futures
+
+    def _check_whole(self) -> None:
+        """Raise if a group is broken in an update: a call might first replace ranks, which know nothing of it."""
+        for group in self._groups:
+            if group.broken is not None and (refusal := group._state.refusal()) is not None:
+                raise refusal
 
     def _usable(self, group: WorkerGroup) -> WorkerGroup:
         """Replace a broken attached group by a fresh copy. "Broken" is this process's state of the group; the process
