@@ -171,6 +171,8 @@ def test_error_of_a_single_train_rank_says_of_which_update(tmp_path):
         sender = WeightSender("disk", rollout, folder=tmp_path / "file")
         with pytest.raises(WeightSyncError, match=r"version 1 was not sent by transport 'disk': FileExistsError"):
             sender.send(1, model(seed=1).items())
+        with pytest.raises(WeightSyncError, match=r"version 1 was not sent: .*threads=True"):
+            WeightSender("group", rollout, timeout=5.0).send(1, model(seed=1).items())
 
 
 def test_interrupted_update_has_failed_for_its_receivers():

@@ -268,6 +268,7 @@ class FakeMethods:
 
 class FakeGroup:
     broken = None
+    _transport = SimpleNamespace(synchronous=False)
 
     def __init__(self, number, members):
         self.methods, self.world_size = FakeMethods(number), len(members)

@@ -61,6 +61,11 @@ class Receivers:
         if not self._groups:
             raise WeightSyncError("there is no rollout worker to send weights to")
 
+    @property
+    def synchronous(self) -> bool:
+        """Whether a call of a group runs in the caller's thread, which then can do nothing for the receiver."""
+        return any(group._transport.synchronous for group in self._groups)
+
     def start(self, method: str, *arguments: Any) -> list[WorkerFuture]:
         """Call a method on all receivers without waiting. Returns one future per group.
 

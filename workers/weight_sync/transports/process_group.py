@@ -60,6 +60,11 @@ class ProcessGroupTransport(Transport):
 
     def prepare(self, update: Update) -> tuple[str, int]:
         """Start the store in which all groups rendezvous. Rank 0 keeps it between updates."""
+        if update.receivers.synchronous:
+            raise WeightSyncError(
+                f"weight version {update.version} was not sent: transport 'group' needs receivers that run beside the "
+                "sender; create the LocalWorkerGroup with threads=True, or use transport='store'"
+            )
         address = node_address()
         if self._server is None:
             timeout = _delta(update.budget.left())
