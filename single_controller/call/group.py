@@ -30,7 +30,7 @@ from single_controller.call.future import ComputedFuture, WorkerFuture, in_event
 from single_controller.call.joining import Inputs
 from single_controller.call.map_batches import BatchMap, report
 from single_controller.call.state import TRANSPORT_GONE, Closing, GroupState, GroupStatus, OnDeath, Watcher, monitor
-from single_controller.call.stats import RECORDED_CALLS, Stats, write_trace
+from single_controller.call.stats import RECORDED_CALLS, CallStats, Stats, write_trace
 from single_controller.call.transport import MAX_STACK_SECONDS, Outcome, PartlySentError, Resized, Sent, Transport
 from single_controller.call.worker.worker import Worker
 from single_controller.call.worker.worker_class import WorkerClass
@@ -274,14 +274,14 @@ class WorkerGroup(VerlGroup, Closing):
     def stats(self) -> Stats:
         """What the group's calls cost: bytes and seconds by method, and by call for the latest ones. Prints as a table.
         With roles, also all roles' methods, as ``<role>.<method>``. See `record_ranks` for each rank's part."""
-        parts = self._stats_by_role()
+        parts = {role: stats.stats() for role, stats in self._stats_by_role().items()}
         return Stats.together(parts) if self.roles else parts[None]
 
-    def _stats_by_role(self) -> dict[str | None, Stats]:
-        """The stats of each role; of a group without roles, under None."""
+    def _stats_by_role(self) -> dict[str | None, CallStats]:
+        """The records of each role; of a group without roles, under None."""
         if self.roles:
-            return {role: one.stats.stats() for role, one in self._worker_classes.items()}
-        return {None: self._worker_classes[self._role].stats.stats()}
+            return {role: one.stats for role, one in self._worker_classes.items()}
+        return {None: self._worker_classes[self._role].stats}
 
     def record_ranks(self, calls: int = RECORDED_CALLS, *, at_least: bool = False) -> None:
         """Keep what each rank did in the latest calls, from the next call on, for `stats` and `trace`; with roles, in
@@ -295,8 +295,8 @@ class WorkerGroup(VerlGroup, Closing):
         Raises:
             ValueError: ``calls`` is not a non-negative integer.
         """
-        for role in self._worker_classes if self.roles else (self._role,):
-            self._worker_classes[role].stats.record_ranks(calls, at_least)
+        for stats in self._stats_by_role().values():
+            stats.record_ranks(calls, at_least)
 
     def trace(self, path: str | Path) -> None:
         """Write the latest calls as a Chrome trace for Perfetto: a row for the driver, and one for each rank in calls

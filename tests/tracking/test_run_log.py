@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -614,10 +615,21 @@ def test_groups_of_one_name_are_all_recorded(tmp_path):
     assert [line["group"] for line in lines(tmp_path, EVENTS) if line["kind"] == "replace"] == [one.name]
 
 
+def test_group_that_nobody_else_has_is_not_kept(tmp_path):
+    with RunLog(run_dir=tmp_path) as log:
+        group = LocalWorkerGroup(1, ClassWithInitArgs(Sleeper))
+        log.watch(group)
+        group.nap(0.01)
+        left = weakref.ref(group)
+        del group
+        wait_collected(lambda: left() is None)
+    assert {part["method"] for part in lines(tmp_path, TIMELINE)} == {"nap"}
+
+
 def test_long_call_that_many_short_ones_overtake_is_in_the_timeline(monkeypatch):
     monkeypatch.setattr("workers.tracking.timeline.SHORT_SECONDS", 0.15)
     stats = CallStats()
-    lines_of = CallLines(SimpleNamespace(name="g", _stats_by_role=lambda: {None: stats.stats()}))
+    lines_of = CallLines(SimpleNamespace(name="g", _stats_by_role=lambda: {None: stats}))
     long = CallRecord("long", 100.0, 100.0)
     stats.calls.append(long)
     assert lines_of.new() == []

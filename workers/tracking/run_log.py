@@ -110,7 +110,8 @@ class RunLog(Closing):
         self._decode: Callable[[Sequence[int]], str] | None = None if tokenizer is None else tokenizer.decode
         self._limit = None if record_rows is None else check_count("record_rows", record_rows, 0)
         self._lock = threading.RLock()
-        self._groups: list[tuple[Any, CallLines, int | None]] = []  # each with its calls and its generation
+        # Each group with its calls and its generation. Weak, because workers end when nobody has their group
+        self._groups: list[tuple[weakref.ref[Any], CallLines, int | None]] = []
         self._watchers: list[Closing] = []
         self._actor: Any = None
         self._train_groups: list[Any] = []
@@ -204,7 +205,7 @@ class RunLog(Closing):
                 self._watch_group(one)
         with self._lock, self._saving():
             if self._folder is not None:
-                self._folder.update(groups=list(dict.fromkeys(group.name for group, _, _ in self._groups)), ranks=ranks)
+                self._folder.update(groups=list(dict.fromkeys(lines.name for _, lines, _ in self._groups)), ranks=ranks)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -334,16 +335,16 @@ class RunLog(Closing):
         # Watch the whole group: a role's group is a new object on each access, and a death affects all roles.
         group = getattr(group, "_whole", group)
         with self._lock:
-            if any(known is group for known, _, _ in self._groups):
+            if any(known() is group for known, _, _ in self._groups):
                 return
             with self._saving():
                 self._look()  # or the last calls of a group that is forgotten here would be lost
-            # A closed group of this name is the one that this one replaces: its calls are counted on.
-            ended = [one for one in self._groups if one[0].name == group.name and one[0].closed]
+            # A closed or collected group of this name is the one that this one replaces: its calls are counted on.
+            ended = [one for one in self._groups if one[1].name == group.name and getattr(one[0](), "closed", True)]
             first = max((lines.count for _, lines, _ in ended), default=0)
             self._groups = [one for one in self._groups if one not in ended]
             generation = None if ended else group.generation  # with None, `_look` writes that it was replaced
-            self._groups.append((group, CallLines(group, first), generation))
+            self._groups.append((weakref.ref(group), CallLines(group, first), generation))
         # A rank takes 400 bytes of each call.
         group.record_ranks(max(4, min(100, 6400 // max(group.world_size, 1))), at_least=True)
         log, watched = weakref.ref(self), group.name
@@ -437,10 +438,10 @@ class RunLog(Closing):
         folder = self._folder
         if folder is None:
             return
-        for number, (group, lines, generation) in enumerate(self._groups):
+        for number, (known, lines, generation) in enumerate(self._groups):
             folder.timeline.add(lines.new())
-            if group.generation != generation:
-                self._groups[number] = group, lines, group.generation
+            if (group := known()) is not None and group.generation != generation:
+                self._groups[number] = known, lines, group.generation
                 said = f"workers of {group.name} were replaced or restarted"
                 folder.event("replace", said, step, group=group.name, rank=None)
         if self._actor is not None and (saved := self._actor.last_checkpoint) != self._checkpoint:

@@ -30,11 +30,12 @@ class CallLines:
         first: number of its first call.
 
     Attributes:
+        name: of the group.
         count: number of the next call.
     """
 
     def __init__(self, group: Any, first: int = 0) -> None:
-        self._group = group
+        self.name, self._stats = group.name, group._stats_by_role()  # not the group, which must not be kept alive
         self.count = first
         self._last: dict[str | None, CallRecord] = {}  # by role, None without roles
         self._running: list[tuple[int, str | None, CallRecord]] = []  # the group keeps the latest calls alone
@@ -43,7 +44,7 @@ class CallLines:
         """Return the lines of the calls that have ended since the last call."""
         candidates = self._running
         # By role: `WorkerGroup.stats` has copies of the calls of roles, which would be new each time.
-        for role, stats in self._group._stats_by_role().items():
+        for role, stats in self._stats.items():
             # Use a copy, because other threads of the driver may append calls.
             calls = list(stats.calls)
             # Compare identities: the group drops its oldest calls, so positions change.
@@ -59,7 +60,7 @@ class CallLines:
             if not call.settled:
                 self._running.append((number, role, call))
             elif call.failed or call.settled - call.begun >= least:
-                lines += call_lines(self._group.name, number, replace(call, method=label(role, call.method)))
+                lines += call_lines(self.name, number, replace(call, method=label(role, call.method)))
         return lines
 
 
