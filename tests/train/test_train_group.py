@@ -716,7 +716,7 @@ def test_replace_that_failed_can_be_repeated(slots):
 
 
 class Stream:
-    buffer = SimpleNamespace(rewind=lambda rollout_id: None)
+    buffer = SimpleNamespace(rewind=lambda rollout_id: None, version=None)
     recovers = False
 
     def __init__(self):
@@ -760,6 +760,8 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
         ray.get(group.async_init({"update_weights_timeout_minutes": 2.0}))
         group.update_weights()
         assert manager.stream.timeout == 120
+        manager.stream.buffer = SimpleNamespace(version=20)  # another group has sent its weights
+        assert group.update_weights() == manager.weight_version == 21
 
 
 def test_stream_is_told_whether_a_restart_has_lost_weights(slots, tmp_path):

@@ -113,6 +113,11 @@ class RolloutLink:
         paused: AbstractContextManager[None] = stream.updating(self.timeout, same_weights=same_weights)
         return paused
 
+    def continued(self, version: int) -> int:
+        """The version of the next weights: a higher one if the manager's stream has had later ones of another group."""
+        known = None if self._stream is None else self._stream.buffer.version
+        return version if known is None or known <= version else int(known) + 1
+
     def rewind(self, rollout_id: int) -> None:
         """Make the manager's stream, if it has one in this process, return the batch of this number next: the trainer
         has gone back to this rollout."""

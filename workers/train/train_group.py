@@ -848,6 +848,8 @@ class RayTrainGroup:
         workers = self.ready_workers("update_weights")
         # Do not reuse the version of a failed update, because some rollout workers may have its weights.
         version = max(self.weight_version, self._tried) + 1
+        if self._rollout is not None and takes_version(self._class):
+            version = self._rollout.continued(version)
         # Sent again, for example because a rollout worker was started anew, they make no tokens older.
         same = self._progress.sent_after is not None and self._progress.sent_after == self._progress.trained
         for left in reversed(range(UPDATE_TRIES)):
