@@ -204,9 +204,6 @@ def test_resumed_run_has_no_step_twice(tmp_path, monkeypatch):
         def log(self, step, metrics):
             sent.append((step, metrics["reward"]))
 
-        def close(self):
-            pass
-
     monkeypatch.setitem(LOGGERS, "wandb", Appends)
     folder, loggers = tmp_path / "run", ["tensorboard", "json", "wandb"]
     write(folder, loggers)
@@ -243,9 +240,6 @@ def test_logger_that_fails_does_not_end_the_training(tmp_path, monkeypatch, capl
     class Broken(Logger):
         def log(self, step, metrics):
             raise ConnectionError("no route")
-
-        def close(self):
-            pass
 
     monkeypatch.setitem(LOGGERS, "console", Broken)
     folder = write(tmp_path / "run", ["console", "json"])

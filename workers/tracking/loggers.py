@@ -69,9 +69,8 @@ class Logger(ABC):
     def watch(self, group: WorkerGroup) -> None:  # noqa: B027  (most loggers take no groups)
         """The run has this group. By default, nothing is sent of it."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self) -> None:  # noqa: B027
+        """Send what is left. By default, nothing is."""
 
 
 class TensorBoardLogger(Logger):
@@ -226,9 +225,6 @@ class ConsoleLogger(Logger):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         said = (f"{name} {value:.4g}" for name, value in metrics.items())
         sys.stderr.write(f"step {step}: {', '.join(said)}\n")
-
-    def close(self) -> None:
-        """Nothing is left."""
 
 
 class RayLogger(Logger):
