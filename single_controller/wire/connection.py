@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 HEADER = struct.Struct("<IBQQ")
 """What each frame begins with: bytes that follow, kind, number, and up to which number the sender has all replies."""
 
-MAX_FRAME_BYTES = 1 << 20
+MAX_FRAME_BYTES = 2 << 20
 """More than any frame has: see `single_controller.call.codec.MAX_INLINE_BYTES`."""
 
 SILENCE_SECONDS = 10

@@ -36,7 +36,7 @@ class Heavy(Worker):
         if self.rank == dies:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(seconds)
-        return bytes(1_000_000)
+        return bytes(2_000_000)
 
     @register(Dispatch.ONE_TO_ALL)
     def kept(self):
@@ -89,7 +89,7 @@ def test_abandoned_large_results_do_not_outlive_a_change_of_ranks(pool, change):
             group.large(dies=2, seconds=0.5)
         getattr(group, change)()
         assert group.kept() == [0] * group.world_size
-        assert [len(value) for value in group.large(dies=-1, seconds=0.0)] == [1_000_000] * group.world_size
+        assert [len(value) for value in group.large(dies=-1, seconds=0.0)] == [2_000_000] * group.world_size
 
 
 def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool, monkeypatch):

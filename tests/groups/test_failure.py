@@ -241,7 +241,7 @@ class TestDeaths:
         assert group.ping() == [0, 1, 2, 3]
 
 
-LARGE = [-1] * 150_000  # 750 KB, more than a frame has
+LARGE = [-1] * 300_000  # 1.5 MB, more than a frame has
 
 
 class TestPartialSend:

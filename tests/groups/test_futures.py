@@ -627,7 +627,7 @@ def test_exception_of_results_that_cannot_be_joined(counters):
 @pytest.mark.transports("ray")
 def test_errors_of_ray_are_causes_of_a_lost_result(fragile, counters, smaller):
     """The consumer's ranks meet Ray's error; the driver gets it with the whole chain of causes."""
-    lost, failed = counters.echo.remote(bytes(800_000)), fragile.execute_rank_zero_async("fail", [0])
+    lost, failed = counters.echo.remote(bytes(1_600_000)), fragile.execute_rank_zero_async("fail", [0])
     lost.wait()
     entries = lost.source()[0]._entries
     entries[0].kept = ray.put((entries[0].result, [failed]))  # on one host, nothing loses a result

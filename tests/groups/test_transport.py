@@ -182,11 +182,11 @@ def test_views_share_memory(counters):
 
 @pytest.mark.parametrize(
     ("whole", "shard", "stored"),
-    [(1, 1, 0), (250, 250, 0), (500, 1, 0), (300, 300, 1), (1, 900, 4), (900, 1, 1), (900, 900, 5)],
+    [(1, 1, 0), (500, 500, 0), (1000, 1, 0), (600, 600, 1), (1, 1800, 4), (1800, 1, 1), (1800, 1800, 5)],
     ids=str,
 )
 def test_large_values_are_stored_once_and_small_ones_sent_inline(counters, monkeypatch, whole, shard, stored):
-    """Sizes in KB: shared by all ranks, and per rank. A frame has up to 512 KiB."""
+    """Sizes in KB: shared by all ranks, and per rank. A frame has up to 1 MiB."""
     puts = []
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or real(value))

@@ -74,7 +74,7 @@ class TestLostConnections:
                 assert group.echo(number) == [number] * 2
                 if number % 8 == 0:
                     assert group.large(number) == [bytes([number, rank]) * 2**19 for rank in range(2)]
-                    for size in (200_000, 50_000):  # stored, and the largest frames
+                    for size in (200_000, 120_000):  # stored, and the largest frames
                         sent = torch.arange(size) + number
                         assert all(torch.equal(one, sent) for one in group.echo(sent))
         finally:
@@ -99,7 +99,7 @@ class TestValues:
             group.unpicklable()
         assert caught.value.cause_type == "TypeError"
         assert group.echo(None) == [None] * 2 and group.echo(b"") == [b""] * 2
-        uneven = {"k" * 600_000: [1], "l" * 600_000: [1, 2]}  # why it has no rows is longer than a frame may be
+        uneven = {"k" * 1_200_000: [1], "l" * 1_200_000: [1, 2]}  # why it has no rows is longer than a frame may be
         assert group.echo(uneven) == [uneven] * 2
 
     @pytest.mark.parametrize("nbytes", [10_000, 3_000_000])
@@ -110,7 +110,7 @@ class TestValues:
         assert isinstance(cause, ValueError) and len(cause.args[1]) == nbytes
         assert len(str(caught.value)) < 200_000 and group.ping() == [0, 1]
 
-    @pytest.mark.parametrize("size", [4, 200_000])
+    @pytest.mark.parametrize("size", [4, 400_000])
     @pytest.mark.parametrize("blocking", [True, False])
     def test_result_that_the_next_call_changes(self, group, size, blocking):
         group.increment(1)
@@ -121,7 +121,7 @@ class TestValues:
         assert all(torch.equal(tensor, torch.ones(size)) for tensor in first)
         assert all(torch.equal(tensor, torch.full((size,), 2.0)) for tensor in second)
 
-    @pytest.mark.parametrize("nbytes", [100, 800_000])
+    @pytest.mark.parametrize("nbytes", [100, 1_600_000])
     @pytest.mark.parametrize("ended", [True, False])
     def test_references_of_a_future(self, group, nbytes, ended):
         future = group.large.options(blocking=False)(5, nbytes)
@@ -157,7 +157,7 @@ class TestThreadsAndProcesses:
 
     def test_large_results_of_several_threads(self, group):
         with ThreadPoolExecutor(6) as pool:
-            large = [pool.submit(group.large, key, 800_000) for key in range(12)]
+            large = [pool.submit(group.large, key, 1_600_000) for key in range(12)]
             small = [pool.submit(group.echo, key) for key in range(50)]
             assert [call.result() for call in small] == [[key, key] for key in range(50)]
             wanted = [[bytes([key, rank]) * 400_000 for rank in range(2)] for key in range(12)]
@@ -215,11 +215,11 @@ class TestThreadsAndProcesses:
     def test_copies_of_the_group(self, group):
         @ray.remote(num_cpus=0)
         def use(copy):
-            return copy.count(), copy.large(1, 800_000)
+            return copy.count(), copy.large(1, 1_600_000)
 
         before = group.count()[0]
         counted, large = ray.get(use.remote(group))
-        assert counted == [before + 1] * 2 and [len(part) for part in large] == [800_000] * 2
+        assert counted == [before + 1] * 2 and [len(part) for part in large] == [1_600_000] * 2
         assert pickle.loads(pickle.dumps(group)).count() == [before + 2] * 2
         assert group.count() == [before + 3] * 2
 

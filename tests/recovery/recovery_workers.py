@@ -183,8 +183,8 @@ class Trainer(FSDPTrainWorker):
 
 # --- weight updates -------------------------------------------------------------------------------------------------
 
-SHAPES = {f"layer.{number}": (320, 1024) for number in range(8)} | {"norm": (7,)}
-BUCKET_BYTES = 1280 << 10  # a layer; the half that each of two senders has is more than a frame has
+SHAPES = {f"layer.{number}": (544, 1024) for number in range(8)} | {"norm": (7,)}
+BUCKET_BYTES = 2176 << 10  # a layer; the half that each of two senders has is more than a frame has
 
 
 @functools.cache
