@@ -76,7 +76,7 @@ def test_call_after_interrupted_ones(log, how):
     elif how == "small":
         log.note("next")
     else:
-        log.note("next" + "x" * 800_000)  # more than a frame has
+        log.note("next" + "x" * 1_600_000)  # more than a frame has
     assert [[entry[:7] for entry in entries] for entries in log.new()] == [
         ["running", "queued", "next" + "xxx" * (how == "large")]
     ] * 2

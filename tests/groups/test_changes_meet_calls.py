@@ -77,7 +77,7 @@ class Loaded(Worker):
         if self.rank == fail:
             raise KeyError(f"rank {fail}")
         time.sleep(seconds)
-        return bytes(1_000_000)
+        return bytes(2_000_000)
 
 
 class Dying(Worker):
@@ -87,7 +87,7 @@ class Dying(Worker):
     def call(self, group):
         if self.rank == 0:
             RayTransport._give = lambda *_: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            group.get(bytes(1_000_000))
+            group.get(bytes(2_000_000))
         else:
             group.get.remote(group.wait.remote(0.5))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -309,7 +309,7 @@ def test_references_in_an_event_loop_of_a_group_that_recovers(pool, fail):
         return [ref for _ in range(2) for ref in group.execute_all_async("wait", 0.2)]
 
     with RayWorkerGroup(pool[:2], RayClassWithInitArgs(Loaded, str(fail)), on_death="replace") as group:
-        assert [len(one) for one in ray.get(asyncio.run(twice()), timeout=20)] == [1_000_000] * 4
+        assert [len(one) for one in ray.get(asyncio.run(twice()), timeout=20)] == [2_000_000] * 4
 
 
 def test_error_without_collectives_leaves_the_other_ranks_alone(pool, fail):

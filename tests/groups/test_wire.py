@@ -160,7 +160,7 @@ class TestThreadsAndProcesses:
             large = [pool.submit(group.large, key, 1_600_000) for key in range(12)]
             small = [pool.submit(group.echo, key) for key in range(50)]
             assert [call.result() for call in small] == [[key, key] for key in range(50)]
-            wanted = [[bytes([key, rank]) * 400_000 for rank in range(2)] for key in range(12)]
+            wanted = [[bytes([key, rank]) * 800_000 for rank in range(2)] for key in range(12)]
             assert [call.result() for call in large] == wanted
 
     def test_another_process_is_served_while_threads_keep_calling(self, group):
