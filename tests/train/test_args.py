@@ -282,17 +282,34 @@ def test_attributes_of_a_class_count_but_not_its_methods():
     assert (args.lr, args.save) == (1e-3, None)
 
 
+def test_folders_begin_at_the_current_directory_of_the_driver(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("model").mkdir()
+    given = {"hf_checkpoint": "model", "ref_load": "me/model", "save": "~/out", "load": "out", "save_hf": "hf"}
+    args = read_args(given)
+    monkeypatch.chdir("/")  # where a worker may be
+    read = read_args(args)
+    assert {name: read[name] for name in given} == {
+        "hf_checkpoint": f"{tmp_path}/model",
+        "ref_load": "me/model",  # the name of a model on the hub
+        "save": "/home/me/out",
+        "load": f"{tmp_path}/out",
+        "save_hf": f"{tmp_path}/hf",
+    }
+
+
 def test_critic_has_its_own_keys():
-    args = read_args({"load": "a", "save": "b", "lr": 1.0, "critic_load": "c", "critic_save": "d", "critic_lr": 2.0,
+    args = read_args({"load": "/a", "save": "/b", "lr": 1.0, "critic_load": "/c", "critic_save": "/d", "critic_lr": 2.0,
                       "critic_lr_warmup_iters": 7})  # fmt: skip
     critic, actor = role_args(args, "critic"), role_args(args, "actor")
-    assert (critic.load, critic.save, critic.lr, critic.lr_warmup_iters) == ("c", "d", 2.0, 7)
-    assert (actor.load, actor.save, actor.lr, actor.lr_warmup_iters) == ("a", "b", 1.0, 0)
-    assert args.load == "a"
-    other = role_args(read_args({"lr": 5.0, "save": "x", "save_hf": "y_{rollout_id}"}), "critic")
-    assert (other.lr, other.save, other.load) == (5.0, "x/critic", None)  # never the actor's folder
-    assert other.save_hf == "y_{rollout_id}/critic"
-    assert role_args(read_args({"save_hf": "y", "critic_save_hf": "z"}), "critic").save_hf == "z"
+    assert (critic.load, critic.save, critic.lr, critic.lr_warmup_iters) == ("/c", "/d", 2.0, 7)
+    assert (actor.load, actor.save, actor.lr, actor.lr_warmup_iters) == ("/a", "/b", 1.0, 0)
+    assert args.load == "/a"
+    other = role_args(read_args({"lr": 5.0, "save": "/x", "save_hf": "/y_{rollout_id}"}), "critic")
+    assert (other.lr, other.save, other.load) == (5.0, "/x/critic", None)  # never the actor's folder
+    assert other.save_hf == "/y_{rollout_id}/critic"
+    assert role_args(read_args({"save_hf": "/y", "critic_save_hf": "/z"}), "critic").save_hf == "/z"
 
 
 def test_keys_of_evaluation_replace_those_of_the_rollout():

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import pickle
 import re
 import warnings
@@ -599,6 +600,15 @@ class TrainArgs:
     user: dict[str, Any] = _key({}, "your own keys")
 
 
+_OR_HUB_NAMES = ("hf_checkpoint", "ref_load")
+_FOLDERS = (
+    *_OR_HUB_NAMES,
+    *("load", "save", "save_hf", "critic_load", "critic_save", "critic_save_hf"),
+    *("update_weights_disk_dir", "profile_dir"),
+)
+"""Folders that workers read and write."""
+
+
 def read_args(given: Any = None) -> TrainArgs:
     """Complete and check a configuration.
 
@@ -609,7 +619,8 @@ def read_args(given: Any = None) -> TrainArgs:
 
     Returns:
         An OmegaConf ``DictConfig`` with every key of `TrainArgs` as an attribute, as which type checkers know it. Other
-        attributes are errors.
+        attributes are errors. Relative folders, and those that begin with ``~``, are made absolute here: workers have
+        another current directory.
 
     Raises:
         TrainArgsError: a key is unknown (the message has the closest one), or a value has the wrong type or is out of
@@ -649,6 +660,10 @@ def read_args(given: Any = None) -> TrainArgs:
     check_together(args)
     changed = {name for name, item in known.items() if args[name] != _default(item)}
     check_effects(changed, args)
+    for name in _FOLDERS:  # after the checks, whose messages have what was given
+        path = args[name] and os.path.abspath(os.path.expanduser(args[name]))
+        if path != args[name] and (name not in _OR_HUB_NAMES or os.path.isdir(path)):
+            args[name] = path
     if type(given) is dict and values.keys() == known.keys():  # such as {**args, "policy_loss_type": "gspo"}
         warn_of_defaults(values, args)
     made = pickle.loads(untyped)
