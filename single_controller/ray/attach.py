@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from single_controller.call.codec import Encoded
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
 from single_controller.ray.compat import all_actors
 from single_controller.ray.group_records import read
 from single_controller.ray.placement.reservation import remove_placement_groups, remove_pools_of
-from single_controller.ray.rank.actor import TAKE
+from single_controller.ray.rank.actor import TAKE, Identity
 from single_controller.ray.results import one_line
 from single_controller.ray.runtime import ensure_ray
 from single_controller.ray.transport import Rank
@@ -25,24 +24,15 @@ IDENTITY_SECONDS = 30.0
 """How long workers may take to identify themselves, which they do while they are busy."""
 
 
-class RunningWorkers(NamedTuple):
-    """Running workers."""
-
-    ranks: list[Rank]  # by rank
-    classes: Encoded  # role -> class, encoded
-    master: tuple[str, int]  # address and port of their rendezvous
-    collectives: bool  # whether their methods may use collectives
-
-
 def find_workers(
     name_prefix: str | None,
     worker_names: Sequence[str] | None,
     worker_handles: Sequence[Any] | None,
     class_name: str | None = None,
     namespace: str | None = None,
-) -> RunningWorkers:
+) -> tuple[Identity, list[Rank]]:
     """Ask running workers who they are. Takes exactly one of the first three arguments; the class narrows a prefix.
-    Raises as `RayWorkerGroup.from_detached` does."""
+    Returns rank 0, and all ranks in order. Raises as `RayWorkerGroup.from_detached` does."""
     given = [value for value in (name_prefix, worker_names, worker_handles) if value is not None]
     if len(given) != 1:
         raise ValueError("from_detached() takes exactly one of name_prefix, worker_names and worker_handles")
@@ -79,9 +69,7 @@ def find_workers(
         raise ValueError(
             f"cannot attach: all {first.info.world_size} ranks of one group are needed, once each; got ranks {numbers}"
         )
-    ranks = [Rank(handle, identity.name, identity.location) for identity, handle in found]
-    master = (first.info.master_addr, first.info.master_port)
-    return RunningWorkers(ranks, first.classes, master, first.info.members is not None)
+    return first, [Rank(handle, identity.name, identity.location) for identity, handle in found]
 
 
 def placement_groups(ranks: Sequence[Rank]) -> tuple[str, ...]:

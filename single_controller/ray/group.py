@@ -248,17 +248,18 @@ class RayWorkerGroup(WorkerGroup):
         """
         check_verl_options(cls.from_detached, verl)
         process = None if ray_cls_with_init is None else ProcessSpec(ray_cls_with_init)
+        class_name = None if process is None else process.name
         if own and worker_handles is None and (name_prefix is None) != (worker_names is None):
-            left = find_takeover(name_prefix, worker_names, process.name if process else None, namespace)
+            left = find_takeover(name_prefix, worker_names, class_name, namespace)
             if left is not None:
                 return cls._take_over(*left)
-        found = find_workers(name_prefix, worker_names, worker_handles, process.name if process else None, namespace)
-        classes = decode_result("from_detached", 0, found.classes, private=True) if process is None else process.classes
-        stem = found.ranks[0].name.rpartition("_")[0]
-        name = f"group {stem} (attached)"
-        self = cls._attached(classes, name, found.ranks, found.master, collectives=found.collectives)
+        first, ranks = find_workers(name_prefix, worker_names, worker_handles, class_name, namespace)
+        classes = decode_result("from_detached", 0, first.classes, private=True) if process is None else process.classes
+        name, info = f"group {first.name.rpartition('_')[0]} (attached)", first.info
+        master, collectives = (info.master_addr, info.master_port), info.members is not None
+        self = cls._attached(classes, name, ranks, master, collectives=collectives)
         if own:
-            self._owns, self._owned_placement = True, placement_groups(found.ranks)
+            self._owns, self._owned_placement = True, placement_groups(ranks)
             self.advise("Close it and create a new group")
         return self
 
