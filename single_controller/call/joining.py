@@ -39,44 +39,31 @@ class RankResult(NamedTuple):
 
 
 class CallResults(Protocol):
-    """The results of one call, as any process can ask for them. Each transport has its own class; it pickles.
+    """The results of one call, as any process can ask for them. Each transport has its own class; it pickles."""
 
-    Attributes:
-        label: the call's method, for messages.
-        shared: whether others may fetch the same results, so that a private value needs memory of its own. Otherwise it
-            may stay in the transport's.
-    """
-
-    label: str
+    label: str  # the call's method, for messages
+    # Whether others may fetch the same results, so that a private value needs memory of its own, not the transport's
     shared: bool
 
     def wait(self, timeout: float | None = None) -> list[RankResult]:
         """Wait until all ranks have ended; the collecting ranks' `RankResult`s, in order. Raise the call's error as
         soon as it has one, and `CallTimeoutError` after ``timeout`` seconds."""
-        ...
 
     def refs(self) -> list[Any]:
         """The transport's references to the results, in order."""
-        ...
 
     def values(self, which: Sequence[int], *, private: bool) -> list[Any]:
         """Fetch and decode the results of some collecting ranks, by their position."""
-        ...
 
     def check_sendable(self) -> None:
         """Raise a `LocalGroupError` if only this process can have the results."""
 
     def only(self, which: Sequence[int]) -> CallResults:
         """The results of some collecting ranks, by their position. Only `values` is needed of them."""
-        ...
 
 
 def join_results(source: CallResults, results: Sequence[RankResult], join: Join) -> Any:
-    """The whole value of a call, as its mode promises it.
-
-    Raises:
-        ResultError: the results cannot be joined.
-    """
+    """The whole value of a call, as its mode promises it; a `ResultError` if the results cannot be joined."""
     which = [k for k, result in enumerate(results) if not result.empty]
     return _fetch_and_join(source, which, join, private=True)
 
@@ -107,11 +94,8 @@ class Located:
         return source.only(self.which), replace(self, which=tuple(range(len(self.which))))
 
     def fetch(self, source: CallResults, *, private: bool) -> Any:
-        """Fetch the value of the other call's results; ``private``: in memory of its own.
-
-        Raises:
-            ResultError: a result is lost, or the results cannot be joined.
-        """
+        """Fetch the value of the other call's results; ``private``: in memory of its own. A `ResultError` if a result
+        is lost, or the results cannot be joined."""
         if self.item:
             return source.values(self.which, private=private)[0]
         if self.cuts is None:
@@ -144,12 +128,7 @@ class Input(NamedTuple):
 
 
 class Inputs:
-    """The deferred arguments of one call, on the driver that sends it.
-
-    Args:
-        spec: the method.
-        plan: the plan of the call. Its other arguments are not kept.
-    """
+    """The deferred arguments of one call, on the driver that sends it. Its other arguments are not kept."""
 
     def __init__(self, spec: MethodSpec, plan: CallPlan) -> None:
         self._spec = spec
@@ -170,10 +149,7 @@ class Inputs:
     def fill(self, plan: CallPlan, *, ended: bool, in_process: bool) -> CallPlan:
         """The plan with an `Input` for each deferred argument: with what to fetch, if all calls that compute them have
         ended; otherwise ranks are told later, by `follow`. ``ended``: the caller has waited for them.
-
-        Raises:
-            DispatchError: the ranks are not ``in_process``, as the results are.
-        """
+        A `DispatchError` if the ranks are not ``in_process``, as the results are."""
         for key, value in () if in_process else (pair for values in self._arguments for pair in values.items()):
             try:
                 self._sources[value.source][0].check_sendable()

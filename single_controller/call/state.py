@@ -68,42 +68,29 @@ Running = tuple[RunningCall, ...] | str
 
 
 class SentCall(Protocol):
-    """What a group's state knows of a call: it is looked at while some rank runs it, and ended with the group.
+    """What a group's state knows of a call: it is looked at while some rank runs it, and ended with the group."""
 
-    Attributes:
-        transport: what carries it.
-        started: when it was sent, by the monotonic clock.
-    """
-
-    transport: Transport
-    started: float
+    transport: Transport  # what carries it
+    started: float  # when it was sent, by the monotonic clock
 
     @property
     def late(self) -> list[int]:
         """The ranks whose results have not arrived."""
-        ...
 
     def look(self, now: float, deaths: Mapping[int, str]) -> None:
         """Look for what no result tells: deaths, failed inputs, timeouts."""
-        ...
 
     def abandon(self) -> None:
         """The group is broken or closed: end the call, unless it has an outcome."""
-        ...
 
     def log_late(self, others: int) -> None:
         """Log which ranks are late, and how many later calls wait for them."""
-        ...
 
 
 class GroupState:
     """Whether a group takes calls, and why not. The group, its calls, the monitor and the watchers share it.
 
-    Locks: see the top of this file for ``sending`` and ``lock``.
-
-    Args:
-        name: the group's name, for messages.
-        error_grace: seconds that the other ranks have to end a call after one raised, before the group is broken.
+    Locks: see the top of this file for ``sending`` and ``lock``. For the arguments, see `WorkerGroup`.
     """
 
     def __init__(self, name: str, error_grace: float) -> None:
@@ -143,12 +130,8 @@ class GroupState:
         self.pid = os.getpid()  # the process that made the group
 
     def check_process(self) -> None:
-        """Raise in a fork of the process that made the group, before any lock is taken: a thread of that process may
-        have held it, and does not exist here. Without threads, a fork has a transport of its own and may use it.
-
-        Raises:
-            ForkedProcessError: this is a fork.
-        """
+        """Raise a `ForkedProcessError` in a fork of the process that made the group, before any lock is taken: a thread
+        of that process may have held it, and does not exist here. Without threads, a fork has its own transport."""
         if os.getpid() != self.pid and not (self.transport is not None and self.transport.synchronous):
             raise ForkedProcessError.of(self.name)
 
@@ -318,11 +301,7 @@ class Monitor:
         self._reset()
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            StartError: the process has as many threads as it may have. Nobody would notice deaths and timeouts.
-        """
+        """Start the thread; a `StartError` if it cannot be: nobody would notice deaths and timeouts."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="call-monitor", daemon=True)
@@ -376,16 +355,8 @@ class Watcher(Closing):
     Thread: each watcher has a daemon thread named "worker-watcher". It ends when the watcher or the group is closed, or
     when the group is garbage collected. It holds no lock while it calls ``on_death``.
 
-    Args:
-        state: the group's state. Kept weakly: it has the transport, and with it the handles of the workers, which end
-            when the last reference to them is gone.
-        on_death: called in the watcher's thread for each death.
-        interval: seconds between two looks.
-
-    Raises:
-        ValueError: the interval is not a positive number.
-        ForkedProcessError: another process made the group.
-        StartError: the process has as many threads as it may have.
+    It keeps the group's state weakly, which has the handles of the workers: these end when the last reference to them
+    is gone. For the arguments and errors, see `WorkerGroup.watch`.
     """
 
     def __init__(self, state: GroupState, on_death: OnDeath | None, interval: float) -> None:

@@ -101,11 +101,7 @@ class Stats:
 
     @classmethod
     def together(cls, parts: Mapping[str | None, Stats]) -> Stats:
-        """Merge several, with methods named ``<name>.<method>``.
-
-        Args:
-            parts: name -> its stats. Methods under None keep their names.
-        """
+        """Merge several, by name, with methods named ``<name>.<method>``. Methods under None keep their names."""
         methods = {label(name, method): stats for name, part in parts.items() for method, stats in part.methods.items()}
         calls = [replace(call, method=label(name, call.method)) for name, part in parts.items() for call in part.calls]
         return cls(methods, sorted(calls, key=lambda call: call.begun))
@@ -123,13 +119,7 @@ class Stats:
 
 
 class _Latest(deque[CallRecord]):
-    """The latest calls, oldest first, with what is kept of earlier ones.
-
-    Args:
-        calls: the latest calls.
-        methods: the sums of earlier ones.
-        unsettled: those of the earlier ones that had no outcome yet.
-    """
+    """The latest calls, oldest first; of earlier ones, the sums by method, and those that had no outcome yet."""
 
     def __init__(
         self, calls: Iterable[CallRecord], methods: dict[str, MethodStats], unsettled: list[CallRecord]
@@ -151,12 +141,7 @@ class CallStats:
         self.recorded = 0  # how many of the latest calls keep their ranks
 
     def record_ranks(self, calls: int, at_least: bool = False) -> None:
-        """Keep the ranks of that many of the latest calls, or at least of so many, from the next call on; 0 drops those
-        that are kept.
-
-        Raises:
-            ValueError: ``calls`` is not a non-negative integer.
-        """
+        """See `WorkerGroup.record_ranks`."""
         calls = check_count("record_ranks(): calls", calls, 0, "; 0 keeps none")
         self.recorded = max(calls, self.recorded) if at_least else calls
         known = list(self.calls)
@@ -207,11 +192,6 @@ def write_trace(path: str | Path, name: str, calls: Iterable[CallRecord]) -> Non
     """Write calls as a Chrome trace, which Perfetto opens: a row for the driver and one for each recorded rank.
 
     Events are written one by one, so that a trace of millions of them needs no memory.
-
-    Args:
-        path: the file, JSON.
-        name: name of the group.
-        calls: the calls to write.
     """
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')

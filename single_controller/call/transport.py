@@ -53,18 +53,13 @@ Outcome = Future[Callable[[], Exception] | None]
 
 
 class Receiver(Protocol):
-    """A call that was sent: what a transport tells results to.
-
-    Attributes:
-        outcome: done once the call has an outcome.
-    """
+    """A call that was sent: what a transport tells results to."""
 
     outcome: Outcome
 
     def arrive(self, result: RankResult) -> None:
         """A rank has ended, was lost, or its reply was. Any thread may call this, holding no lock of a transport; only
         the first result of a rank counts. It is short, and does not wait."""
-        ...
 
 
 class Sent(NamedTuple):
@@ -91,23 +86,16 @@ class Resized(Exception):
 
 
 class Transport(ABC):
-    """The workers of one group. `send` is called by one thread at a time, all other methods by any thread.
+    """The workers of one group. `send` is called by one thread at a time, all other methods by any thread."""
 
-    Attributes:
-        world_size: number of ranks.
-        synchronous: whether `send` itself runs the call, rank after rank, in the caller's thread. Nothing interrupts
-            such a call: its timeout is checked afterwards against the time that each rank took.
-        in_process: whether the ranks are in the driver's process.
-        ended: whether `kill` was called, so that the workers' end is expected.
-        restarted: ranks that were ended to be restarted; their end is expected too.
-        death_seconds: how long `deaths` may take to know of a death, at most.
-    """
-
-    world_size: int
-    synchronous = in_process = False
-    ended = False
-    restarted: frozenset[int] = frozenset()
-    death_seconds = 0.0
+    world_size: int  # number of ranks
+    # Whether `send` itself runs the call, rank after rank, in the caller's thread. Nothing interrupts such a call: its
+    # timeout is checked afterwards against the time that each rank took.
+    synchronous = False
+    in_process = False  # whether the ranks are in the driver's process
+    ended = False  # whether `kill` was called, so that the workers' end is expected
+    restarted: frozenset[int] = frozenset()  # ranks that were ended to be restarted; their end is expected too
+    death_seconds = 0.0  # how long `deaths` may take to know of a death, at most
 
     @property
     @abstractmethod
