@@ -56,11 +56,8 @@ class Deferred:
     `dispatch.plan.DeferredArgument` in its place, and each rank fetches its own rows.
     """
 
-    label: str
-    """The method that computes the result, for messages."""
-
-    computed_here = False
-    """Whether this process itself computes the result, so that an argument is its value."""
+    label: str  # the method that computes the result, for messages
+    computed_here = False  # whether this process itself computes the result, so that an argument is its value
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result, and return it."""
@@ -372,11 +369,8 @@ _concatenate_least = 0
 
 def trim(value: Any, rows: int, real: int, made: Made | None = None) -> Any:
     """Remove the padding from the result for a shard of ``rows`` rows with it, and ``real`` without. If the result has
-    m times as many rows, there are m for each row of the shard.
-
-    Raises:
-        BatchError: the result has no rows, or a number that is not a multiple of the shard's.
-    """
+    m times as many rows, there are m for each row of the shard. A `BatchError` if the result has no rows, or a number
+    that is not a multiple of the shard's."""
     made = {} if made is None else made
     if value is None:
         return None

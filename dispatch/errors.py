@@ -30,13 +30,9 @@ class SingleControllerError(Exception):
             setattr(self, name, tuple(value) if isinstance(value, list) else value)  # not the caller's own list
 
     def of_consumer(self, consumer: str) -> SingleControllerError:
-        """The error of a call that needs the result of the call that raised this one, which becomes its cause.
-
-        It has the same type, message and attributes, which say where the first error was. A note says what did not run.
-
-        Args:
-            consumer: the method that could not run, without parentheses.
-        """
+        """The error of a call of the method ``consumer`` that needs the result of the call that raised this one, which
+        becomes its cause. It has the same type, message and attributes, which say where the first error was. A note
+        says what did not run."""
         error = copy.copy(self)
         error.add_note(f"{consumer}() did not run, because this error failed its deferred argument")
         error.consumer = consumer

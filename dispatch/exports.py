@@ -13,13 +13,9 @@ from dispatch.register import check_keywords
 
 
 def lazy_exports(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's ``__all__``, ``__getattr__`` and ``__dir__``.
-
-    Args:
-        package: name of the package.
-        file: its ``__init__.py``. The imports in its first ``if`` statement, which Python itself never runs (``if
-            TYPE_CHECKING``), say what it exports and from which modules.
-    """
+    """Return a package's ``__all__``, ``__getattr__`` and ``__dir__``. The imports in the first ``if`` statement of its
+    ``__init__.py``, ``file``, which Python itself never runs (``if TYPE_CHECKING``), say what it exports and from which
+    modules."""
     table = next(node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If))
     homes = {
         alias.name: str(node.module) for node in table.body if isinstance(node, ast.ImportFrom) for alias in node.names

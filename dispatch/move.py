@@ -8,17 +8,10 @@ from dispatch.batch import fields_of, rebuild
 
 
 def move(value: Any, device: str) -> Any:
-    """Return a value with its tensors on a device.
+    """Return a value with its tensors on a torch device, such as ``"cuda:1"``; a RuntimeError if torch has no such one.
 
     Calls the ``to`` method of every object that has one (tensors, TensorDicts, verl's DataProto, a tokenizer's
     encoding), also inside dicts, lists, tuples and named tuples. Everything else, arrays included, stays unchanged.
-
-    Args:
-        value: any value.
-        device: a torch device string: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
-
-    Raises:
-        RuntimeError: torch has no such device.
     """
     if callable(getattr(type(value), "to", None)):
         return value.to(device)

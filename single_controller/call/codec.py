@@ -59,12 +59,8 @@ class Encoded(NamedTuple):
     nbytes: int = 0  # size in bytes
 
     def decode(self, *, private: bool = True) -> Any:
-        """Return the value.
-
-        Args:
-            private: copy tensors and arrays into memory of their own. Otherwise they share the buffers' memory and
-                must not be written to.
-        """
+        """Return the value; ``private``: copy tensors and arrays into memory of their own. Otherwise they share the
+        buffers' memory and must not be written to."""
         # Restored behind it, because unpickling a value may decode another one in this thread.
         before = getattr(_decoding, "current", None)
         _decoding.current = (private, self.references)
@@ -504,11 +500,7 @@ def cannot_send(what: str, error: Exception, method: str, argument: str | None) 
 def decode_result(label: str, rank: int, encoded: Encoded | None, *, private: bool, shared: bool = True) -> Any:
     """Decode the result of a rank; None stands for None. ``private``: whether the value needs memory of its own. If
     nobody else reads the same buffers, ``shared`` is false, and even a private value may stay in the shared memory,
-    unless this process already maps `MAX_MAPPED_BYTES`.
-
-    Raises:
-        ResultError: it cannot be unpickled in this process.
-    """
+    unless this process already maps `MAX_MAPPED_BYTES`. A `ResultError` if it cannot be unpickled in this process."""
     if encoded is None:
         return None
     try:

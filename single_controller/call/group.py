@@ -1018,10 +1018,6 @@ class RoleGroup(WorkerGroup):
 
     Layout, meshes and stats belong to the role. The processes, and with them `alive` and ``workers``, are shared:
     closing or restarting one role does so for all.
-
-    Args:
-        whole: the colocated group.
-        role: one of its roles.
     """
 
     def __init__(self, whole: WorkerGroup, role: str) -> None:

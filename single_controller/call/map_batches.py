@@ -162,11 +162,7 @@ class BatchMap:
         return value if self._options.device is None else move(value, self._options.device)
 
     def _read(self, batch: _Batch) -> None:
-        """Take the values of the calls that have ended.
-
-        Raises:
-            SingleControllerError: the error of the first that has failed.
-        """
+        """Take the values of the calls that have ended, and raise the error of the first that has failed."""
         errors: list[Exception] = []
         for part, call in [(part, call) for part, call in batch.calls.items() if call.settled]:
             del batch.calls[part]
