@@ -10,11 +10,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def check_shadowing() -> None:
-    """Check that ``dispatch`` and ``workers`` are this library's packages.
-
-    Raises:
-        ImportError: another module of that name would be imported. The message names both files.
-    """
+    """Raise an ImportError, which names both files, unless ``dispatch`` and ``workers`` are this library's packages."""
     for name in ("dispatch", "workers"):
         ours = _ROOT / name / "__init__.py"
         stand_in = _ROOT / "single_controller" / "ray" / "pythonpath" / f"{name}.py"

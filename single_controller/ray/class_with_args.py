@@ -227,11 +227,8 @@ class ProcessSpec:
         )
 
     def encode(self) -> Any:
-        """Encode classes, constructor arguments and the user's batch types; a reference if they are large.
-
-        Raises:
-            DispatchError: a class or an argument cannot be pickled.
-        """
+        """Encode classes, constructor arguments and the user's batch types; a reference if they are large. A
+        `DispatchError` if a class or an argument cannot be pickled."""
         constructors = {role: (made.cls, made.args, made.kwargs) for role, made in self.roles.items()}
         try:
             encoded = encode((constructors, _batch_types()))

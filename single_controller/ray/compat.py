@@ -48,12 +48,10 @@ ever while the control store answered others."""
 
 
 def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function of Ray that asks the control store.
+    """Call a function of Ray that asks the control store; a `ControlStoreError` if it has not answered within
+    `STORE_SECONDS`.
 
     Thread: the function runs in a thread "future-wait", where it remains if there is no answer.
-
-    Raises:
-        ControlStoreError: there was no answer within `STORE_SECONDS`.
     """
     try:
         answer = in_own_thread(partial(question, *args, **kwargs))
@@ -218,10 +216,8 @@ def worker_pools(creators: Collection[str]) -> list[str]:
     """Ids, in hex, of the placement groups that workers of this job have made for pools, and that have lost them.
 
     Ray removes a placement group that an actor has created only when the actor *and* its job have ended. One is
-    returned if it is not detached and its creator is dead, or is among ``creators``.
-
-    Args:
-        creators: ids, in hex, of actors that are being ended.
+    returned if it is not detached and its creator is dead, or is among ``creators``: ids, in hex, of actors that are
+    being ended.
     """
     data = _tables.PlacementGroupTableData
     tables = [

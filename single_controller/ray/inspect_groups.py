@@ -91,11 +91,7 @@ def stacks(name: str, ranks: Collection[int] | None = None, *, native: bool = Fa
 
 
 def chosen(records: Records, name: str | None) -> list[GroupRecord]:
-    """The groups of a name, or of a beginning of names; all of them for None.
-
-    Raises:
-        LookupError: there is no such group.
-    """
+    """The groups of a name, or of a beginning of names; all of them for None. A `LookupError` if there is none."""
     found = sorted(records.groups.values(), key=lambda record: (record.name, record.driver, record.ranks[0].actor))
     if name is None:
         return found

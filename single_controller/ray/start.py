@@ -78,11 +78,8 @@ def start(
     plan: StartPlan, wait: WaitForConstructors, again: bool = False, generation: int = 0
 ) -> tuple[RayTransport, tuple[str, int]]:
     """Start the workers of a group, and wait for their constructors. If it raises, all actors were ended. ``again``:
-    whether workers of the same names were just ended, so that their names may still be taken.
-
-    Returns:
-        The transport, and the address and port of the rendezvous.
-    """
+    whether workers of the same names were just ended, so that their names may still be taken. Returns the transport,
+    and the address and port of the rendezvous."""
     encoded = plan.process.encode()  # first: what cannot be pickled must not cost a start
     plan.pool.wait(assign_ranks=plan.detached)  # the name of a detached actor ends in its rank
     slots = plan.pool.slots()

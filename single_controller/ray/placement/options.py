@@ -22,11 +22,7 @@ _NO_CUSTOM_RESOURCES = {**_HAVE_OPTIONS, "object_store_memory": "Ray does not re
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """What each slot of a pool reserves, and how. The meaning of each is in `RayResourcePool`.
-
-    Raises:
-        ValueError: an option that is not possible.
-    """
+    """What each slot of a pool reserves, and how: see `RayResourcePool`. A `ValueError` if an option is impossible."""
 
     use_gpu: bool
     name_prefix: str

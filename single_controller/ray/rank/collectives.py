@@ -47,12 +47,10 @@ def abort_collectives(known_ports: Collection[int]) -> None:
 
     Communicators of a device are aborted (this has never been run). For gloo, `ProcessGroup.abort` of torch 2.13 ends
     nothing: a thread that waits for a peer goes on waiting. It stops when a connection to the peer breaks. So this
-    shuts down the connections that other processes have opened to this one, except to ``known_ports``. One side of
-    each connection between two ranks has accepted it, so all connections break once every rank has done this. The
-    connections to torch's TCPStore, in which a rank may wait too, are among them.
-
-    Args:
-        known_ports: `listening_ports` before the user's code ran: those of Ray and of the rank's listener.
+    shuts down the connections that other processes have opened to this one, except to ``known_ports``: those of
+    `listening_ports` before the user's code ran, of Ray and of the rank's listener. One side of each connection between
+    two ranks has accepted it, so all connections break once every rank has done this. The connections to torch's
+    TCPStore, in which a rank may wait too, are among them.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -36,11 +36,8 @@ WRITE_SECONDS = 2.0
 
 
 def frames_file() -> int:
-    """Let this process write its Python frames to a file in memory when it gets a signal.
-
-    Returns:
-        The file's descriptor; -1 if this system has no such files, or the program uses the signal.
-    """
+    """Let this process write its Python frames to a file in memory when it gets a signal. Returns the file's
+    descriptor; -1 if this system has no such files, or the program uses the signal."""
     if not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return -1
     file = os.memfd_create(_FILE)
