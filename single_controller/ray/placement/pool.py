@@ -345,7 +345,7 @@ class RayResourcePool(Closing, ResourcePool):
     def slots(self) -> list[Slot]:
         """Return the slots: by rank with locations once the ranks are assigned, until then as declared. Waits for
         nothing, and reserves nothing."""
-        return self._listed({reservation: reservation.slots for reservation in self.reservations})
+        return self._listed()
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -355,31 +355,28 @@ class RayResourcePool(Closing, ResourcePool):
             return [self._owned]
         return list(dict.fromkeys(reservation for pool, _ in self._parts for reservation in pool.reservations))
 
-    def _listed(self, slots_of: Mapping[Reservation, Sequence[Slot]]) -> list[Slot]:
-        """The slots by rank, out of those of the reservations. A pool that borrows slots numbers their entries anew, in
-        order of rank."""
+    def _listed(self, slots_of: Mapping[Reservation, Sequence[Slot]] | None = None) -> list[Slot]:
+        """The slots by rank; see `_placed`. A pool that borrows slots numbers their entries anew, in order of rank."""
+        placed = self._placed(slots_of)
         if self._owned is not None:
-            return list(slots_of[self._owned])
+            return [slot for _, slot in placed]
         entries: dict[tuple[Reservation, int], int] = {}
-        found = [(reservation, slots_of[reservation][number]) for reservation, number in self._members(slots_of)]
-        return [replace(slot, entry=entries.setdefault((of, slot.entry), len(entries))) for of, slot in found]
+        return [replace(slot, entry=entries.setdefault((of, slot.entry), len(entries))) for (of, _), slot in placed]
 
-    def _members(self, slots_of: Mapping[Reservation, Sequence[Slot]] | None = None) -> list[Member]:
-        """The slots by rank, as the reservations are now or as ``slots_of`` says."""
-        if self._owned is not None:
-            return [(self._owned, number) for number in range(len(self._owned.slots))]
+    def _placed(self, slots_of: Mapping[Reservation, Sequence[Slot]] | None = None) -> list[tuple[Member, Slot]]:
+        """By rank, where each slot belongs, and the slot: as the reservations have it now, or as ``slots_of`` says."""
         known = slots_of or {reservation: reservation.slots for reservation in self.reservations}
-        listed = [(pool._members(known), numbers) for pool, numbers in self._parts]
-        members = [of_pool[number] for of_pool, numbers in listed for number in numbers]
-        if self._sorts and all(known[of][number].order for of, number in members):
-            members.sort(key=lambda member: known[member[0]][member[1]].order)
-        return members
+        if self._owned is not None:
+            return [((self._owned, number), slot) for number, slot in enumerate(known[self._owned])]
+        listed = [(pool._placed(known), numbers) for pool, numbers in self._parts]
+        placed = [of_pool[number] for of_pool, numbers in listed for number in numbers]
+        if self._sorts and all(slot.order for _, slot in placed):
+            placed.sort(key=lambda one: one[1].order)
+        return placed
 
     def _check_distinct(self) -> None:
-        slots_of = {reservation: reservation.slots for reservation in self.reservations}
         seen = set[Hashable]()
-        for reservation, number in self._members(slots_of):
-            slot = slots_of[reservation][number]
+        for (reservation, number), slot in self._placed():
             # Compare the bundles if they exist already: several pools may use one external placement group.
             key = (slot.placement_group, slot.bundle) if slot.placement_group is not None else (reservation, number)
             if key in seen:
@@ -493,7 +490,7 @@ class RayResourcePool(Closing, ResourcePool):
     def note_locations(self, slots: Sequence[Slot], locations: Sequence[Location]) -> None:
         """Note where processes in some of the slots found themselves."""
         found = {(slot.placement_group, slot.bundle): where for slot, where in zip(slots, locations, strict=True)}
-        for (reservation, number), slot in zip(self._members(), self.slots(), strict=True):
+        for (reservation, number), slot in self._placed():
             where = found.get((slot.placement_group, slot.bundle))
             if where is not None:
                 reservation.update_location(number, where)
@@ -518,7 +515,7 @@ class RayResourcePool(Closing, ResourcePool):
         self.place(bin_pack, resources)
         if self._parts:
             self.wait()  # outside the lock, because it may take long: only then is it known which slots these are
-        wanted = self._members() if counted else []
+        wanted = [member for member, _ in self._placed()] if counted else []
         with _occupying:
             self._check_open()  # again: another thread may have closed the pool while this one waited
             # A group that is closed ends its workers by itself, so its slots are free. A restarted group is its own.
