@@ -126,7 +126,13 @@ class GroupMetrics(Closing):
             known = list(self._groups)
         for group in known:
             closed = group.closed
-            self._look(group, closed)
+            if not closed:
+                self._set_gauges(group)
+            stats: Stats = group.stats()
+            for method, of_method in stats.methods.items():
+                for counter, total in _totals(of_method).items():
+                    self._count(group, counter, method, total)
+            self._count(group, "deaths", "", group._state.died)
             if closed:
                 with self._counting:
                     self._groups.discard(group)
@@ -161,15 +167,6 @@ class GroupMetrics(Closing):
             if self._thread is not None and threading.current_thread() is not self._thread:
                 self._thread.join(timeout=self._interval)
             self.look()
-
-    def _look(self, group: WorkerGroup, closed: bool) -> None:
-        if not closed:
-            self._set_gauges(group)
-        stats: Stats = group.stats()
-        for method, of_method in stats.methods.items():
-            for counter, total in _totals(of_method).items():
-                self._count(group, counter, method, total)
-        self._count(group, "deaths", "", group._state.died)
 
     def _set_gauges(self, group: WorkerGroup) -> None:
         state, now = group._state, time.monotonic()
