@@ -85,13 +85,23 @@ def whole_weights(four):
     return assembled(four.run(on_ranks.hf_shards))
 
 
-def assert_training_continues(four, checkpoint, make_again):
-    """Save after one step, make the model anew, load: the next step and the weights after it are the same."""
+def loaded(four, saved, config, parallel, sharp=False, **options):
+    """A new model on the ranks, with a Hugging Face model's weights. Returns the latter, and its folder."""
+    model, folder = saved(config, sharp=sharp)
+    four.run(on_ranks.make, config, parallel, **options)
+    four.run(on_ranks.load_hf, folder)
+    return model, folder
+
+
+def assert_training_continues(four, saved, checkpoint, config, before, after, sharp=False, **options):
+    """Save after one step, make the model anew at other sizes, load: the next step and the weights after it are the
+    same."""
+    loaded(four, saved, config, before, sharp, **options)
     four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
     four.run(on_ranks.save, checkpoint)
     expected = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
     weights = whole_weights(four)
-    make_again()
+    four.run(on_ranks.make, config, after, **options)
     four.run(on_ranks.load, checkpoint)
     found = four.run(on_ranks.train_step, batch(seed=2), on_ranks.policy_loss, 9.0, 1e-3)[0]
     assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
@@ -100,13 +110,12 @@ def assert_training_continues(four, checkpoint, make_again):
     assert max((again[name] - weights[name]).abs().max().item() for name in weights) < 1e-5
 
 
-def steps(four, model, loss, count=2, rows=7, lr=1e-3, within=1e-5, first=0, make=None):
+def steps(four, model, loss, count=2, rows=7):
     """Take the same steps on both sides, and compare the reports."""
-    make = make or batch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    for step in range(first, first + count):
-        data = make(rows, seed=10 + step)
-        rate = lr * (step + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for step in range(count):
+        data = batch(rows, seed=10 + step)
+        rate = 1e-3 * (step + 1)
         reports = four.run(on_ranks.train_step, data, loss, 9.0, rate, 0.7)
         total, sums = loss(Reference(model, data, 1.0 if loss is on_ranks.value_loss else 0.7), Whole(data), 9.0)
         optimizer.zero_grad()
@@ -115,11 +124,10 @@ def steps(four, model, loss, count=2, rows=7, lr=1e-3, within=1e-5, first=0, mak
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         assert all(one == reports[0] for one in reports)
-        assert reports[0]["loss"] == pytest.approx(total.item(), rel=1e-4, abs=within)
+        assert reports[0]["loss"] == pytest.approx(total.item(), rel=1e-4, abs=1e-5)
         assert reports[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
         for name, value in sums.items():
             assert reports[0][name] == pytest.approx(value.item(), rel=1e-4, abs=1e-4)
-    return optimizer
 
 
 def check_weights(four, model, within=1e-4):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import train_model_workers as on_ranks
-from hf_reference import Reference, Whole, assert_training_continues, batch, joined, whole_weights
+from hf_reference import Reference, Whole, assert_training_continues, batch, joined, loaded, whole_weights
 from lm_configs import LLAMA, SIZES
 from mixtures import by_expert, column, drawn_routes, replaying
 from shard_helpers import assert_same
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.timeout(300)
 rare = pytest.mark.full("layouts and variants of mixtures of experts on Megatron")
 
 
-def auxiliary(model, data, coefficients):
+def auxiliary(model, data, overrides):
     """The auxiliary losses of all rows, each row alone, from transformers' router logits; and (load, loss, z) means."""
     balance = z = 0.0
     load, experts = 0.0, experts_of(model.config)
@@ -71,14 +71,12 @@ def auxiliary(model, data, coefficients):
         "moe/load_balancing_loss": balance.item() / total / len(load),
         "moe/z_loss": z.item() / total / len(load),
     }
-    return (coefficients[0] * balance + coefficients[1] * z) / total, wanted
+    of_balance, of_z = (overrides.get(f"moe_{name}_coeff", 0.0) for name in ("aux_loss", "z_loss"))
+    return (of_balance * balance + of_z * z) / total, wanted
 
 
 def made(four, saved, config, parallel, overrides, **options):
-    model, folder = saved(config, sharp=True)
-    four.run(on_ranks.make, config, parallel, overrides=overrides, **options)
-    four.run(on_ranks.load_hf, folder)
-    return model, folder
+    return loaded(four, saved, config, parallel, sharp=True, overrides=overrides, **options)
 
 
 def compare_gradients(four, model, overrides):
@@ -88,9 +86,7 @@ def compare_gradients(four, model, overrides):
     reports = four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e6, 0.7)
     after = whole_weights(four)
     total, _ = on_ranks.policy_loss(Reference(model, data, 0.7), Whole(data), 9.0)
-    losses, wanted = auxiliary(
-        model, data, [overrides.get(name, 0.0) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")]
-    )
+    losses, wanted = auxiliary(model, data, overrides)
     model.zero_grad()
     (total + losses).backward()
     assert all(one == reports[0] for one in reports)
@@ -123,9 +119,7 @@ def compare_steps(four, model, overrides, count=2):
         data = batch(seed=10 + step)
         reports = four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e-3, 0.7)
         total, _ = on_ranks.policy_loss(Reference(model, data, 0.7), Whole(data), 9.0)
-        losses, _ = auxiliary(
-            model, data, [overrides.get(name, 0.0) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")]
-        )
+        losses, _ = auxiliary(model, data, overrides)
         optimizer.zero_grad()
         (total + losses).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -313,13 +307,8 @@ def test_critic_with_experts_matches_a_token_classifier(four, saved):
     ],
 )  # fmt: skip
 def test_training_continues_from_a_checkpoint_at_other_sizes(four, saved, tmp_path, name, before, after, distributed):
-    options = {"optimizer": {**ADAM, "distributed": distributed}}
-    made(four, saved, MODELS[name], before, LOSSES, **options)
-    assert_training_continues(
-        four,
-        str(tmp_path / "checkpoint"),
-        lambda: four.run(on_ranks.make, MODELS[name], after, overrides=LOSSES, **options),
-    )
+    options = {"overrides": LOSSES, "optimizer": {**ADAM, "distributed": distributed}}
+    assert_training_continues(four, saved, str(tmp_path), MODELS[name], before, after, sharp=True, **options)
 
 
 @rare
@@ -341,9 +330,7 @@ def test_export_can_be_loaded_by_transformers(four, saved, tmp_path, name):
     ],
 )
 def test_restored_weights_are_trained(four, saved, parallel, options):
-    _, folder = saved(QWEN3)
-    four.run(on_ranks.make, QWEN3, parallel, param_dtype="bf16", **options)
-    four.run(on_ranks.load_hf, folder)
+    loaded(four, saved, QWEN3, parallel, param_dtype="bf16", **options)
     assert four.run(on_ranks.snapshot_step_back, batch(), 9.0) == [(True,) * 4] * 4
     assert all(tensor.dtype == torch.bfloat16 for tensor in whole_weights(four).values())
 
@@ -360,7 +347,7 @@ def test_ranks_without_rows_run_the_experts_of_the_others(four, saved, rows, ove
     if rows:
         (report, *_) = four.run(on_ranks.train_step, data, on_ranks.policy_loss, 9.0, 1e-3)
         total, _ = on_ranks.policy_loss(Reference(model, data), Whole(data), 9.0)
-        losses, wanted = auxiliary(model, data, [LOSSES["moe_aux_loss_coeff"], LOSSES["moe_z_loss_coeff"]])
+        losses, wanted = auxiliary(model, data, LOSSES)
         (total + losses).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -373,10 +360,8 @@ def test_ranks_without_rows_run_the_experts_of_the_others(four, saved, rows, ove
 def test_auxiliary_losses_are_scaled_as_the_loss_in_float16(four, saved):
     """There is no other gradient here. Larger ones would overflow at the first loss scale, 65536."""
     overrides, norms = {"moe_aux_loss_coeff": 0.03, "moe_z_loss_coeff": 0.003}, []
-    _, folder = saved(QWEN3)
     for dtype in ("fp32", "fp16"):
-        four.run(on_ranks.make, QWEN3, {**TP2, **EP2}, param_dtype=dtype, overrides=overrides, optimizer=ADAM)
-        four.run(on_ranks.load_hf, folder)
+        loaded(four, saved, QWEN3, {**TP2, **EP2}, param_dtype=dtype, overrides=overrides, optimizer=ADAM)
         norms.append(four.run(on_ranks.train_step, batch(), on_ranks.no_loss, 1.0, 1e-3)[0]["grad_norm"])
     print(f"gradient norms in float32 and float16: {norms}")
     assert norms[0] > 0.01 and norms[1] == pytest.approx(norms[0], rel=0.02)
@@ -387,10 +372,8 @@ def test_auxiliary_losses_are_scaled_as_the_loss_in_float16(four, saved):
 def test_overflow_of_experts_alone_keeps_one_loss_scale_in_float16(four, saved, distributed):
     """Megatron halves the scale after two overflows in a row. Each of its optimizers has a scaler of its own, but there
     is one loss: gradients that were divided by another scale would be too large."""
-    _, folder = saved(QWEN3)
     options = {"overrides": {"moe_aux_loss_coeff": 0.03, "moe_z_loss_coeff": 0.003}, "param_dtype": "fp16"}
-    four.run(on_ranks.make, QWEN3, EP2, optimizer={**ADAM, "distributed": distributed}, **options)
-    four.run(on_ranks.load_hf, folder)
+    loaded(four, saved, QWEN3, EP2, optimizer={**ADAM, "distributed": distributed}, **options)
 
     def norm(**infinite):
         return four.run(on_ranks.train_step, batch(), on_ranks.no_loss, 1.0, 0.0, **infinite)[0]["grad_norm"]
@@ -416,14 +399,11 @@ def test_failed_pass_leaves_no_experts_to_the_next(four, saved):
 @rare
 @pytest.mark.parametrize("distributed", [False, True])
 def test_offloaded_experts_continue_unchanged(four, saved, distributed):
-    _, folder = saved(QWEN3)
-    expected = None
-    for _ in range(2):
-        four.run(on_ranks.make, QWEN3, {**TP2, **EP2, **ETP1}, optimizer={"distributed": distributed})
-        four.run(on_ranks.load_hf, folder)
-        if expected is None:
-            four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
-            expected = four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    again = partial(loaded, four, saved, QWEN3, {**TP2, **EP2, **ETP1}, optimizer={"distributed": distributed})
+    again()
+    four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    expected = four.run(on_ranks.train_step, batch(), on_ranks.policy_loss, 9.0, 1e-3)
+    again()
     for (asleep, freed, copied, found), wanted in zip(
         four.run(on_ranks.sleep_and_wake, batch(), 9.0), expected, strict=True
     ):

@@ -144,7 +144,7 @@ def plain_steps_over_sets():
     return made, plain.weights()
 
 
-@ways(FSDP2, rarely=[TP2, TP2_PP2])  # Megatron: see test_candidates_over_a_sampling_mask
+@ways(FSDP2, rarely=[TP2, TP2_PP2])  # Megatron: see test_candidates_with_and_without_a_sampling_mask
 def test_steps_with_a_sampling_mask_match_a_plain_loop(start, way):
     """Policy, old policy, reference and entropy over the sets that the tokens were drawn from, through all that cuts
     rows: several ranks, balancing, micro-batches and several steps."""
