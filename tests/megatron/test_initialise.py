@@ -226,19 +226,6 @@ class TestGroup:
                 assert plain.items(["x"] * plain.dp_size) == four.items(["x"] * four.dp_size)
             assert type(plain) is RayWorkerGroup and not hasattr(plain, "get_megatron_rank_info")
 
-    def test_megatron_global_and_rank_info(self, four):
-        found = four.set_up(2, 1, context_parallel_size=2)
-        info = four.get_megatron_global_info()
-        assert (info.tp_size, info.dp_size, info.pp_size, info.cp_size) == (2, 1, 1, 2)
-        for rank, (place, _) in enumerate(found):
-            info = four.get_megatron_rank_info(rank)
-            assert (info.tp_rank, info.dp_rank, info.pp_rank, info.cp_rank) == (
-                place["tp"],
-                place["dp"],
-                place["pp"],
-                place["cp"],
-            )
-
     def test_invalid_ranks(self, four):
         four.set_up()
         for rank in (4, -1, "0", None, 1.0):
@@ -262,9 +249,3 @@ class TestGroup:
         assert [item for item, _ in four.items(list("abcd"))] == list("abcd")
         four.set_up()
         assert four.ep_size == 1 and "ep" not in four.layout.axes
-
-    def test_context_parallel_ranks_are_not_data_parallel_ranks(self, four):
-        four.set_up(context_parallel_size=4)
-        assert (four.dp_size, four.cp_size) == (1, 4)
-        assert [item for item, _ in four.items(["x"])] == ["x"]
-        assert [item for item, _ in four.stage_items(list("abcd"))] == list("abcd")

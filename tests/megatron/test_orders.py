@@ -36,6 +36,8 @@ def arrange(group, sizes, **options):
 def check_sizes_and_coordinates(group, sizes, by_rank):
     """The group has the layout of this initialization, not of the previous one."""
     assert (group.dp_size, group.cp_size, group.tp_size, group.pp_size) == tuple(sizes[axis] for axis in AXES)
+    info = group.get_megatron_global_info()
+    assert {axis: getattr(info, f"{axis}_size") for axis in AXES} == sizes
     assert dict(group.layout.axes) == {axis: tuple(coordinates[axis] for coordinates in by_rank) for axis in AXES}
     for rank, coordinates in enumerate(by_rank):
         info = group.get_megatron_rank_info(rank)
