@@ -11,7 +11,7 @@ import pytest
 import torch
 from devices import SIMULATED
 from engine_contract import EngineContract, Subject
-from rollout_helpers import GPT2, LLAMA, TIED, plain_log_probs, plain_model
+from rollout_helpers import GPT2, LLAMA, TIED, left_to_choose, plain_log_probs, plain_model
 from torch_scripts import printed
 from transformers import LlamaConfig, MambaConfig, MistralConfig
 from waits import wait_until
@@ -19,7 +19,7 @@ from waits import wait_until
 from workers.rollout.engines import decoding
 from workers.rollout.engines.hf_engine import HFEngine
 from workers.rollout.engines.rollout_engine import EngineLoad, SamplingParams
-from workers.rollout.rollout_errors import PromptError, RolloutError, WeightsError
+from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 CONFIG = LlamaConfig(**{**LLAMA.to_diff_dict(), "max_position_embeddings": 512})
 MISTRAL = MistralConfig(**{**LLAMA.to_diff_dict(), "sliding_window": 8})
@@ -69,15 +69,6 @@ def test_temperature_zero_is_the_argmax(config):
         check(model, prompt, completion)
 
 
-def test_completion_does_not_depend_on_the_batch_size(llama):
-    engine, _ = llama
-    together = engine.generate(PROMPTS, SamplingParams(10), SEEDS)
-    engine.max_batch_size = 2
-    in_twos = engine.generate(PROMPTS, SamplingParams(10), SEEDS)
-    engine.max_batch_size = 128
-    assert [one.token_ids for one in together] == [one.token_ids for one in in_twos]
-
-
 def drawn_first(engine, prompt, how, times=4000):
     engine.max_batch_size = 1000
     completions = engine.generate([prompt] * times, how, range(times))
@@ -109,15 +100,7 @@ def test_sampled_frequencies_match_the_softmax(llama, how):
     engine, model = llama
     with torch.no_grad():
         probs = (model(torch.tensor([[5, 9, 2]])).logits[0, -1].double() / how.temperature).softmax(-1)
-    ranked = sorted(range(32), key=lambda token: -probs[token])
-    left = ranked[: how.top_k or 32]
-    total = sum(float(probs[token]) for token in left)
-    kept, mass = [], 0.0
-    for token in left:  # the most likely tokens, until they reach top_p
-        kept.append(token)
-        mass += float(probs[token]) / total
-        if mass >= how.top_p:
-            break
+    kept = left_to_choose(probs.log(), how) or [*range(32)]
     expected = torch.zeros(32, dtype=torch.float64)
     expected[kept] = probs[kept] / probs[kept].sum()
     counts = drawn_first(engine, [5, 9, 2], how)
@@ -261,16 +244,6 @@ def test_sleep_frees_device_memory():
     assert engine.generate(PROMPTS, SamplingParams(6), SEEDS) == completions
 
 
-def test_invalid_prompts_are_rejected(llama):
-    engine, _ = llama
-    with pytest.raises(PromptError, match="prompt 1 is empty"):
-        engine.generate([[1], []], SamplingParams(), [0, 0])
-    with pytest.raises(PromptError, match="prompt 0 has token ids from 1 to 32, but the model's vocab_size is 32"):
-        engine.generate([[1, 32]], SamplingParams(), [0])
-    with pytest.raises(PromptError, match=r"60 tokens, which with max_new_tokens=16 exceeds the model's 64"):
-        engine.generate([[1] * 60], SamplingParams(), [0])
-
-
 # --- requests ---------------------------------------------------------------------------------------------------
 
 
@@ -303,13 +276,11 @@ def make():
     engines = []
 
     def made(config, **options):
-        model = plain_model(config, 3)
-        engines.append(HFEngine(config, **options))
-        engines[-1].load_weights(model.state_dict().items())
-        return engines[-1], model
+        engines.append(engine_of(config, **options))
+        return engines[-1]
 
     yield made
-    for engine in engines:
+    for engine, _ in engines:
         engine.close()
 
 
