@@ -63,9 +63,11 @@ def plain(data, args):
     ]
     lengths = [len(row) for row in old]
     whole = [reward - sum(of) for reward, of in zip(rewards, penalties, strict=True)]
-    to_go = [
-        [rewards[row] - sum(penalties[row][t:]) for t in range(lengths[row])] for row in rows
-    ]  # without a discount
+    gamma, to_go = args.get("gamma", 1.0), []
+    for row in rows:
+        each = [-penalty for penalty in penalties[row]]
+        each[-1:] = [rewards[row] + last for last in each[-1:]]
+        to_go.append([sum(gamma ** (j - t) * each[j] for j in range(t, len(each))) for t in range(len(each))])
     members = {group: [row for row in rows if groups[row] == group] for group in groups}
 
     def above(values, row):
@@ -84,7 +86,8 @@ def plain(data, args):
         return [[of_rows[row]] * lengths[row] for row in rows]
 
     if kind == "grpo":
-        return spread([above(whole, row) / (std(whole, row) + 1e-6) for row in rows])
+        divided = args.get("grpo_std_normalization", True)
+        return spread([above(whole, row) / (std(whole, row) + 1e-6 if divided else 1) for row in rows])
     if kind == "rloo":
         sizes = [len(members[group]) for group in groups]
         return spread([above(whole, row) * sizes[row] / max(sizes[row] - 1, 1) for row in rows])
@@ -196,6 +199,8 @@ def test_options_of_estimators(split):
     data = made(3)
     data["correction_weights"] = (0.5 + torch.rand(ROWS, TOKENS)).masked_fill(data["loss_mask"] == 0, math.nan)
     check(data, {"advantage_estimator": "optimal_token_baseline", "kl_coef": 0.1}, split)
+    check(data, {"advantage_estimator": "grpo", "grpo_std_normalization": False}, split)
+    check(data, {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.3}, split)
     check(data, {"advantage_estimator": "gdpo", "gdpo_weights": {"short": 0.25}}, split)
     check(data, {"advantage_estimator": "grpo_passk", "grpo_std_normalization": False}, split)
     for k in (2, 3, 4):

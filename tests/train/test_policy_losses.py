@@ -127,34 +127,6 @@ def selected(data, advantages, args, ranks=1):
     return {"selected_tokens": torch.cat(on_ranks(select, rows_of_ranks(rows, ranks)))}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"grpo_std_normalization": False},
-        {"advantage_estimator": "rloo"},
-        {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.3},
-        {"advantage_estimator": "reinforce_plus_plus"},
-        {"advantage_estimator": "reinforce_plus_plus_baseline"},
-    ],
-    ids=str,
-)
-def test_advantages_match_a_loop_on_any_number_of_ranks(given, ranks):
-    data = made(3)
-    expected = plain_losses.advantages(data, {**plain_losses.DEFAULTS, **given})
-    args = read_args(given)
-    of_rows = torch.cat(estimated(function_of(args, "advantage_estimator"), data, args, ranks))
-    for row in range(ROWS):
-        of_row = of_rows[row]
-        if of_rows.dim() == 1:
-            assert expected[row] == pytest.approx([float(of_row)] * len(expected[row]), abs=1e-6)
-        else:
-            counts = data["loss_mask"][row] != 0
-            assert of_row[counts].tolist() == pytest.approx(expected[row], abs=1e-6)
-            assert not of_row[~counts].any()
-
-
 def estimated(estimator, data, args, ranks):
     """What the estimator returns on each of some dp ranks."""
     return on_ranks(
