@@ -44,6 +44,13 @@ def serving(engine=None, renderer=None, kind=Gateway, **options):
 
 
 @contextmanager
+def session(*engine, **options):
+    """A gateway, and the token of a session that is open there."""
+    with serving(*engine, **options) as gateway:
+        yield gateway, gateway.open()[1]
+
+
+@contextmanager
 def routing(*workers, **options):
     router = GatewayRouter(workers, **options)
     router.start()

@@ -17,7 +17,7 @@ import depth
 import numpy
 import pytest
 from agent_helpers import Characters, ScriptEngine, log_prob, merging_tokenizer, user
-from gateway_helpers import CLIENT, chat, httpx, serving
+from gateway_helpers import CLIENT, chat, httpx, serving, session
 from waits import wait_until
 
 from workers.rollout.agents.environment import SessionLimits
@@ -182,8 +182,7 @@ def test_reasoning_comes_back_in_each_dialect():
 
 
 def test_token_ids_in_and_out():
-    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
-        _, token = gateway.open(seed=1)
+    with session(ScriptEngine(lambda *_: "yo")) as (gateway, token):
         prompt = [5, 6, 7]
         for _ in range(2):
             reply = complete(gateway, token, prompt, max_tokens=9, logprobs=1, skip_special_tokens=False)
@@ -216,8 +215,7 @@ def test_token_endpoint_returns_the_experts_that_the_engine_records():
             computed = range((len(request.prompt) + len(request.token_ids) + len(token_ids) - 1) * 6)
             super().record(request, token_ids, *rest, routed_experts=RoutedExperts(array("h", computed), 3, 2))
 
-    with serving(Recording(lambda *_: "yo")) as gateway:
-        _, token = gateway.open(seed=1)
+    with session(Recording(lambda *_: "yo")) as (gateway, token):
         choice = complete(gateway, token, [5, 6, 7]).json()["choices"][0]
     found = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
     assert len(choice["token_ids"]) == 3 and found.dtype == numpy.int16
@@ -225,8 +223,7 @@ def test_token_endpoint_returns_the_experts_that_the_engine_records():
 
 
 def test_a_prompt_of_tokens_continues_the_longest_path():
-    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
-        _, token = gateway.open(seed=1)
+    with session(ScriptEngine(lambda *_: "yo")) as (gateway, token):
 
         def ask(prompt):
             return complete(gateway, token, prompt).json()["choices"][0]["token_ids"]
@@ -239,8 +236,7 @@ def test_a_prompt_of_tokens_continues_the_longest_path():
 
 
 def test_a_conversation_does_not_go_through_what_was_sent_as_tokens():
-    with serving(ScriptEngine(lambda *_: "yo")) as gateway:
-        _, token = gateway.open(seed=1)
+    with session(ScriptEngine(lambda *_: "yo")) as (gateway, token):
         tree, messages = gateway._sessions[token].tree, [user("x")]
         said = chat(gateway, token, messages).json()["choices"][0]["message"]
         for prompt in (tree.token_ids(0), [*tree.token_ids(1), 99]):
@@ -292,8 +288,8 @@ def test_a_node_goes_through_json_unchanged():
 
 
 def test_sampling_is_the_trainers_decision(caplog):
-    with serving(ScriptEngine(lambda *_: "abcdef"), sampling_params=SamplingParams(5, temperature=0.7)) as gateway:
-        _, token = gateway.open()
+    how = SamplingParams(5, temperature=0.7)
+    with session(ScriptEngine(lambda *_: "abcdef"), sampling_params=how) as (gateway, token):
         with caplog.at_level(logging.INFO):
             replies = [
                 chat(gateway, token, [user("x")], temperature=1.0, max_tokens=limit).json() for limit in (3, 100)
@@ -306,8 +302,7 @@ def test_sampling_is_the_trainers_decision(caplog):
 
 
 def test_a_reply_that_was_cut_off_goes_on_as_one_row():
-    with serving(ScriptEngine(lambda *_: "abcdef")) as gateway:
-        _, token = gateway.open()
+    with session(ScriptEngine(lambda *_: "abcdef")) as (gateway, token):
         first = chat(gateway, token, [user("x")], max_tokens=3).json()["choices"][0]
         assert first["finish_reason"] == "length" and first["message"]["content"] == "abc"
         assert chat(gateway, token, [user("x"), first["message"], user("go on")]).status_code == 200
@@ -320,8 +315,7 @@ def test_a_reply_that_was_cut_off_goes_on_as_one_row():
 def test_the_context_limits_a_completion_and_then_a_prompt():
     engine = ScriptEngine(lambda *_: "a" * 50)
     engine.max_positions = 20
-    with serving(engine) as gateway:
-        _, token = gateway.open()
+    with session(engine) as (gateway, token):
         first = chat(gateway, token, [user("x")]).json()
         assert first["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
         long = [user("x" * 30)]
@@ -478,8 +472,7 @@ def shared_gateway():
 
 
 def test_a_token_opens_one_session_and_a_closed_one_none():
-    with serving() as gateway:
-        _, token = gateway.open()
+    with session() as (gateway, token):
         assert chat(gateway, token, [user("x")]).status_code == 200
         gateway.close(token)
         for wrong in (token, "sk-none", "x" * 5000):
@@ -563,8 +556,7 @@ def test_an_engines_error_is_an_error_of_one_call():
 
 def test_a_client_that_leaves_aborts_its_request_and_nothing_else():
     engine = ScriptEngine(lambda prompt, seed: "w" * 10**5 if "wait" in prompt else "yes", tokens=1, delay=0.002)
-    with serving(engine) as gateway:
-        _, token = gateway.open()
+    with session(engine) as (gateway, token):
         with pytest.raises(httpx.ReadTimeout):
             chat(gateway, token, [user("wait")], timeout=0.3)
         wait_until(lambda: engine.load().running + engine.load().waiting == 0, 10)
@@ -608,8 +600,7 @@ def answering(gateway, engine, token):
 
 def test_a_session_that_is_closed_ends_its_calls():
     engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.002)
-    with serving(engine) as gateway:
-        _, token = gateway.open()
+    with session(engine) as (gateway, token):
         with answering(gateway, engine, token) as found:
             tree = gateway.close(token)
         assert found[0].status_code == 401 and "closed" in found[0].text
@@ -618,8 +609,7 @@ def test_a_session_that_is_closed_ends_its_calls():
 
 def test_an_abort_for_an_update_continues_and_a_turn_has_tokens_of_two_versions():
     engine = ScriptEngine(lambda *_: "abcdefghij" * 20, tokens=1, delay=0.005)
-    with serving(engine) as gateway:
-        _, token = gateway.open()
+    with session(engine) as (gateway, token):
         with answering(gateway, engine, token) as found:
             engine.pause("abort")
             engine.begin_update()
@@ -640,8 +630,7 @@ def test_an_engine_that_takes_no_requests_is_waited_for():
             return super().submit(*args, **kwargs)
 
     engine = Sleeper(lambda *_: "yes")
-    with serving(engine, limits=GatewayLimits(wait_seconds=0.8)) as gateway:
-        _, token = gateway.open()
+    with session(engine, limits=GatewayLimits(wait_seconds=0.8)) as (gateway, token):
         threading.Timer(0.2, lambda: setattr(engine, "asleep", False)).start()
         assert chat(gateway, token, [user("x")]).status_code == 200
         engine.asleep = True
@@ -654,8 +643,7 @@ def test_what_an_engine_refuses_for_good_is_not_waited_for():
         def check_request(self, *given):  # as HTTPEngine, if its server's log-probabilities would be others
             raise SamplingParamsError("change the SamplingParams")
 
-    with serving(Refuses()) as gateway:
-        _, token = gateway.open()
+    with session(Refuses()) as (gateway, token):
         reply = chat(gateway, token, [user("x")], timeout=20)
     assert reply.status_code == 400 and "change the SamplingParams" in reply.text
 
@@ -670,8 +658,7 @@ def test_an_engine_that_learns_in_a_call_that_its_weights_are_gone_is_waited_for
 
     engine = ScriptEngine(script)
     engine.lost = True
-    with serving(engine, limits=GatewayLimits(wait_seconds=0.8)) as gateway:
-        _, token = gateway.open()
+    with session(engine, limits=GatewayLimits(wait_seconds=0.8)) as (gateway, token):
 
         def update():
             engine.begin_update()
@@ -702,16 +689,14 @@ def test_a_session_that_is_closed_before_the_engine_has_its_request_generates_no
             return super().submit(*args, **kwargs)
 
     engine = Closing(lambda *_: "x" * 200, tokens=1, delay=0.01)
-    with serving(engine) as gateway:
-        _, token = gateway.open()
+    with session(engine) as (gateway, token):
         assert chat(gateway, token, [user("x")]).status_code == 401
         assert engine.load().running == 0 and engine.made < (1 if asleep else 100)
 
 
 def test_an_engine_that_falls_asleep_during_a_long_completion_is_waited_for():
     engine = ScriptEngine(lambda *_: "x" * 40, tokens=1, delay=0.01)
-    with serving(engine, limits=GatewayLimits(wait_seconds=0.25)) as gateway:
-        _, token = gateway.open()
+    with session(engine, limits=GatewayLimits(wait_seconds=0.25)) as (gateway, token):
 
         def sleep():
             engine._hold("sleep")  # ScriptEngine has no sleep of its own
@@ -730,8 +715,7 @@ def test_a_stream_is_kept_open_while_the_engine_works_and_ends_with_its_error():
             raise RolloutError("broken")
         return "yes"
 
-    with serving(ScriptEngine(script), limits=GatewayLimits(ping_seconds=0.1)) as gateway:
-        _, token = gateway.open()
+    with session(ScriptEngine(script), limits=GatewayLimits(ping_seconds=0.1)) as (gateway, token):
         with openai.OpenAI(base_url=gateway.address, api_key=token, max_retries=0) as client:
             for content, error in (("x", None), ("boom", openai.APIError)):
                 stream = client.chat.completions.create(model="m", messages=[user(content)], stream=True)
@@ -752,8 +736,7 @@ def test_a_stream_is_kept_open_while_the_engine_works_and_ends_with_its_error():
 
 def test_a_call_that_takes_too_long():
     engine = ScriptEngine(lambda *_: "w" * 10**5, tokens=1, delay=0.002)
-    with serving(engine, limits=GatewayLimits(call_seconds=0.3)) as gateway:
-        _, token = gateway.open()
+    with session(engine, limits=GatewayLimits(call_seconds=0.3)) as (gateway, token):
         assert chat(gateway, token, [user("x")]).status_code == 504
         wait_until(lambda: engine.load().running == 0, 10)
 
@@ -831,8 +814,7 @@ def test_what_cannot_be_rendered_is_the_clients_error_in_any_turn():
             text.encode()  # refuses half of an emoji, as Hugging Face's tokenizers do
             return super().encode(text)
 
-    with serving(ScriptEngine(lambda *_: "yes"), TokenRenderer(Strict())) as gateway:
-        _, token = gateway.open()
+    with session(ScriptEngine(lambda *_: "yes"), TokenRenderer(Strict())) as (gateway, token):
         answer = chat(gateway, token, [user("x")]).json()["choices"][0]["message"]
         for before in ([], [user("x"), answer]):
             body = json.dumps({"messages": [*before, user("\ud800")]})
@@ -843,8 +825,7 @@ def test_what_cannot_be_rendered_is_the_clients_error_in_any_turn():
 @pytest.mark.parametrize("arguments", ["[1, 2]", '"x"', '{"a": NaN}', '"{\\"a\\": 1e999}"', '{"a": "\\ud83d"}'])
 def test_arguments_that_are_no_proper_object_come_back_in_anthropics_dialect(arguments):
     call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
-    with serving(ScriptEngine(lambda *_: call)) as gateway:
-        _, token = gateway.open()
+    with session(ScriptEngine(lambda *_: call)) as (gateway, token):
         with anthropic.Anthropic(base_url=gateway.address, api_key=token, max_retries=0) as client:
             messages = [user("x")]
             for _ in range(2):
@@ -886,8 +867,7 @@ def test_a_server_that_starts_too_late_ends(monkeypatch):
 def test_a_fork_does_not_hide_the_end_of_its_parents_gateway():
     """Neither from clients that are connected, nor from those that connect."""
     began, begins = os.pipe()
-    with serving(ScriptEngine(lambda *_: "fine")) as gateway:
-        _, token = gateway.open()
+    with session(ScriptEngine(lambda *_: "fine")) as (gateway, token):
         assert chat(gateway, token, [user("x")]).status_code == 200  # and its connection stays open
         fork = os.fork()
         if not fork:
@@ -908,8 +888,7 @@ def test_a_fork_does_not_hide_the_end_of_its_parents_gateway():
 
 
 def test_limits_of_a_session_that_continues_count_what_it_had():
-    with serving(ScriptEngine(lambda *_: "abcd")) as gateway:
-        _, token = gateway.open()
+    with session(ScriptEngine(lambda *_: "abcd")) as (gateway, token):
         messages = [user("x")]
         messages += [chat(gateway, token, messages).json()["choices"][0]["message"], user("y")]
         tree = gateway.close(token)
