@@ -7,11 +7,11 @@ import itertools
 import math
 import random
 import statistics
-import threading
 from collections import Counter
 
 import pytest
 import torch
+from rank_threads import on_ranks
 from test_estimators import of_ranks, plain
 
 from dispatch.batch import share_rows
@@ -223,53 +223,38 @@ class Ranks:
     """dp ranks that are threads, each with a worker whose model records what it is given."""
 
     def __init__(self, data, split, args):
-        self.both, self.slots = threading.Barrier(len(split), timeout=30), [None] * len(split)
         begins = [sum(split[:rank]) for rank in range(len(split))]
-        parts = [
+        self.parts = [
             {name: value[begin : begin + size].clone() for name, value in data.items()}
             for begin, size in zip(begins, split, strict=True)
         ]
-        self.parts, self.workers = parts, [self.worker(rank, args) for rank in range(len(split))]
-
-    def worker(self, rank, args):
-        ranks = self
-
-        class Bare(PolicyTrainWorker):
-            _dp_rank = rank
-
-            def __init__(self):
-                self.args, self.role, self.model, self.steps = args, "actor", self, []
-                self.optimizer_step, self._rollout_id = 0, 3
-
-            def _over_dp(self, value):
-                ranks.slots[rank] = value
-                ranks.both.wait()
-                said = list(ranks.slots)
-                ranks.both.wait()
-                return said
-
-            def of_last_stage(self, value):
-                return value
-
-            def train_step(self, part, loss, **options):
-                self.steps.append(part)
-                return StepReport({}, 1.0)
-
-        Bare.__abstractmethods__ = frozenset()
-        return Bare()
+        self.workers = [Bare(rank, args) for rank in range(len(split))]
 
     def run(self, method, *arguments):
-        found = [None] * len(self.workers)
+        def of_rank(part, rank, gather):
+            worker = self.workers[rank]
+            worker._over_dp = gather
+            return getattr(worker, method)(part, *arguments)
 
-        def one(rank):
-            found[rank] = getattr(self.workers[rank], method)(self.parts[rank], *arguments)
+        return on_ranks(of_rank, self.parts)
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.workers))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
+
+class Bare(PolicyTrainWorker):
+    _dp_rank = None  # instead of the property, which asks torch.distributed
+
+    def __init__(self, rank, args):
+        self._dp_rank, self.args, self.role, self.model, self.steps = rank, args, "actor", self, []
+        self.optimizer_step, self._rollout_id = 0, 3
+
+    def of_last_stage(self, value):
+        return value
+
+    def train_step(self, part, loss, **options):
+        self.steps.append(part)
+        return StepReport({}, 1.0)
+
+
+Bare.__abstractmethods__ = frozenset()
 
 
 def chunks(values, count):
