@@ -8,6 +8,7 @@ import ray
 import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled, assert_same, read_shards
+from test_both_backends import FSDP2, HSDP
 from train_helpers import begin, distance, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 from waits import within
@@ -52,15 +53,6 @@ def test_random_weights_depend_only_on_the_seed(fsdp_groups):
     assert distance(found[0], expected) == distance(found[1], expected) == 0.0
 
 
-@others  # see test_rows_are_divided_between_optimizer_steps
-def test_learning_rate_schedule_over_several_steps_per_rollout(fsdp_groups, llama_folder, data):
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder, "lr": 7e-3, "num_steps_per_rollout": 4, "num_rollout": 2,
-                  "lr_decay_style": "linear", "lr_warmup_iters": 2})  # fmt: skip
-    # Eight steps: 3.5e-3, then from 7e-3 at step 1 down to 0 at step 8. Only each rollout's last step is reported.
-    assert [learn(group, step, data)["lr"] for step in range(2)] == pytest.approx([5e-3, 1e-3])
-
-
 def test_unfinished_checkpoint_is_not_resumed(fsdp_groups, llama_folder, tmp_path):
     (tmp_path / "rollout_0000003").mkdir()
     assert begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "load": str(tmp_path)}) == [0, 0]
@@ -74,17 +66,13 @@ def doubled(args, data):
     return data.clone().set("rewards", data["rewards"] * args.user.factor)
 
 
-def test_rollout_data_is_postprocessed_on_each_rank(fsdp_groups, llama_folder, data):
-    group = fsdp_groups(2)
-    args = {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": "test_fsdp.doubled", "user": {"factor": 3}}
-    begin(group, args)
+def test_rollout_data_is_postprocessed_on_each_rank(start, data):
+    group = start(FSDP2, rollout_data_postprocess_path="test_fsdp.doubled", user={"factor": 3})
     assert learn(group, 0, data)["reward"] == pytest.approx(3 * data["rewards"].mean().item())
 
 
-def test_profiles_are_written(fsdp_groups, llama_folder, data, tmp_path):
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder, "profile_step_start": 1, "profile_step_end": 2,
-                  "profile_dir": str(tmp_path)})  # fmt: skip
+def test_profiles_are_written(start, data, tmp_path):
+    group = start(FSDP2, profile_step_start=1, profile_step_end=2, profile_dir=str(tmp_path))
     for step in range(3):
         learn(group, step, data)
     names = sorted(path.name for path in Path(tmp_path).iterdir())
@@ -92,14 +80,12 @@ def test_profiles_are_written(fsdp_groups, llama_folder, data, tmp_path):
     assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
 
 
-def test_postprocessing_must_not_move_rows_with_known_values(fsdp_groups, llama_folder, data):
+def test_postprocessing_must_not_move_rows_with_known_values(start, data):
     path = "test_fsdp.backwards"
-    begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": path})
-    learn(fsdp_groups(2), 0, data)
-    begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": path,
-                           "advantage_estimator": "gae"})  # fmt: skip
+    learn(start(FSDP2, rollout_data_postprocess_path=path), 0, data)
+    group = start(FSDP2, rollout_data_postprocess_path=path, advantage_estimator="gae")
     with pytest.raises(WorkerError, match=r"'test_fsdp.backwards' has changed, moved or dropped rows"):
-        fsdp_groups(2).worker_group.train(0, data)
+        group.worker_group.train(0, data)
 
 
 def backwards(args, data):
@@ -126,12 +112,10 @@ def test_dropout_depends_only_on_the_seed_after_resuming(fsdp_groups, data, tmp_
     assert distance(whole_weights(group), found[0]) > 1e-4
 
 
-def test_checkpoint_before_the_first_step_changes_nothing(fsdp_groups, llama_folder, data, tmp_path):
-    group = fsdp_groups(2)
-    args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "weight_decay": 0.1, "save": str(tmp_path)}
+def test_checkpoint_before_the_first_step_changes_nothing(start, data, tmp_path):
     found = []
     for save, load in ((False, None), (True, None), (False, str(tmp_path))):
-        begin(group, {**args, "load": load})
+        group = start(FSDP2, weight_decay=0.1, save=str(tmp_path), load=load)
         if save:
             group.save_model(-1)
         for step in range(2):
@@ -162,9 +146,8 @@ def test_complete_checkpoint_is_never_overwritten(fsdp_groups, llama_folder, dat
             group.async_init(args).result()
 
 
-def test_rank_that_cannot_copy_its_state_does_not_keep_the_others(fsdp_groups, llama_folder, data, tmp_path):
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder, "save": str(tmp_path), "async_save": True})
+def test_rank_that_cannot_copy_its_state_does_not_keep_the_others(start, data, tmp_path):
+    group = start(FSDP2, save=str(tmp_path), async_save=True)
     learn(group, 0, data)
     group.worker_group.execute_with_func_generator(fail_to_copy_once)
     with within(30), pytest.raises(CheckpointError, match="could not be written: rank 1: MemoryError: no room"):
@@ -176,18 +159,16 @@ def test_rank_that_cannot_copy_its_state_does_not_keep_the_others(fsdp_groups, l
     assert json.loads((tmp_path / "latest.json").read_text())["rollout_id"] == 1
 
 
-def test_checkpoint_of_a_parameter_without_gradients_is_loaded(fsdp_groups, llama_folder, data, tmp_path):
+def test_checkpoint_of_a_parameter_without_gradients_is_loaded(start, data, tmp_path):
     """Such as those for images, when only texts are trained: the optimizer has no state of them."""
-    group = fsdp_groups(2)
-    args = {"hf_checkpoint": llama_folder, "lr": 3e-3, "save": str(tmp_path)}
-    begin(group, args)
+    group = start(FSDP2, save=str(tmp_path))
     learn(group, 0, data)
     group.worker_group.execute_with_func_generator(
         lambda worker: len(worker.model._optimizer.state.pop(worker.model.module.lm_head.weight))
     )
     group.save_model(0)
     expected = whole_weights(group)
-    assert begin(group, {**args, "load": str(tmp_path)}) == [1, 1]
+    group = start(FSDP2, begins=1, load=str(tmp_path))
     assert distance(whole_weights(group), expected) == 0.0
     learn(group, 1, data)
 
@@ -205,15 +186,14 @@ def fail_to_copy_once(worker):
         FileSystemWriter.stage = fail
 
 
-def test_separate_reference_model(fsdp_groups, llama_folder, data, tmp_path):
+def test_separate_reference_model(start, llama_folder, data, tmp_path):
     other = small_llama(seed=9)
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder, "ref_load": saved(other, tmp_path)}, with_ref=True)
+    group = start(FSDP2, with_ref=True, ref_load=saved(other, tmp_path))
     found = group.worker_group.compute_ref_log_prob(data)
     torch.testing.assert_close(found, ReferenceGRPO(other).log_probs(data), atol=1e-5, rtol=1e-4)
     found = group.worker_group.compute_log_prob(data)
     torch.testing.assert_close(found, ReferenceGRPO(small_llama()).log_probs(data), atol=1e-5, rtol=1e-4)
-    begin(group, {"hf_checkpoint": llama_folder})
+    start(FSDP2)
     with pytest.raises(WorkerError, match=r"there are no reference weights; call init\(with_ref=True\)"):
         group.worker_group.compute_ref_log_prob(data)
     with pytest.raises(WorkerError, match="needs enable_weights_backuper=True"):
@@ -354,9 +334,8 @@ def marked(args, data):
     return data.clone().set("mine", data["rewards"]) if int(data["group_ids"][0]) == 0 else data
 
 
-def test_entry_on_some_ranks_only_is_an_error_on_all_ranks(fsdp_groups, llama_folder, data):
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder, "rollout_data_postprocess_path": "test_fsdp.marked"})
+def test_entry_on_some_ranks_only_is_an_error_on_all_ranks(start, data):
+    group = start(FSDP2, rollout_data_postprocess_path="test_fsdp.marked")
     with pytest.raises(WorkerError, match=r"only the dp ranks \[0\] of 2 have 'mine'"):
         group.worker_group.train(0, data)
     assert group.worker_group.broken is None
@@ -369,11 +348,9 @@ def refused(args, data):
     return data
 
 
-def test_rows_that_one_rank_of_a_sequence_lacks_are_an_error_on_all_ranks(fsdp_groups, llama_folder, data):
+def test_rows_that_one_rank_of_a_sequence_lacks_are_an_error_on_all_ranks(start, data):
     """Both ranks have the same rows, and are one dp rank."""
-    group = fsdp_groups(2)
-    args = {"sequence_parallel_size": 2, "rollout_data_postprocess_path": "test_fsdp.refused"}
-    begin(group, {"hf_checkpoint": llama_folder, **args})
+    group = start(FSDP2, sequence_parallel_size=2, rollout_data_postprocess_path="test_fsdp.refused")
     with pytest.raises(WorkerError, match="no disk"):
         group.worker_group.train(0, data)
     assert group.get_parallel_config()["dp_size"] == 1, "a rank waits for the other one"
@@ -394,10 +371,9 @@ def test_rows_in_a_dict_are_balanced_and_extra_entries_follow_them_or_go_to_all_
         ray.get(fsdp_groups(2).async_train(0, ray.put({**plain, "mine": torch.arange(25)})))
 
 
-def test_interrupted_pass_restores_the_weights(fsdp_groups, llama_folder, data):
+def test_interrupted_pass_restores_the_weights(start, data):
     """Including weights that were swapped in for the pass."""
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder}, with_ref=True)
+    group = start(FSDP2, with_ref=True)
     learn(group, 0, data)
     before = whole_weights(group)
 
@@ -426,10 +402,9 @@ def test_interrupted_pass_restores_the_weights(fsdp_groups, llama_folder, data):
         pytest.param("register_full_backward_pre_hook", "fp32", marks=others),
     ],
 )
-def test_step_that_failed_midway_leaves_no_gradient(fsdp_groups, llama_folder, data, dtype, fails):
-    group = fsdp_groups(2)
-    options = {"hf_checkpoint": llama_folder, "max_tokens_per_micro_batch": 32, "fsdp_reduce_dtype": dtype}
-    begin(group, options)
+def test_step_that_failed_midway_leaves_no_gradient(start, data, dtype, fails):
+    options = {"max_tokens_per_micro_batch": 32, "fsdp_reduce_dtype": dtype}
+    group = start(FSDP2, **options)
     expected, weights = learn(group, 0, data), whole_weights(group)
 
     def break_off(worker):
@@ -441,7 +416,7 @@ def test_step_that_failed_midway_leaves_no_gradient(fsdp_groups, llama_folder, d
         worker.passes = 0
         worker.hook = getattr(worker.model.module.model.layers[0].self_attn.o_proj, fails)(full)
 
-    begin(group, options)
+    start(FSDP2, **options)
     group.worker_group.compute_log_prob(data)  # finds out whether the model can be packed
     group.worker_group.execute_with_func_generator(break_off)
     with pytest.raises(WorkerError, match="no memory left"):
@@ -463,19 +438,17 @@ def test_folder_with_missing_weights_is_rejected(fsdp_groups, llama_folder, tmp_
     assert workers.broken is None
 
 
-def test_update_weights_without_a_rollout_manager(fsdp_groups, llama_folder):
-    group = fsdp_groups(2)
-    begin(group, {"hf_checkpoint": llama_folder})
+def test_update_weights_without_a_rollout_manager(start):
+    group = start(FSDP2)
     group.set_rollout_manager(None)
     with pytest.raises(WorkerError, match="there is no rollout manager"):
         group.update_weights()
 
 
 @pytest.mark.full("FSDP on four ranks")
-def test_every_process_group_has_the_timeout(fsdp_groups, llama_folder, data, tmp_path):
+def test_every_process_group_has_the_timeout(start, tmp_path):
     """Those of HSDP's rows and columns, and the one used to write checkpoints."""
-    group = fsdp_groups(4)
-    begin(group, {"hf_checkpoint": llama_folder, "fsdp_shard_size": 2, "async_save": True, "save": str(tmp_path)})
+    group = start(HSDP, async_save=True, save=str(tmp_path))
     group.save_model(0)
 
     def limits(worker):
