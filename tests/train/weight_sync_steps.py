@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from sync_workers import ToyEngine
 
 from single_controller import CallTimeoutError
 from single_controller.call.worker.worker import RankInfo, RoleWorkers, assign
@@ -30,7 +31,6 @@ SENDERS, RECEIVERS = 2, 3
 NAMES = "abcd"  # of the tensors; train rank 0 has a and c, train rank 1 b and d
 CLASS_OF = (0, 0, 1)  # of the receivers
 BUCKET = 16  # two rounds
-HOUR = 3600.0
 
 
 # --- running the code step by step ----------------------------------------------------------------------------------
@@ -310,34 +310,14 @@ def patched(*more):
         yield
 
 
-class Engine:
-    """Keeps tensors."""
+class Engine(ToyEngine):
+    """Knows whether an update is under way."""
 
-    partial_updates = False
-
-    def __init__(self, shapes, slices):
-        self.shapes, self.slices = shapes, slices
-        self.weights = {
-            name: torch.zeros([end - begin for begin, end in slices.get(name, [(0, *shape)])])
-            for name, shape in shapes.items()
-        }
-        self.told = ""
+    told = ""
 
     def load_weights(self, pairs):
         for name, tensor in pairs:
             self.weights[name].copy_(tensor)
-
-    def weight_shapes(self):
-        return self.shapes
-
-    def weight_slices(self):
-        return self.slices
-
-    def weight_dtypes(self):
-        return {name: torch.float32 for name in self.shapes}
-
-    def read_weights(self, names):
-        return [self.weights[name] for name in names]
 
     def begin_update(self):
         self.told = "begun"
@@ -430,7 +410,7 @@ class Participants:
             running = Script(())
             running.owner = f"receiver {number}.{born}:"
             one = WeightReceiver()
-        one.engine = Engine(dict.fromkeys(NAMES, (2,)), slices)
+        one.engine = Engine(dict.fromkeys(NAMES, (2,)), slices=slices)
         one._version, one._ids = 0, 1
         result = None
         for call, outcomes in calls:
