@@ -143,8 +143,6 @@ def test_timeout_of_a_batched_call_counts_for_all_its_samples():
 
 
 def test_invalid_options():
-    with pytest.raises(ValueError, match=r"cannot be interrupted in this process. Set reward_workers"):
-        RewardRunner(plain, timeout=1)
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"reward_workers=1: .* cannot be pickled"):
         RewardRunner(lambda prompt, completion: lock.locked(), workers=1)

@@ -129,8 +129,6 @@ def test_class_must_be_a_train_worker(ray_cluster, cls, message):
         ),
         (lambda: group_of(share=1.5), ValueError, "num_gpus_per_actor=1.5: expected a share"),
         (lambda: group_of(role="judge"), ValueError, "role='judge': expected one of 'actor', 'critic'"),
-        (lambda: group_of(num_resources_per_node=2), ValueError, "Pass resources= with it, and do not pass pg"),
-        (lambda: group_of(pg=3), TypeError, "pg is 3; pass a RayResourcePool"),
         (lambda: group_of(ranks=40), PlacementError, r"missing: 24 CPU \(asked 40, there are 16\)"),
         (lambda: group_of(resources={"barge": 1}), PlacementError, "barge"),
     ],

@@ -330,7 +330,6 @@ def test_invalid_options_are_rejected(rollouts):
         ({"bucket_bytes": 0}, "bucket_bytes=0: expected an integer of at least 1"),
         ({"timeout": -1}, "timeout"),
         ({"neighbour": object()}, "'device'"),
-        ({"verify": "all"}, "use one of 'fingerprint', 'full', 'none'"),
         ({"transport": "disk", "folder": "/tmp/x", "delta": True}, "use another transport than 'disk'"),
         ({"delta": True, "double_buffer": False}, "receivers that keep the version before"),
         ({"full_every": -1}, "full_every=-1: expected an integer of at least 0"),
