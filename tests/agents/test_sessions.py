@@ -112,6 +112,14 @@ def check(completion, versions=(0,)):
             assert (completion.log_probs[place], version) == (0.0, -1)
 
 
+def aborted(engine, steps=50):
+    """A session as it was when it was aborted."""
+    future = submit(engine, length=40)
+    wait_until(lambda: engine.engine.steps >= steps)
+    engine.abort()
+    return future.result(SECONDS)
+
+
 # --- the tokens of a session ----------------------------------------------------------------------------------------
 
 
@@ -355,11 +363,7 @@ def test_abort_cancels_a_call_of_the_environment(make, where):
 @pytest.mark.parametrize("moment", [3, 30, 50, 70, 100])
 def test_session_that_was_aborted_in_a_turn_continues_elsewhere(make, moment):
     whole = play(make(), length=40)
-    engine = make(delay=0.002)
-    future = submit(engine, length=40)
-    wait_until(lambda: engine.engine.steps >= moment)
-    engine.abort()
-    partial = pickle.loads(pickle.dumps(future.result(SECONDS)))
+    partial = pickle.loads(pickle.dumps(aborted(make(delay=0.002), moment)))
     assert partial.finish_reason == "abort" and partial.session is not None
     count = len(partial.token_ids)
     assert moment <= count < len(whole.token_ids) and partial.token_ids == whole.token_ids[:count]
@@ -412,11 +416,7 @@ def test_step_that_was_cancelled_is_repeated_from_the_state_before(make):
 
 
 def test_session_without_a_state_begins_again_and_says_so(make):
-    engine = make(Forgetful, delay=0.002)
-    future = submit(engine, length=40)
-    wait_until(lambda: engine.engine.steps >= 50)
-    engine.abort()
-    again = play(make(Forgetful), length=40, partial=future.result(SECONDS))
+    again = play(make(Forgetful), length=40, partial=aborted(make(Forgetful, delay=0.002)))
     whole = play(make(Forgetful), length=40)
     assert again.token_ids == whole.token_ids
     assert again.info == {**whole.info, "restarts": 1}
@@ -456,27 +456,27 @@ def test_states_of_running_sessions_are_told_in_steps(make):
 # --- the engine -----------------------------------------------------------------------------------------------------
 
 
-def gated():
-    """An environment whose steps wait for ``go_on``."""
+@pytest.fixture
+def in_a_step(make):
+    """An engine whose session is in its first step: the engine, the session's future, and what the step waits for."""
+    go_on = threading.Event()
 
     class Gated(Counting):
-        go_on = threading.Event()
-
         async def step(self, action):
-            await asyncio.to_thread(self.go_on.wait)
+            await asyncio.to_thread(go_on.wait)
             return await super().step(action)
 
-    return Gated
-
-
-def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
-    environment = gated()
-    engine = make(environment)
+    engine = make(Gated)
     whole = submit(engine)
     wait_until(lambda: engine.engine.steps == 4)
+    return engine, whole, go_on
+
+
+def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(in_a_step):
+    engine, whole, go_on = in_a_step
     engine.engine._hold("sleep")  # BigramEngine has no sleep of its own
     engine.sleep()
-    environment.go_on.set()
+    go_on.set()
     time.sleep(0.2)
     assert not whole.done()
     with pytest.raises(RolloutError, match="asleep"):
@@ -486,9 +486,8 @@ def test_turn_waits_while_the_engine_sleeps_or_has_no_weights(make):
     check(whole.result(SECONDS))
 
 
-def test_turn_that_the_engine_refuses_as_it_wakes_up_is_repeated(make, monkeypatch):
-    environment = gated()
-    engine = make(environment)
+def test_turn_that_the_engine_refuses_as_it_wakes_up_is_repeated(in_a_step, monkeypatch):
+    engine, whole, go_on = in_a_step
     plain, refused = engine.engine.submit, []
 
     def wakes_up(*args, **options):
@@ -500,12 +499,10 @@ def test_turn_that_the_engine_refuses_as_it_wakes_up_is_repeated(make, monkeypat
             engine.wake_up()
             raise
 
-    whole = submit(engine)
-    wait_until(lambda: engine.engine.steps == 4)
     engine.engine._hold("sleep")
     engine.sleep()
     monkeypatch.setattr(engine.engine, "submit", wakes_up)
-    environment.go_on.set()
+    go_on.set()
     check(whole.result(SECONDS))
     assert len(refused) == 1
 
@@ -524,14 +521,11 @@ def test_engine_that_could_not_sleep_fails_its_sessions_as_ever(make, monkeypatc
         play(engine)
 
 
-def test_a_session_that_waits_with_its_next_turn_is_no_waiting_request(make):
+def test_a_session_that_waits_with_its_next_turn_is_no_waiting_request(in_a_step):
     """A `RolloutStream` gives a worker no groups as long as some request waits."""
-    environment = gated()
-    engine = make(environment)
-    first = submit(engine)
-    wait_until(lambda: engine.engine.steps == 4)
+    engine, first, go_on = in_a_step
     engine.engine.pause()
-    environment.go_on.set()
+    go_on.set()
     wait_until(lambda: engine.engine.load().waiting == 1)
     assert engine.load() == EngineLoad(1, 0)
     second = submit(engine, "second")
@@ -562,29 +556,23 @@ def test_pause_that_waits_lets_sessions_end(make):
     check(second.result(SECONDS))
 
 
-def test_pause_that_waits_is_refused_while_the_engine_sleeps(make):
+def test_pause_that_waits_is_refused_while_the_engine_sleeps(in_a_step):
     """Also if it has fallen asleep only then: no session would end."""
-    environment = gated()
-    engine = make(environment)
-    whole = submit(engine)
-    wait_until(lambda: engine.engine.steps == 4)
+    engine, whole, go_on = in_a_step
     asleep = threading.Timer(0.2, engine.engine._hold, ("sleep",))  # BigramEngine has no sleep of its own
     asleep.start()
     for _ in range(2):
         with pytest.raises(RolloutError, match=r"cannot end \(sleep\)"):
             engine.pause("wait")
     engine.engine._release("sleep")
-    environment.go_on.set()
+    go_on.set()
     check(whole.result(SECONDS))
 
 
 def test_pause_keeps_what_a_waiting_session_has_from_elsewhere_and_ends_with_the_engine(make):
     whole = play(make(), length=40)
     engine = make(delay=0.002)
-    future = submit(engine, length=40)
-    wait_until(lambda: engine.engine.steps >= 50)
-    engine.abort()
-    partial = future.result(SECONDS)
+    partial = aborted(engine)
     submit(engine, "long", length=400)
     paused = threading.Thread(target=engine.pause, args=("wait",))
     paused.start()
