@@ -6,6 +6,7 @@ import datetime
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -60,16 +61,8 @@ def channels():
     seconds = datetime.timedelta(seconds=60)
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
     invitation = Invitation("key", ("127.0.0.1", server.port), 1, (("one",),), "gloo", 60.0, 60.0)
-    made = [None, None]
-
-    def make(rank):
-        made[rank] = Channel(invitation, "senders", rank, 2, torch.device("cpu"))
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda rank: Channel(invitation, "senders", rank, 2, torch.device("cpu")), (0, 1)))
     yield made
     for channel in made:
         channel.leave()
@@ -156,11 +149,8 @@ def test_ranks_agree_on_more_than_the_store_takes_at_once(monkeypatch):
         all_have_ended.wait(30)
         update.forget()
 
-    threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(agree, range(3)))  # raises their errors
     assert agreed == {rank: [[(0, big), (1, big), (2, big)]] * 2 for rank in range(3)}
     assert server.num_keys() == empty
 
