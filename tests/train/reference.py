@@ -31,7 +31,7 @@ def random_prompts(count, lengths=(4,), *, vocab_size=32, seed=0):
 
 
 @torch.no_grad()
-def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperature=1.0, stop_token_ids=(), left=None):
+def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, stop_token_ids=(), left=None):
     """Rollout data: ``samples`` completions per prompt; prompts are padded on the left, completions on the right.
 
     Args:
@@ -47,7 +47,7 @@ def sample(model, prompts, samples, max_new_tokens, *, reward, seed=0, temperatu
         ids = torch.tensor([prompt] * samples)
         log_probs = torch.zeros(samples, 0)
         for _ in range(max_new_tokens):
-            of_next = (model(input_ids=ids).logits[:, -1].float() / temperature).log_softmax(-1)
+            of_next = model(input_ids=ids).logits[:, -1].float().log_softmax(-1)
             if left is not None:
                 for row in range(samples):
                     kept = sets[group, row, log_probs.shape[1]] = left(of_next[row])
@@ -94,26 +94,13 @@ class ReferenceGRPO:
     """
 
     def __init__(
-        self,
-        model,
-        *,
-        lr=3e-3,
-        eps_clip=0.2,
-        eps_clip_high=None,
-        kl_coef=0.0,
-        entropy_coef=0.0,
-        clip_grad=1.0,
-        divide_by_std=True,
-        aggregation="token",
-        temperature=1.0,
-        weight_decay=0.0,
+        self, model, *, lr=3e-3, kl_coef=0.0, entropy_coef=0.0, clip_grad=1.0, aggregation="token", temperature=1.0
     ):
         self.model = model
         self.ref = copy.deepcopy(model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
-        self.low, self.high = 1 - eps_clip, 1 + (eps_clip if eps_clip_high is None else eps_clip_high)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
         self.kl_coef, self.entropy_coef, self.clip_grad = kl_coef, entropy_coef, clip_grad
-        self.divide_by_std, self.aggregation, self.temperature = divide_by_std, aggregation, temperature
+        self.aggregation, self.temperature = aggregation, temperature
 
     def weights(self):
         """A copy: name in the state dict -> tensor."""
@@ -139,8 +126,7 @@ class ReferenceGRPO:
             if len(members) == 1:
                 found.append(0.0)
                 continue
-            spread = statistics.stdev(members) + 1e-6 if self.divide_by_std else 1.0
-            found.append((reward - statistics.fmean(members)) / spread)
+            found.append((reward - statistics.fmean(members)) / (statistics.stdev(members) + 1e-6))
         return found
 
     def step(self, data, epochs=1):
@@ -208,7 +194,7 @@ class ReferenceGRPO:
 
     def _token(self, log_prob, entropy, old, ref, advantage):
         ratio = (log_prob - old).exp()
-        free, clipped = ratio * advantage, ratio.clamp(self.low, self.high) * advantage
+        free, clipped = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
         return {
             "policy_loss": -torch.minimum(free, clipped),
             "kl": (ref - log_prob).exp() - (ref - log_prob) - 1,
