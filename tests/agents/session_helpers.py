@@ -43,11 +43,7 @@ class NoDiary(Slow):
         return None
 
 
-def tempered(version, prompt, completion):
-    return Bigram(version).log_probs(prompt, completion)
-
-
-def check_rows(data, log_probs_of=tempered, atol=1e-5):
+def check_rows(data):
     """Each token that is trained has the log-probability that the weights of its version give it behind all tokens
     before it; the others say nothing. Returns the tokens of the turns of each row, and the versions."""
     begin, turns, versions = int(data["prompt_lengths"].max()), [], []
@@ -58,11 +54,11 @@ def check_rows(data, log_probs_of=tempered, atol=1e-5):
         mask = data["loss_mask"][row, begin:end].tolist()
         of = data["weight_versions"][row, begin:end].tolist()
         found = data["rollout_log_probs"][row, begin:end].tolist()
-        expected = {version: log_probs_of(version, prompt, ids) for version in {*of} - {-1}}
+        expected = {version: Bigram(version).log_probs(prompt, ids) for version in {*of} - {-1}}
         said, before = [], 0
         for place, counts in enumerate(mask):
             if counts:
-                assert abs(found[place] - float(expected[of[place]][place])) <= atol
+                assert abs(found[place] - float(expected[of[place]][place])) <= 1e-5
                 said += [] if before else [[]]
                 said[-1].append(ids[place])
             else:

@@ -50,19 +50,11 @@ class Modes(CpuMegatronWorker):
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
         """(coordinates, sizes), each by axis, from megatron's own getters."""
-        coordinates = {
-            "dp": parallel_state.get_data_parallel_rank(),
-            "cp": parallel_state.get_context_parallel_rank(),
-            "tp": parallel_state.get_tensor_model_parallel_rank(),
-            "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        }
-        sizes = {
-            "dp": parallel_state.get_data_parallel_world_size(),
-            "cp": parallel_state.get_context_parallel_world_size(),
-            "tp": parallel_state.get_tensor_model_parallel_world_size(),
-            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        }
-        return coordinates, sizes
+        names = {"tp": "tensor_model", "pp": "pipeline_model", "dp": "data", "cp": "context"}
+        return tuple(
+            {axis: getattr(parallel_state, f"get_{names[axis]}_parallel_{what}")() for axis in AXES}
+            for what in ("rank", "world_size")
+        )
 
     def _saw(self, method, what):
         self.__dict__.setdefault("saw", {})[method] = what
