@@ -4,6 +4,7 @@ It imports nothing from this library. ``data`` is rollout data as `workers.data.
 ``old_log_probs``; ``args`` are keys of the configuration, all of those in `DEFAULTS`.
 """
 
+import itertools
 import math
 import statistics
 
@@ -55,37 +56,101 @@ def rewards(data, args):
     return found
 
 
-def advantages(data, args, rejected=None):
-    """A list of floats per row, one per token that counts. Rejected rows are in their groups, but not in whitening."""
-    scores, groups, kind = rewards(data, args), data["group_ids"].tolist(), args["advantage_estimator"]
-    lengths = [len(row) for row in counted(data, "loss_mask")]
-    found = []
-    for row, (score, group) in enumerate(zip(scores, groups, strict=True)):
-        members = [other for other, its in zip(scores, groups, strict=True) if its == group]
-        if kind == "rloo":
-            others = len(members) - 1
-            of_row = score - (sum(members) - score) / others if others else 0.0
-        elif kind == "reinforce_plus_plus":
-            kl = [0.0] * lengths[row]
-            if args["kl_coef"]:
-                pair = counted(data, "old_log_probs")[row], counted(data, "ref_log_probs")[row]
-                kl = [args["kl_coef"] * (old - ref) for old, ref in zip(*pair, strict=True)]
-            each = [(score if t == lengths[row] - 1 else 0.0) - kl[t] for t in range(lengths[row])]
-            found.append(
-                [sum(args["gamma"] ** (j - t) * each[j] for j in range(t, len(each))) for t in range(len(each))]
-            )
-            continue
-        else:
-            of_row = score - statistics.fmean(members)
-            if kind == "grpo" and args["grpo_std_normalization"]:
-                of_row = of_row / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0
-        found.append([of_row] * lengths[row])
-    if kind.startswith("reinforce_plus_plus"):
-        rejected = rejected or [False] * len(found)
-        every = [value for row, out in zip(found, rejected, strict=True) if not out for value in row]
-        mean, std = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
-        found = [[(value - mean) / std for value in row] for row in found]
-    return found
+def advantages(data, args, left_out):
+    """A list of floats per row, one per token that counts. Rows that are left out are in their groups, but not in
+    whitening."""
+    args = {**DEFAULTS, **args}
+    kind, groups, scores = args["advantage_estimator"], data["group_ids"].tolist(), rewards(data, args)
+    rows, old = range(len(groups)), counted(data, "old_log_probs")
+    ref = counted(data, "ref_log_probs") if args["kl_coef"] else old
+    penalties = [[args["kl_coef"] * (a - b) for a, b in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)]
+    lengths = [len(row) for row in old]
+    whole = [reward - sum(of) for reward, of in zip(scores, penalties, strict=True)]
+    gamma, to_go = args["gamma"], []
+    for row in rows:
+        each = [-penalty for penalty in penalties[row]]
+        each[-1:] = [scores[row] + last for last in each[-1:]]
+        to_go.append([sum(gamma ** (j - t) * each[j] for j in range(t, len(each))) for t in range(len(each))])
+    members = {group: [row for row in rows if groups[row] == group] for group in groups}
+
+    def above(values, row):
+        return values[row] - statistics.fmean(values[other] for other in members[groups[row]])
+
+    def std(values, row):
+        of_group = [values[other] for other in members[groups[row]]]
+        return statistics.stdev(of_group) if len(of_group) > 1 else 0.0
+
+    def whitened(found):
+        every = [value for row in rows if not left_out[row] for value in found[row]]
+        mean, deviation = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        return [[(value - mean) / deviation for value in row] for row in found]
+
+    def spread(of_rows):
+        return [[of_rows[row]] * lengths[row] for row in rows]
+
+    if kind == "grpo":
+        divided = args["grpo_std_normalization"]
+        return spread([above(whole, row) / (std(whole, row) + 1e-6 if divided else 1) for row in rows])
+    if kind == "rloo":
+        sizes = [len(members[group]) for group in groups]
+        return spread([above(whole, row) * sizes[row] / max(sizes[row] - 1, 1) for row in rows])
+    if kind == "reinforce_plus_plus_baseline":
+        return whitened(spread([above(whole, row) for row in rows]))
+    if kind == "reinforce_plus_plus":
+        return whitened(to_go)
+    if kind == "opo":
+        found = []
+        for row in rows:
+            of_group = members[groups[row]]
+            total = sum(lengths[other] for other in of_group)
+            found.append(whole[row] - sum(lengths[other] * whole[other] for other in of_group) / total)
+        return spread(found)
+    if kind == "remax":
+        baselines = data["reward_baselines"].tolist()
+        return [[value - baselines[row] for value in to_go[row]] for row in rows]
+    if kind == "maxrl":
+        sums = [sum(of) for of in penalties]
+        return spread(
+            [above(scores, row) / (scores[row] - above(scores, row) + 1e-6) - above(sums, row) for row in rows]
+        )
+    if kind == "gdpo":
+        total = [0.0] * len(scores)
+        for name in ("right", "short"):
+            of = data[f"rewards/{name}"].tolist()
+            weight = args.get("gdpo_weights", {}).get(name, 1.0)
+            total = [total[row] + weight * above(of, row) / (std(of, row) + 1e-6) for row in rows]
+        sums = [sum(of) for of in penalties]
+        return whitened(spread([total[row] - above(sums, row) for row in rows]))
+    if kind == "grpo_passk":
+        found = []
+        for row in rows:
+            others = [whole[other] for other in members[groups[row]] if other != row]
+            k = min(args.get("passk_k") or len(others) + 1, len(others) + 1)
+            gains = [max(whole[row], *some) - max(some) for some in itertools.combinations(others, k - 1) if some]
+            gain = statistics.fmean(gains) if gains else 0.0
+            found.append(gain / (std(whole, row) + 1e-6) if args["grpo_std_normalization"] else gain)
+        return spread(found)
+    if kind == "optimal_token_baseline":
+        squares = counted(data, "sum_pi_squared")
+        factors = counted(data, "correction_weights") if "correction_weights" in data else [[1.0] * n for n in lengths]
+        found = []
+        for row in rows:
+            of_row = []
+            for t in range(lengths[row]):
+                alive = [other for other in members[groups[row]] if lengths[other] > t and not left_out[other]]
+                energy = {
+                    other: sum(
+                        factors[other][j] ** 2 * (1 - 2 * math.exp(old[other][j]) + squares[other][j])
+                        for j in range(t + 1)
+                    )
+                    for other in alive
+                }
+                weighted = sum(energy[other] * to_go[other][t] for other in alive)
+                baseline = weighted / (sum(energy.values()) + 1e-8) if len(alive) > 1 else 0.0
+                of_row.append(0.0 if left_out[row] else to_go[row][t] - baseline)
+            found.append(of_row)
+        return found
+    raise AssertionError(kind)
 
 
 def ratios(old, rollout, level):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plain_losses import counted
+from plain_losses import advantages, counted
 from rank_threads import on_ranks
 
 from workers.algorithms.advantages import pass_at_k_advantages
@@ -53,101 +53,7 @@ def made(seed=0):
 
 
 def plain(data, args):
-    """A list of floats per row, one per token that counts, from the papers' formulas."""
-    kind, groups = args["advantage_estimator"], data["group_ids"].tolist()
-    rewards, rows = data["rewards"].tolist(), range(len(data["group_ids"]))
-    left_out = data["left_out"].tolist()
-    old, ref = counted(data, "old_log_probs"), counted(data, "ref_log_probs")
-    penalties = [
-        [args.get("kl_coef", 0.0) * (a - b) for a, b in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
-    ]
-    lengths = [len(row) for row in old]
-    whole = [reward - sum(of) for reward, of in zip(rewards, penalties, strict=True)]
-    gamma, to_go = args.get("gamma", 1.0), []
-    for row in rows:
-        each = [-penalty for penalty in penalties[row]]
-        each[-1:] = [rewards[row] + last for last in each[-1:]]
-        to_go.append([sum(gamma ** (j - t) * each[j] for j in range(t, len(each))) for t in range(len(each))])
-    members = {group: [row for row in rows if groups[row] == group] for group in groups}
-
-    def above(values, row):
-        return values[row] - statistics.fmean(values[other] for other in members[groups[row]])
-
-    def std(values, row):
-        of_group = [values[other] for other in members[groups[row]]]
-        return statistics.stdev(of_group) if len(of_group) > 1 else 0.0
-
-    def whitened(found):
-        every = [value for row in rows if not left_out[row] for value in found[row]]
-        mean, deviation = statistics.fmean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
-        return [[(value - mean) / deviation for value in row] for row in found]
-
-    def spread(of_rows):
-        return [[of_rows[row]] * lengths[row] for row in rows]
-
-    if kind == "grpo":
-        divided = args.get("grpo_std_normalization", True)
-        return spread([above(whole, row) / (std(whole, row) + 1e-6 if divided else 1) for row in rows])
-    if kind == "rloo":
-        sizes = [len(members[group]) for group in groups]
-        return spread([above(whole, row) * sizes[row] / max(sizes[row] - 1, 1) for row in rows])
-    if kind == "reinforce_plus_plus_baseline":
-        return whitened(spread([above(whole, row) for row in rows]))
-    if kind == "reinforce_plus_plus":
-        return whitened(to_go)
-    if kind == "opo":
-        found = []
-        for row in rows:
-            of_group = members[groups[row]]
-            total = sum(lengths[other] for other in of_group)
-            found.append(whole[row] - sum(lengths[other] * whole[other] for other in of_group) / total)
-        return spread(found)
-    if kind == "remax":
-        baselines = data["reward_baselines"].tolist()
-        return [[value - baselines[row] for value in to_go[row]] for row in rows]
-    if kind == "maxrl":
-        sums = [sum(of) for of in penalties]
-        return spread(
-            [above(rewards, row) / (rewards[row] - above(rewards, row) + 1e-6) - above(sums, row) for row in rows]
-        )
-    if kind == "gdpo":
-        total = [0.0] * len(rewards)
-        for name in ("right", "short"):
-            of = data[f"rewards/{name}"].tolist()
-            weight = args.get("gdpo_weights", {}).get(name, 1.0)
-            total = [total[row] + weight * above(of, row) / (std(of, row) + 1e-6) for row in rows]
-        sums = [sum(of) for of in penalties]
-        return whitened(spread([total[row] - above(sums, row) for row in rows]))
-    if kind == "grpo_passk":
-        found = []
-        for row in rows:
-            others = [whole[other] for other in members[groups[row]] if other != row]
-            k = min(args.get("passk_k") or len(others) + 1, len(others) + 1)
-            gains = [max(whole[row], *some) - max(some) for some in itertools.combinations(others, k - 1) if some]
-            gain = statistics.fmean(gains) if gains else 0.0
-            found.append(gain / (std(whole, row) + 1e-6) if args.get("grpo_std_normalization", True) else gain)
-        return spread(found)
-    if kind == "optimal_token_baseline":
-        squares = counted(data, "sum_pi_squared")
-        factors = counted(data, "correction_weights") if "correction_weights" in data else [[1.0] * n for n in lengths]
-        found = []
-        for row in rows:
-            of_row = []
-            for t in range(lengths[row]):
-                alive = [other for other in members[groups[row]] if lengths[other] > t and not left_out[other]]
-                energy = {
-                    other: sum(
-                        factors[other][j] ** 2 * (1 - 2 * math.exp(old[other][j]) + squares[other][j])
-                        for j in range(t + 1)
-                    )
-                    for other in alive
-                }
-                weighted = sum(energy[other] * to_go[other][t] for other in alive)
-                baseline = weighted / (sum(energy.values()) + 1e-8) if len(alive) > 1 else 0.0
-                of_row.append(0.0 if left_out[row] else to_go[row][t] - baseline)
-            found.append(of_row)
-        return found
-    raise AssertionError(kind)
+    return advantages(data, args, data["left_out"].tolist())
 
 
 def of_ranks(function, data, args, split):
