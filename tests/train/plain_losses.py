@@ -153,6 +153,20 @@ def advantages(data, args, left_out):
     raise AssertionError(kind)
 
 
+def naive_gae(rewards, values, mask, gamma, lam):
+    """Directly from the definition: the sum over later tokens of (gamma lam)^k delta."""
+    advantages = [[0.0] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        counted = [t for t, flag in enumerate(row) if flag]
+        deltas = []
+        for k, t in enumerate(counted):
+            after = values[b][counted[k + 1]] if k + 1 < len(counted) else 0.0
+            deltas.append(rewards[b][t] + gamma * after - values[b][t])
+        for k, t in enumerate(counted):
+            advantages[b][t] = sum((gamma * lam) ** j * delta for j, delta in enumerate(deltas[k:]))
+    return advantages
+
+
 def ratios(old, rollout, level):
     """One number per token of a row."""
     logs = [a - b for a, b in zip(old, rollout, strict=True)]

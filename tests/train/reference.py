@@ -115,7 +115,8 @@ class ReferenceGRPO:
                     whole[row, t] = log_prob
         return whole
 
-    def advantages(self, data):
+    @staticmethod
+    def advantages(data):
         """One per row: the entry of that name, or the reward relative to its group's."""
         if "advantages" in data:
             return data["advantages"].tolist()

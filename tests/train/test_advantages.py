@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_losses import naive_gae
 
 from workers.algorithms.advantages import gae, group_advantages, moments, token_rewards, whiten
 
@@ -35,20 +36,6 @@ def test_equal_rewards_give_no_signal():
 def test_rewards_and_group_ids_must_have_equal_lengths():
     with pytest.raises(ValueError, match=r"rewards is \(2,\) and group_ids \(3,\)"):
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
-
-
-def naive_gae(rewards, values, mask, gamma, lam):
-    """Directly from the definition: the sum over later tokens of (gamma lam)^k delta."""
-    advantages = [[0.0] * len(row) for row in mask]
-    for b, row in enumerate(mask):
-        counted = [t for t, flag in enumerate(row) if flag]
-        deltas = []
-        for k, t in enumerate(counted):
-            after = values[b][counted[k + 1]] if k + 1 < len(counted) else 0.0
-            deltas.append(rewards[b][t] + gamma * after - values[b][t])
-        for k, t in enumerate(counted):
-            advantages[b][t] = sum((gamma * lam) ** j * delta for j, delta in enumerate(deltas[k:]))
-    return advantages
 
 
 @given(st.integers(1, 4), st.integers(1, 11), st.integers(0, 10**6), st.sampled_from([0.0, 0.9, 1.0]), st.booleans())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from plain_losses import naive_gae
 from plain_train_workers import Manager
 from reference import small_llama
 from tensordict import TensorDict
@@ -51,19 +52,10 @@ def pair_of(fsdp_groups, train_pool):
 
 
 def estimates(rewards, values, counts, gamma, lam):
-    """Per-token advantages and returns: one flat list of each, row after row."""
-    made = ([], [])
-    for row in range(len(counts)):
-        at = counts[row].nonzero()[:, 0].tolist()
-        following, later = 0.0, 0.0
-        found = []
-        for t in reversed(at):
-            later = float(rewards[row, t]) + gamma * following - float(values[row, t]) + gamma * lam * later
-            following = float(values[row, t])
-            found.append((later, later + following))
-        for kind in (0, 1):
-            made[kind].extend(pair[kind] for pair in found)
-    return made
+    """Per-token advantages and returns: one flat list of each, in the order of the tokens."""
+    made = naive_gae(rewards.tolist(), values.tolist(), counts.tolist(), gamma, lam)
+    advantages = torch.tensor(made, dtype=torch.float64)[counts]
+    return advantages.tolist(), (advantages + values[counts]).tolist()
 
 
 def at_the_last_token(data):
@@ -320,7 +312,7 @@ def test_values_are_clipped_around_those_before_the_step(pair_of, llama_folder, 
     rewards = at_the_last_token(data)
     _, returns = estimates(rewards, before, counts, 0.98, 0.9)
     losses, clipped = [], 0
-    rows = zip(values[counts].tolist(), before[counts].tolist(), sorted_by_time(returns, counts), strict=True)
+    rows = zip(values[counts].tolist(), before[counts].tolist(), returns, strict=True)
     for now, old, target in rows:
         near = old + min(max(now - old, -0.05), 0.05)
         losses.append(max((now - target) ** 2, (near - target) ** 2) / 2)
@@ -328,14 +320,6 @@ def test_values_are_clipped_around_those_before_the_step(pair_of, llama_folder, 
     metrics = learn(critic, 0, data.clone().set("values", before))
     assert metrics["value_loss"] == pytest.approx(mean(losses), abs=1e-5)
     assert metrics["value_clip_fraction"] == pytest.approx(clipped / len(losses)) and 0 < clipped < len(losses)
-
-
-def sorted_by_time(found, counts):
-    """What `estimates` returns begins with each row's last token."""
-    each, made = iter(found), []
-    for length in counts.sum(1).tolist():
-        made += [next(each) for _ in range(length)][::-1]
-    return made
 
 
 def test_decoupled_lambda_on_ranks(pair_of, llama_folder, data):

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from reference import ReferenceGRPO
 from train_helpers import begin, learn, llamas_rollout
 
 from single_controller.view.run_files import EVENTS, RUN, read_lines, read_run, sample_files
@@ -40,16 +41,6 @@ def record(group, folder, args, *, first=0, steps=4, save_after=(1,), values=Fal
     return trained
 
 
-def advantages_of(data):
-    """GRPO's, by its definition."""
-    rewards, groups = data["rewards"].double(), data["group_ids"]
-    made = torch.zeros_like(rewards)
-    for group in groups.unique():
-        of_group = rewards[groups == group]
-        made[groups == group] = (of_group - of_group.mean()) / (of_group.std() + 1e-6)
-    return made
-
-
 @pytest.mark.parametrize(("ranks", "steps_per_rollout"), [(1, 1), (2, 2)])
 def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
     fsdp_groups, llama_folder, tmp_path, ranks, steps_per_rollout
@@ -60,7 +51,7 @@ def test_rows_have_what_the_ranks_computed_and_a_step_can_be_replayed(
     for step, (data, log_probs) in enumerate(trained):
         file, text = sample_files(run, step)
         arrays, about = np.load(file), json.loads(text.read_bytes())
-        advantages = advantages_of(data)
+        advantages = torch.tensor(ReferenceGRPO.advantages(data), dtype=torch.float64)
         assert len(about["rows"]) == about["batch_rows"] == len(data["input_ids"])
         for row, number in enumerate(arrays["numbers"]):  # whatever rank has trained it
             begin_, end = arrays["offsets"][row : row + 2]
