@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from rollout_helpers import BigramEngine, Toy
+from rollout_helpers import BigramEngine, Toy, update
 from session_helpers import Agents, Slow, check_rows, check_said, numbers, said_reward
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -107,9 +107,7 @@ def run(folder, group, config):
         for batch in range(first, config["batches"]):
             if batch == first or updates:
                 version = batch if updates else 0
-                with stream.updating():
-                    manager.weight_version = version
-                    group.load(version, version)
+                update(stream, manager, version)
             while True:
                 try:
                     data = stream.take(0.3)

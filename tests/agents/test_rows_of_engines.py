@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_helpers import BigramEngine, Toy
+from rollout_helpers import BigramEngine, Toy, update
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from workers import RolloutError, RolloutManager, RolloutStream, Row, SampleBuffer, SamplingParams, evaluate
@@ -79,9 +79,7 @@ def test_stream_counts_rollouts_and_filters_flat_groups():
         buffer = SampleBuffer(3, max_staleness=1, max_filtered=20)
         with RolloutStream(manager, prompts, buffer, dynamic_sampling=True) as stream:
             for version in (1, 2, 3):
-                with stream.updating():
-                    manager.weight_version = version
-                    group.load(version, version)
+                update(stream, manager, version)
                 data = stream.take(60)
                 groups = group_numbers(data["group_ids"]).unique().tolist()
                 assert len(groups) == 3 and all(number % 3 != 2 for number in groups)

@@ -19,7 +19,7 @@ from pathlib import Path
 import killed_driver
 import pytest
 from devices import ON_DEVICE
-from rollout_helpers import BigramEngine, Toy
+from rollout_helpers import BigramEngine, Toy, update
 from session_helpers import Agents, Diary, NoDiary, Slow, check_rows, check_said, numbers, said_reward
 from torch_scripts import driver
 from waits import wait_until
@@ -55,12 +55,6 @@ def managed(group, **options):
     return RolloutManager(
         group, HOW, said_reward, samples_per_prompt=SAMPLES, seed=7, engine_extras=["turns"], **options
     )
-
-
-def update(stream, manager, version):
-    with stream.updating():
-        manager.weight_version = version
-        manager.group.load(version, version)
 
 
 def check(data):

@@ -322,6 +322,13 @@ class Toy(RolloutWorker):
             os._exit(1)
 
 
+def update(stream, manager, version):
+    """What `RayTrainGroup.update_weights` does: the weights of `Bigram(version)`, to a group of `Toy`."""
+    with stream.updating():
+        manager.weight_version = version
+        manager.group.load(version, version)
+
+
 def payload_of(pairs):
     """Whole tensors as a train rank sends them, without digests."""
     pairs = dict(pairs)

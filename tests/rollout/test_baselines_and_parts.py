@@ -7,7 +7,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from rollout_helpers import LLAMA, BigramEngine, EchoEngine, Toy
+from rollout_helpers import LLAMA, BigramEngine, EchoEngine, Toy, update
 from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
@@ -101,13 +101,18 @@ def test_a_prompt_whose_baseline_failed_is_not_trained():
     with LocalWorkerGroup(2, RayClassWithInitArgs(Toy, FailingBaselines), threads=True) as group:
         manager = RolloutManager(group, HOW, reward, samples_per_prompt=2, seed=1, greedy_baselines=True)
         with RolloutStream(manager, lambda rollout_id: PROMPTS, SampleBuffer(groups_per_batch=3)) as stream:
-            with stream.updating():
-                group.load(1, 1)
-                manager.weight_version = 1
+            update(stream, manager, 1)
             data = [stream.take(30), manager.generate(PROMPTS)]
         for rows in data:
             assert rows["loss_mask"].any(1).tolist() == [True, True, False, False, True, True]
             assert group_numbers(rows["group_ids"]).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def set_version(stream, manager, version):
+    """An update with the weights that the engines have."""
+    with stream.updating():
+        manager.group.set_weight_version(version)
+        manager.weight_version = version
 
 
 def test_stream_has_the_same_baselines(group):
@@ -120,14 +125,9 @@ def test_stream_has_the_same_baselines(group):
         buffer = SampleBuffer(groups_per_batch=3, max_staleness=2)
         return RolloutStream(manager, lambda rollout_id: PROMPTS, buffer, update_mode="interrupt")
 
-    def update(stream, manager, version):
-        with stream.updating():
-            group.set_weight_version(version)
-            manager.weight_version = version
-
     with begin(manager) as stream:
         for version in (1, 2, 3):
-            update(stream, manager, version)
+            set_version(stream, manager, version)
             data = stream.take(30)
             assert group_numbers(data["group_ids"]).tolist() == [3 * (version - 1) + row // 2 for row in range(6)]
             assert data["reward_baselines"].tolist() == pytest.approx([expected[row // 2] for row in range(6)])
@@ -139,11 +139,11 @@ def test_stream_has_the_same_baselines(group):
         again.weight_version = None
         with begin(again) as stream:
             stream.load_state_dict(state)
-            update(stream, again, 4)
+            set_version(stream, again, 4)
             assert len(stream.take(30)["rewards"]) == 6  # never the greedy ones
     other.weight_version = manager.weight_version = None
     with begin(other) as stream:
-        update(stream, other, 5)
+        set_version(stream, other, 5)
         arrived = []  # `metrics` counts since the last call
 
         def enough(stream=stream):
@@ -154,7 +154,7 @@ def test_stream_has_the_same_baselines(group):
         state = stream.state_dict()
     with begin(manager) as stream:
         stream.load_state_dict(state)
-        update(stream, manager, 6)
+        set_version(stream, manager, 6)
         with pytest.raises(RolloutError, match="generated without greedy_baselines=True"):
             stream.take(30)
     group.set_weight_version(0)
@@ -167,9 +167,7 @@ def test_batch_that_is_taken_again_has_groups_of_its_own(group):
     with RolloutStream(manager, lambda rollout_id: PROMPTS, buffer) as stream:
         found = []
         for version in (1, 2, 3):
-            with stream.updating():
-                group.set_weight_version(version)
-                manager.weight_version = version
+            set_version(stream, manager, version)
             if version == 3:
                 buffer.rewind(1)
             found.append(stream.take(30))

@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from rollout_helpers import BigramEngine, Toy
+from rollout_helpers import BigramEngine, Toy, update
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from workers import DataError, PromptData, RolloutManager, RolloutStream, SampleBuffer, SamplingParams, open_rows
@@ -60,10 +60,7 @@ class Run:
         """The group numbers and the rows of some batches."""
         trained = []
         for _ in range(batches):
-            version = (self.manager.weight_version or 0) + 1
-            with self.stream.updating():
-                self.manager.weight_version = version
-                self.manager.group.load(version, version)
+            update(self.stream, self.manager, (self.manager.weight_version or 0) + 1)
             batch = self.stream.take(60)
             numbers = group_numbers(batch["group_ids"]).tolist()
             trained += list(zip(numbers, batch["rewards"].floor().int().tolist(), strict=True))[::SAMPLES]
@@ -105,8 +102,6 @@ def test_bad_row_ends_the_stream_with_its_error(path):
     with LocalWorkerGroup(1, RayClassWithInitArgs(Toy, BigramEngine), threads=True) as group:
         manager = RolloutManager(group, HOW, samples_per_prompt=SAMPLES)
         with RolloutStream(manager, data, SampleBuffer(B)) as stream:
-            with stream.updating():
-                manager.weight_version = 1
-                group.load(1, 1)
+            update(stream, manager, 1)
             with pytest.raises(DataError, match=r"a.jsonl, line 1: not valid JSON"):
                 stream.take(30)

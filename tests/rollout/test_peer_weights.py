@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 from devices import ON_DEVICE
-from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of
+from rollout_helpers import LLAMA, TIED, Bigram, BigramEngine, EchoEngine, Toy, check_versions, payload_of, update
 from waits import wait_until
 
 from single_controller import (
@@ -335,9 +335,7 @@ def test_killed_workers_get_the_version_from_others_without_an_update(ray_cluste
         # A few requests at a time: hundreds would share the processor, and the groups of the first step would end last.
         with RolloutStream(manager, prompts, buffer, requests_per_worker=8) as stream:
             for version, (flag, killed, deaths) in enumerate(rounds, 1):
-                with stream.updating():
-                    group.load(version, version)
-                    manager.weight_version = version
+                update(stream, manager, version)
                 take(2)  # so that no group is lost three times
                 pids, restarts = ask("pid_of_process"), stream.metrics()["rollout/restarts"]
                 flags[flag].touch()

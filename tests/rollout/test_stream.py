@@ -15,7 +15,7 @@ import ray
 import torch
 from devices import ON_DEVICE
 from fake_server import FakeServer, kill, serving
-from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions
+from rollout_helpers import Bigram, BigramEngine, BigramTrainer, Toy, check_versions, update
 from waits import wait_until
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -106,13 +106,6 @@ def start_again(processes, which):
 
 def managed(group, how=HOW, function=reward, **options):
     return RolloutManager(group, how, function, samples_per_prompt=SAMPLES, seed=7, **options)
-
-
-def update(stream, manager, version):
-    """What `RayTrainGroup.update_weights` does: the weights of `Bigram(version)`."""
-    with stream.updating():
-        manager.weight_version = version
-        manager.group.load(version, version)
 
 
 @contextlib.contextmanager
