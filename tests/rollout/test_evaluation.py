@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_helpers import LLAMA, Bigram, BigramEngine, EchoEngine
 
-from single_controller import Broadcast, Dispatch, LocalWorkerGroup, RayClassWithInitArgs, register
+from single_controller import Broadcast, LocalWorkerGroup, RayClassWithInitArgs
 from workers import (
     HFEngine,
     RewardError,
@@ -86,8 +86,8 @@ def test_interval_contains_the_expected_value_as_often_as_it_says(k, prompts):
 # --- on a group ----------------------------------------------------------------------------------------------------
 
 
-def local(engine, *args, cls=RolloutWorker, workers=1, **kwargs):
-    return LocalWorkerGroup(workers, RayClassWithInitArgs(cls, engine, *args, **kwargs))
+def local(engine, *args, workers=1, **kwargs):
+    return LocalWorkerGroup(workers, RayClassWithInitArgs(RolloutWorker, engine, *args, **kwargs))
 
 
 def even(prompt_ids, completion_ids):
@@ -197,21 +197,15 @@ def test_completions_are_not_those_of_a_rollout():
     assert len({tuple(row) for row in rows}) == 4
 
 
-class Pinned(RolloutWorker):
-    @register(Dispatch.ONE_TO_ALL)
-    def set_version(self, version):
-        self.weight_version = version
-
-
 def test_weight_versions_are_those_of_the_manager():
-    with local(EchoEngine, cls=Pinned) as group:
+    with local(EchoEngine) as group:
         manager = RolloutManager(group, SamplingParams(2), even)
         manager.weight_version = 4
         with pytest.raises(WeightVersionError, match="needs weight version 4, but rank 0 has version 0"):
             evaluate(manager, PROMPTS)
 
         def refresh():
-            group.set_version(5)
+            group.set_weight_version(5)
             manager.weight_version = 5
 
         manager.refresh = refresh
