@@ -59,6 +59,11 @@ def kept_sets(sampling_mask):
     return [[next(left) for _ in range(length)] for length in sampling_mask.lengths]
 
 
+def check_completion(model, prompt, completion, temperature=1.0, atol=5e-5):
+    expected = plain_log_probs(model, prompt, completion.token_ids, temperature or 1.0, completion.sampling_mask)
+    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=atol, rtol=0)
+
+
 def chosen_log_probs(distributions, completion, sampling_mask=None):
     """Log-probabilities of a completion. With a mask, each token's is its share of the tokens that were left."""
     found = distributions[range(len(completion)), completion].clone()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from devices import SIMULATED
 from engine_contract import EngineContract, Subject
-from rollout_helpers import GPT2, LLAMA, TIED, left_to_choose, plain_log_probs, plain_model
+from rollout_helpers import GPT2, LLAMA, TIED, check_completion, left_to_choose, plain_log_probs, plain_model
 from torch_scripts import printed
 from transformers import LlamaConfig, MambaConfig, MistralConfig
 from waits import wait_until
@@ -27,11 +27,6 @@ MAMBA = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, state_si
 MANY = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12] * 4, [11, 4], [1, 2, 3, 4], [7], [7]]
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 12], [11, 4], [1, 2, 3, 4]]
 SEEDS = [10, 11, 12, 13, 14]
-
-
-def check(model, prompt, completion, temperature=1.0, atol=5e-5):
-    expected = plain_log_probs(model, prompt, completion.token_ids, temperature or 1.0, completion.sampling_mask)
-    torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=atol, rtol=0)
 
 
 def engine_of(config, seed=3, **options):
@@ -52,7 +47,7 @@ def test_log_probs_match_an_unpadded_forward_pass(config):
     completions = engine.generate(PROMPTS, SamplingParams(12, 0.6, top_p=0.9, top_k=20), SEEDS)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
-        check(model, prompt, completion, 0.6)
+        check_completion(model, prompt, completion, 0.6)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -66,7 +61,7 @@ def test_temperature_zero_is_the_argmax(config):
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert completion.token_ids == tokens[len(prompt) :]
-        check(model, prompt, completion)
+        check_completion(model, prompt, completion)
 
 
 def drawn_first(engine, prompt, how, times=4000):
@@ -196,7 +191,7 @@ def test_weights_are_loaded_in_place(config):
     engine.load_weights(iter(list(given.items())[half:]))
     assert {name: tensor.data_ptr() for name, tensor in engine.model.state_dict().items()} == places
     (completion,) = engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-    check(new, [5, 9, 2], completion)
+    check_completion(new, [5, 9, 2], completion)
 
 
 def test_error_names_weights_that_do_not_fit():
@@ -222,7 +217,7 @@ def test_sleep_and_wake_up():
     engine.load_weights(new.state_dict().items())  # weights may be updated while the engine sleeps
     engine.wake_up()
     (completion,) = engine.generate([[1, 2]], SamplingParams(6), [0])
-    check(new, [1, 2], completion)
+    check_completion(new, [1, 2], completion)
 
 
 @pytest.mark.gpu
@@ -320,7 +315,7 @@ def test_rows_join_and_leave_a_running_batch(make, monkeypatch, config):
     completions = [future.result(30) for future in futures]
     assert [one.token_ids for one in completions] == [one.token_ids for one in alone]
     for prompt, params, completion in zip(MANY, how, completions, strict=True):
-        check(model, prompt, completion, params.temperature)
+        check_completion(model, prompt, completion, params.temperature)
     rows = [count for count, columns in shapes if columns == 1]
     assert max(rows) == 5 and rows[-1] == 1  # the last ones run alone, without the rows that have ended
 
@@ -331,7 +326,7 @@ def test_equal_prompts_are_computed_once_and_others_with_little_padding(make):
     shapes = shapes_of(engine)
     completions = engine.generate(prompts, SamplingParams(3), range(16))
     for prompt, completion in zip(prompts, completions, strict=True):
-        check(model, prompt, completion)
+        check_completion(model, prompt, completion)
     prompts_alone = [shape for shape in shapes if shape[1] > 1]
     assert (1, 300) in prompts_alone and (7, 2) in prompts_alone and shapes[-2:] == [(16, 1)] * 2
 
@@ -353,7 +348,7 @@ def test_models_with_other_caches(make, config):
     completions = engine.generate(MANY, SamplingParams(12), range(len(MANY)))
     for prompt, completion in zip([[4, 5, 6], *MANY], [future.result(30), *completions], strict=True):
         assert len(completion.token_ids) == 12
-        check(model, prompt, completion, atol=5e-4)
+        check_completion(model, prompt, completion, atol=5e-4)
 
 
 def test_sleep_and_weights_without_an_update_in_the_middle_of_requests(make):
@@ -405,7 +400,7 @@ def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on(mak
     assert engine.load() == EngineLoad(0, 0)
     engine.load_weights(model.state_dict().items())
     (completion,) = engine.generate([[5, 9, 2]], SamplingParams(8), [0])
-    check(model, [5, 9, 2], completion)
+    check_completion(model, [5, 9, 2], completion)
 
 
 def test_weight_of_one_token_that_is_not_finite_fails_its_requests_alone(make):

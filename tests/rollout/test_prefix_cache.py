@@ -5,7 +5,7 @@ import random
 import depth
 import pytest
 import torch
-from rollout_helpers import GPT2, LLAMA, plain_log_probs, plain_model
+from rollout_helpers import GPT2, LLAMA, check_completion, plain_model
 from transformers import LlamaConfig, MistralConfig
 from waits import wait_until
 
@@ -82,8 +82,7 @@ def test_turns_compute_only_what_is_new(config):
     # Each token once, except the last sampled one; the probe of the kind of cache is one more.
     assert engine.computed <= length and plain.computed > 4 * length
     prompt, made = found[-1]
-    logs = plain_log_probs(model, prompt, made.token_ids)
-    torch.testing.assert_close(torch.tensor(made.log_probs).double(), logs, atol=5e-5, rtol=0)
+    check_completion(model, prompt, made)
 
 
 def test_sessions_of_all_lengths_share_forward_passes():
@@ -113,8 +112,7 @@ def test_rows_that_end_before_others_of_their_batch_leave_what_is_theirs(late):
     assert not any(one.done() for one in others)
     engine.abort()
     for prompt, made in zip(prompts, completions, strict=True):
-        expected = plain_log_probs(model, prompt, made.token_ids)
-        torch.testing.assert_close(torch.tensor(made.log_probs).double(), expected, atol=2e-6, rtol=0)
+        check_completion(model, prompt, made, atol=2e-6)
 
 
 def test_branches_retries_and_requests_that_go_on_use_what_they_share():
@@ -124,8 +122,7 @@ def test_branches_retries_and_requests_that_go_on_use_what_they_share():
     def computed(of, seed, partial=None):
         before = engine.computed
         made = engine.submit(of, how, f"r{before}", seed=seed, partial=partial).result(60)
-        expected = plain_log_probs(model, of, made.token_ids)
-        torch.testing.assert_close(torch.tensor(made.log_probs).double(), expected, atol=5e-5, rtol=0)
+        check_completion(model, of, made)
         return engine.computed - before
 
     computed(prompt, 0)
@@ -151,8 +148,7 @@ def test_weights_and_sleep_drop_them():
         engine.load_weights(model.state_dict().items())
         engine.finish_update(1)
         (made,) = engine.generate([prompt], SamplingParams(4), [0])
-        expected = plain_log_probs(model, prompt, made.token_ids)
-        torch.testing.assert_close(torch.tensor(made.log_probs).double(), expected, atol=5e-5, rtol=0)
+        check_completion(model, prompt, made)
 
 
 def test_memory_is_bounded_and_zero_keeps_nothing():
