@@ -51,6 +51,14 @@ def engine_of(server, tmp_path):
         engine.close()
 
 
+@pytest.fixture
+def engine(engine_of):
+    """An engine that has got version 1 of the weights."""
+    engine = engine_of()
+    load(engine)
+    return engine
+
+
 class TestContract(EngineContract):
     updates = 5
     long = 60
@@ -399,9 +407,7 @@ def test_server_that_cannot_take_weights_says_so_before_any_are_sent(server, eng
         engine.weight_shapes()
 
 
-def test_folder_of_an_update_is_removed(server, engine_of, tmp_path):
-    engine = engine_of()
-    load(engine)
+def test_folder_of_an_update_is_removed(server, engine, tmp_path):
     engine.begin_update()
     engine.load_weights([("bias", torch.ones(32))])
     (folder,) = tmp_path.iterdir()
@@ -461,10 +467,8 @@ def test_tensors_that_do_not_fit_are_refused_before_the_server_reads_them(server
     assert engine.generate([[1]], SamplingParams(1), [0])[0].weight_versions == [2]
 
 
-def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch, caplog):
+def test_server_that_lost_the_weights_is_not_used(server, engine, engine_of, monkeypatch, caplog):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
-    engine = engine_of()
-    load(engine)
     engine.generate([[1]], SamplingParams(1), [0])
     server.version = "default"  # as after a restart
     with pytest.raises(RolloutError, match=r"has weights 'default' instead of '1\.\w+': it was restarted"):
@@ -478,11 +482,10 @@ def test_server_that_lost_the_weights_is_not_used(server, engine_of, monkeypatch
     assert "of an earlier update; update them again" in caplog.text
 
 
-def test_submit_does_not_wait_for_the_servers_weight_version(server, engine_of, monkeypatch):
+def test_submit_does_not_wait_for_the_servers_weight_version(server, engine, monkeypatch):
     """The event loop of sessions calls it, and of a gateway."""
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
-    engine, answer = engine_of(), threading.Event()
-    load(engine)
+    answer = threading.Event()
     version = engine._dialect.version
     monkeypatch.setattr(engine._dialect, "version", lambda: answer.wait(5) and version())
     begun = time.monotonic()
@@ -496,9 +499,7 @@ def test_submit_does_not_wait_for_the_servers_weight_version(server, engine_of, 
 
 
 @pytest.mark.parametrize("fault", [503, 500])
-def test_version_that_the_server_does_not_tell_fails_no_request(server, engine_of, monkeypatch, fault):
-    engine = engine_of()
-    load(engine)
+def test_version_that_the_server_does_not_tell_fails_no_request(server, engine, monkeypatch, fault):
     running = engine.submit([1], SamplingParams(200), "a", seed=0)
     begun(engine)
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
@@ -510,7 +511,7 @@ def test_version_that_the_server_does_not_tell_fails_no_request(server, engine_o
 @pytest.fixture
 def restarted(server):
     """A server that has lost its weights, and answers only its third request for the version."""
-    server.version, asked = "default", []
+    asked = []
 
     def turn_away(handler):
         asked.append(handler.path)
@@ -525,9 +526,7 @@ def restarted(server):
     return restart
 
 
-def test_no_request_begins_while_the_server_does_not_tell_its_version(server, engine_of, monkeypatch, restarted):
-    engine = engine_of()
-    load(engine)
+def test_no_request_begins_while_the_server_does_not_tell_its_version(server, engine, monkeypatch, restarted):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
     restarted()
     sent = len(server.seen)
@@ -536,12 +535,8 @@ def test_no_request_begins_while_the_server_does_not_tell_its_version(server, en
     assert {path for path, _ in server.seen[sent:]} == {"/weight_info"}
 
 
-def test_request_that_was_turned_away_does_not_count_for_weights_that_are_lost(
-    server, engine_of, monkeypatch, restarted
-):
+def test_request_that_was_turned_away_does_not_count_for_weights_that_are_lost(server, engine, monkeypatch, restarted):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.3)
-    engine = engine_of()
-    load(engine)
 
     def restart(handler):
         restarted()
@@ -607,10 +602,8 @@ def test_loss_of_the_weights_fails_also_what_came_during_the_check(server, engin
             future.result(10)
 
 
-def test_slow_answers_about_the_version_do_not_add_up(server, engine_of, monkeypatch):
+def test_slow_answers_about_the_version_do_not_add_up(server, engine, monkeypatch):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.2)
-    engine = engine_of()
-    load(engine)
     version, asked = engine._dialect.version, []
     monkeypatch.setattr(engine._dialect, "version", lambda: asked.append(time.sleep(0.3)) or version())
     time.sleep(0.3)
@@ -630,10 +623,8 @@ class Turns(Environment):
         return Step([5], done=self.turn == 2)
 
 
-def test_session_waits_while_the_server_has_no_weights(server, engine_of, monkeypatch):
+def test_session_waits_while_the_server_has_no_weights(server, engine, monkeypatch):
     monkeypatch.setattr(http_engine, "ASK_SECONDS", 0.0)
-    engine = engine_of()
-    load(engine)
     sessions = AgentEngine(engine, environment=Turns)
 
     def restart():
@@ -812,9 +803,7 @@ def test_request_that_the_server_only_aborts_is_an_error(server, engine_of):
 
 
 @pytest.mark.parametrize("how", ["cut", "error"])
-def test_request_that_failed_with_its_server_does_not_go_on_with_other_weights(server, engine_of, how):
-    engine = engine_of()
-    load(engine)
+def test_request_that_failed_with_its_server_does_not_go_on_with_other_weights(server, engine, how):
     sent = len(server.seen)
 
     def fail(handler):
