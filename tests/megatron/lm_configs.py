@@ -1,4 +1,4 @@
-"""The small Llama of the language model tests."""
+"""The small Llama of the language model tests, and parallel sizes."""
 
 from transformers import LlamaConfig
 
@@ -12,3 +12,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 LLAMA = LlamaConfig(**SIZES)
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4 = {"pipeline_model_parallel_size": 4}
+VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}

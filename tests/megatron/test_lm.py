@@ -3,7 +3,7 @@ MegatronTrainModel, has more tests in test_train_model.py."""
 
 import pytest
 import torch
-from lm_configs import LLAMA, SIZES
+from lm_configs import LLAMA, PP2, PP4, SIZES, TP2
 from megatron_workers import count_parameters
 from mixtures import by_expert
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
@@ -15,9 +15,6 @@ LLAMA3_ROPE = LlamaConfig(**SIZES, rope_parameters={
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192})  # fmt: skip
 BIASED_GELU = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, hidden_act="gelu", head_dim=32)
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-PP4 = {"pipeline_model_parallel_size": 4}
 
 pytestmark = pytest.mark.timeout(240)  # starting the shared processes counts towards the first test
 rare = pytest.mark.full("rare variants of Megatron models and layouts")
@@ -27,9 +24,9 @@ def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def reference_log_probs(model, ids, mask=None):
+def reference_log_probs(model, ids, mask=None, temperature=1.0):
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, :-1]
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, :-1] / temperature
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
@@ -78,9 +75,10 @@ def check_parity(group, saved, config, parallel):
     start = weights(model)
     group.load_hf_state_dict(start)
     ids = tokens(7)
-    log_probs = group.compute_log_prob(ids)
-    assert log_probs.shape == (7, 11) and log_probs.dtype == torch.float32
-    assert (log_probs - reference_log_probs(model, ids)).abs().max() < 1e-4
+    for temperature in (1.0, 0.7):
+        log_probs = group.compute_log_prob(ids, temperature=temperature)
+        assert log_probs.shape == (7, 11) and log_probs.dtype == torch.float32
+        assert (log_probs - reference_log_probs(model, ids, temperature=temperature)).abs().max() < 1e-4
     train_both(group, model)
     check_weights(group, model, start)
 
@@ -159,13 +157,6 @@ def test_step_is_the_same_with_padding_on_either_side(llama, saved, with_loss_ma
         assert metrics["tokens"] == len(losses) == 24
         assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-
-
-def test_temperature_divides_the_logits(llama):
-    group, model = llama
-    ids = tokens(2)
-    expected = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    assert (group.compute_log_prob(ids, temperature=0.7) - expected).abs().max() < 1e-4
 
 
 def test_loss_is_the_mean_weighted_by_the_loss_mask(llama):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import train_model_workers as on_ranks
 from hf_reference import Reference, Whole, assert_training_continues, batch, joined, loaded, whole_weights
-from lm_configs import LLAMA, SIZES
+from lm_configs import LLAMA, PP2, SIZES, TP2, VPP
 from mixtures import by_expert, column, drawn_routes, replaying
 from shard_helpers import assert_same
 from transformers import (
@@ -31,8 +31,6 @@ MODELS = {
     "late": Qwen3MoeConfig(**{**MIXED, "mlp_only_layers": [0, 1]}, head_dim=16, norm_topk_prob=True),
 }
 QWEN3_TIED = Qwen3MoeConfig(**MIXED, head_dim=16, tie_word_embeddings=True)
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 ETP2, ETP4 = {"expert_tensor_parallel_size": 2}, {"expert_tensor_parallel_size": 4}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}

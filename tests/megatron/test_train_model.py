@@ -20,7 +20,7 @@ from hf_reference import (
     steps,
     whole_weights,
 )
-from lm_configs import LLAMA, SIZES
+from lm_configs import LLAMA, PP2, PP4, SIZES, TP2, VPP
 from shard_helpers import assembled, assert_same
 from transformers import (
     AutoConfig,
@@ -59,10 +59,6 @@ MODELS = {
     "llama, linear": LlamaConfig(**HEADS, rope_parameters={"rope_type": "linear", **ROPE}),
 }  # fmt: skip
 """Each model type, with each kind of rotary embedding and a sliding window that is shorter than the rows."""
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-PP4 = {"pipeline_model_parallel_size": 4}
-VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 ADAM = {"clip_grad": 0.5}
 
 pytestmark = pytest.mark.timeout(240)
