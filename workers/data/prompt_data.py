@@ -35,7 +35,8 @@ class PromptData:
         input_key: name of the column with the prompt.
         label_key: name of the column that the reward function gets as ``label``. By default columns keep their names.
         columns: names of the columns that the reward function gets, besides ``label``; a row without one of them is
-            bad. By default all except the prompt; a row that lacks a column of other rows gets None.
+            bad. By default all except the prompt; a row that lacks a column gets None if another row of the rollout,
+            or the first row of a source, has it.
         apply_chat_template: whether a text is the message of a user.
         apply_chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
         max_prompt_len: rows with more tokens are left out and counted; None for no limit.
@@ -73,6 +74,11 @@ class PromptData:
         self._tokenizer = tokenizer
         self._input_key, self._label_key = input_key, label_key
         self._columns = None if columns is None else list(columns)
+        self._names: dict[str, None] = {}
+        """Columns of all sources, so that what a row gets does not depend on whose rows are in its rollout."""
+        for file in rows.files if columns is None else ():
+            with suppress(ValueError):  # a bad row
+                self._names |= dict.fromkeys(name for name in file.read(0) if name not in (input_key, label_key))
         self._as_message = apply_chat_template
         self._template_kwargs = dict(apply_chat_template_kwargs or {})
         self._max_prompt_len = max_prompt_len
@@ -140,7 +146,7 @@ class PromptData:
 
     def batch(self, rows: Sequence[tuple[list[int], Any]]) -> Any:
         """Put what was made of some rows together, as a call returns it."""
-        names = dict.fromkeys(name for _, columns in rows for name in columns)
+        names = self._names | dict.fromkeys(name for _, columns in rows for name in columns)
         return [ids for ids, _ in rows], {name: [columns.get(name) for _, columns in rows] for name in names}
 
     def all(self) -> Any:
