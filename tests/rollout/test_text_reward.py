@@ -83,7 +83,8 @@ def test_several_rewards_and_options():
 
     (found,) = compute(reward, {"label": {0: 4}})
     assert found.parts == {"right": 1.0, "length": -1.0} and found == 0.0
-    assert compute(functools.partial(number_match, tolerance=0.5), {"label": {0: 4.4}}) == [1.0]
+    for column in ({}, {"tolerance": {0: None}}):  # as in a row that has none, beside one that does
+        assert compute(functools.partial(number_match, tolerance=0.5), {"label": {0: 4.4}, **column}) == [1.0]
     assert compute(number_match, {"label": {0: 4.4}}) == [0.0]
 
 

@@ -21,7 +21,7 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
         manager = RolloutManager(group, how, text_reward(number_match, tokenizer))
 
     The completion is without special tokens, such as the one that ended it; the prompt is with them. A column with the
-    name of an option, such as ``tolerance``, sets it for its row.
+    name of an option, such as ``tolerance``, sets it for its row, unless it is null there.
 
     Args:
         function: plain or ``async def``; it returns what a `RewardFunction` returns. Set options of a ready function
@@ -38,6 +38,7 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
     parameters = [*inspect.signature(function).parameters.values()]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    optional = {one.name for one in parameters if one.default is not one.empty}
     if not takes_all and not names & {"completion", "completion_ids"}:
         raise TypeError(
             f"text_reward(): {function!r} has no parameter `completion` or `completion_ids`; it has "
@@ -45,7 +46,8 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
         )
 
     def plain(prompt: Sequence[int], completion: Sequence[int], /, *, info: Any = None, **columns: Any) -> Any:
-        values = {**columns, "info": info, "prompt_ids": list(prompt), "completion_ids": list(completion)}
+        values = {name: value for name, value in columns.items() if value is not None or name not in optional}
+        values |= {"info": info, "prompt_ids": list(prompt), "completion_ids": list(completion)}
         if takes_all or "prompt" in names:
             values["prompt"] = tokenizer.decode(list(prompt))
         if takes_all or "completion" in names:
