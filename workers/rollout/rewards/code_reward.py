@@ -88,7 +88,7 @@ def _program(completion: str) -> str:
 
 def _pairs(label: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     for given, expected in (("inputs", "outputs"), ("input", "output")):
-        if given in label and expected in label:
+        if label.get(given) is not None and label.get(expected) is not None:  # Parquet has the keys of all rows
             both = [[one] if isinstance(one, str) else one for one in (label[given], label[expected])]
             if not both[0] or len(both[0]) != len(both[1]):
                 raise ValueError(f"the label has {len(both[0])} {given} and {len(both[1])} {expected}")
