@@ -68,12 +68,17 @@ def test_async_function_runs_as_one(workers, request):
     if workers:
         request.getfixturevalue("ray_cluster")
 
+    loops = []
+
     async def reward(completion, label):
+        loops.append(asyncio.get_running_loop())  # the same in all calls, or what a function keeps would be useless
         await asyncio.sleep(0)
-        return float(completion == label)
+        return float(completion == label and loops[0] is loops[-1])
 
     # A plain function could have no timeout without processes.
-    assert compute(reward, {"label": {0: "4é"}}, timeout=60, workers=workers) == [1.0]
+    with RewardRunner(text_reward(reward, TOKENIZER), timeout=60, workers=workers) as runner:
+        samples = [Sample(0, number, PROMPT, COMPLETION) for number in range(2)]
+        assert runner.compute(samples, {"label": {0: "4é"}}) == [1.0, 1.0]
 
 
 def test_several_rewards_and_options():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,17 +28,15 @@ class _RewardProcess:
 
     def __init__(self, function: bytes) -> None:
         self.function: Callable[..., Any] = ray.cloudpickle.loads(function)
+        # For all calls: what an `async` function keeps, such as the client of a server, belongs to its event loop.
+        self.loop = asyncio.new_event_loop()
 
     def ready(self) -> None:
         """Return when the process has started."""
 
     def call(self, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         value = self.function(*args, **given)
-        return asyncio.run(_value_of(value)) if inspect.isawaitable(value) else value
-
-
-async def _value_of(value: Awaitable[Any]) -> Any:
-    return await value
+        return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 class RewardProcesses:
