@@ -41,8 +41,7 @@ class Correction:
             (self-normalized importance sampling; Hesterberg 1995).
 
     Raises:
-        ValueError: a bound excludes the ratio 1, at which nothing must be corrected, or is negative; or there are no
-            weights to normalize.
+        ValueError: a bound excludes the ratio 1, at which nothing must be corrected, or is negative.
     """
 
     weight: Level | None = None
@@ -61,8 +60,6 @@ class Correction:
                 raise ValueError(
                     f"{low}={getattr(self, low)} and {high}={getattr(self, high)}: expected 0 <= {low} <= 1 <= {high}"
                 )
-        if self.normalize and self.weight is None:
-            raise ValueError("normalize=True needs weights to normalize, but this correction has none")
 
 
 PRESETS: dict[str, Correction] = {
