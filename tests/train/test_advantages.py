@@ -65,14 +65,6 @@ def test_gae_matches_its_definition(rows, tokens, seed, gamma, holes):
     torch.testing.assert_close(returns, torch.where(mask != 0, expected + values, 0.0), rtol=1e-5, atol=1e-5)
 
 
-def test_lambda_one_returns_the_rewards():
-    mask = torch.tensor([[0, 1, 1, 1, 0]])
-    rewards = token_rewards(torch.tensor([2.0]), mask)
-    assert rewards.tolist() == [[0, 0, 0, 2, 0]]
-    advantages, returns = gae(rewards, torch.tensor([[9.0, 0.5, 1.0, 1.5, 9.0]]), mask)
-    assert returns.tolist() == [[0, 2, 2, 2, 0]] and advantages.tolist() == [[0, 1.5, 1, 0.5, 0]]
-
-
 @pytest.mark.parametrize("keep_mean", [False, True])
 def test_whitening_over_ranks_equals_whitening_over_all_rows(keep_mean):
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3 + 100
