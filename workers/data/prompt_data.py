@@ -41,10 +41,6 @@ class PromptData:
         apply_chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
         max_prompt_len: rows with more tokens are left out and counted; None for no limit.
 
-    Attributes:
-        rows: see above.
-        batch_size: see above.
-
     Raises:
         DataError: there is no chat template, or no tokenizer for it.
         ValueError: a number is out of range, or the rows have a ``prepare``.
