@@ -292,6 +292,7 @@ async def _later(prompt_ids, completion_ids, label):
         (lambda prompt, completion, **columns: sum(map(len, columns)), len("label") + len("source") + len("more")),
         (lambda prompt, completion, label, **others: len(others), 2),
         (lambda source, more: len(source), 1),  # the tokens, as of any two first parameters
+        (lambda prompt, more, **columns: sum(map(len, columns)), len("label") + len("source")),  # here too
         (partial(lambda prompt, completion, scale, label: scale * label, scale=4), 2),
         (Callable(), 0.5),
         (_later, 0.5),

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 5.0
 """How long `RewardRunner.close` waits for calls that it has cancelled."""
 
-_ALL = "**"
-"""Among the columns that a function takes: it takes all."""
-
 REWARD_CONCURRENCY = 128
 """Default of ``RewardRunner(concurrency=)``."""
 
@@ -97,8 +94,7 @@ class RewardRunner(Closing):
         self.workers = workers
         self.timeout = timeout
         self.on_timeout = on_timeout
-        self._plain = not workers and not is_async(function)
-        self._columns, self._required = _columns_of(function)
+        self._prepare()
         if self._plain and timeout is not None:
             raise ValueError(
                 f"reward_timeout={timeout!r}: a plain reward function cannot be interrupted in this process. Set "
@@ -106,9 +102,10 @@ class RewardRunner(Closing):
             )
         if workers and isinstance(pickled := _pickled(function), str):
             raise TypeError(f"reward_workers={workers}: {pickled}")
-        self._prepare()
 
     def _prepare(self) -> None:
+        self._plain = not self.workers and not is_async(self.function)
+        self._named, self._hidden, self._required = _columns_of(self.function)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._plain_groups = asyncio.Lock()
@@ -120,7 +117,7 @@ class RewardRunner(Closing):
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("batched", "concurrency", "workers", "timeout", "on_timeout", "_plain", "_columns", "_required")
+        names = ("batched", "concurrency", "workers", "timeout", "on_timeout")
         return {"function": _pickled(self.function), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -237,11 +234,15 @@ class RewardRunner(Closing):
 
     def _calls(self, samples: Sequence[Sample], extras: Mapping[str, Any] | None, row: int | None) -> list[RewardCall]:
         self.check_columns(extras or {})
-        given = {name: of for name, of in (extras or {}).items() if _ALL in self._columns or name in self._columns}
+        given = {
+            name: of
+            for name, of in (extras or {}).items()
+            if name in self._named or (self._hidden is not None and name not in self._hidden)
+        }
         if self.batched:
-            return [RewardCall(samples, given, row, True, "info" in self._columns)] if samples else []
+            return [RewardCall(samples, given, row, True, "info" in self._named)] if samples else []
         return [
-            RewardCall([one], given, None if row is None else row + k, False, "info" in self._columns)
+            RewardCall([one], given, None if row is None else row + k, False, "info" in self._named)
             for k, one in enumerate(samples)
         ]
 
@@ -397,19 +398,21 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _columns_of(function: Any) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The columns that a reward function takes, and those that it requires: its parameters behind those for tokens."""
+def _columns_of(function: Any) -> tuple[frozenset[str], frozenset[str] | None, tuple[str, ...]]:
+    """The columns that a reward function names, its parameters behind those for tokens; those that its ``**columns``
+    cannot get, which have the names of parameters for tokens, or None without it; and those that it requires."""
     try:
         parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # some functions of C have no signature
-        return frozenset({_ALL}), ()
+        return frozenset(), frozenset(), ()
     tokens = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
     named = [
         one for one in parameters if one not in tokens and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     ]
-    every = {_ALL for one in parameters if one.kind is one.VAR_KEYWORD}
+    hidden = frozenset(one.name for one in tokens if one.kind is one.POSITIONAL_OR_KEYWORD)
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     required = tuple(one.name for one in named if one.default is one.empty and one.name != "info")
-    return frozenset(every | {one.name for one in named}), required
+    return frozenset(one.name for one in named), hidden if takes_all else None, required
 
 
 def _is_number(value: Any) -> bool:
