@@ -31,9 +31,8 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
     Raises:
         TypeError: it is no function, or has no parameter for the completion; or the tokenizer cannot decode.
     """
-    usable = {"function": callable(function), "tokenizer": hasattr(tokenizer, "decode")}
-    for name, given in (("function", function), ("tokenizer", tokenizer)):
-        if not usable[name]:
+    for name, given, needed in (("function", function, "__call__"), ("tokenizer", tokenizer, "decode")):
+        if not hasattr(given, needed):
             raise TypeError(f"text_reward(): {name}={given!r:.80}; pass text_reward(number_match, tokenizer)")
     parameters = [*inspect.signature(function).parameters.values()]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
