@@ -319,6 +319,13 @@ def test_data_with_two_labels_is_refused():
     assert data(0)[1] == {"label": [4]}
 
 
+def test_rollout_beyond_the_last_epoch_is_an_error():
+    data = PromptData(open_rows([GOOD] * 3, epochs=1), 2, byte_tokenizer())
+    assert len(data(0)[0]) == 2
+    with pytest.raises(DataError, match="rollout 1 goes beyond the last row"):
+        data(1)
+
+
 def test_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = made(tmp_path, "a.parquet", b"PAR1")

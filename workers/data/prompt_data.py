@@ -134,11 +134,17 @@ class PromptData:
         each with one value per prompt.
 
         Raises:
-            DataError: a row cannot be used; see `RowReader`.
+            DataError: a row cannot be used, see `RowReader`; or the last epoch ends before the rollout does.
             ValueError: the rollout would begin before the first row.
         """
         first = self._position(rollout_id)
-        return self.batch([self.rows[first + index] for index in range(self.batch_size)])
+        try:
+            return self.batch([self.rows[first + index] for index in range(self.batch_size)])
+        except IndexError:
+            raise DataError(
+                f"rollout {rollout_id} goes beyond the last row of the last epoch; open the rows without `epochs`, or "
+                "end before it: in a RolloutStream, which reads ahead, with SampleBuffer(num_batches=...)"
+            ) from None
 
     def batch(self, rows: Sequence[tuple[list[int], Any]]) -> Any:
         """Put what was made of some rows together, as a call returns it."""
