@@ -357,7 +357,9 @@ def test_prompt_is_text_messages_or_ids():
     assert one_prompt({"prompt": chat})[0] == [[260, *b"Add.", 257, 258, *b"2+2?", 257, 259]]
     assert one_prompt({"prompt": "2+2?"}, apply_chat_template=True)[0] == [[258, *b"2+2?", 257, 259]]
     assert one_prompt({"question": "a"}, input_key="question") == ([[97]], {})
-    assert PromptData(open_rows([{"prompt": [1]}]), 1)(0) == ([[1]], {})
+    data = PromptData(open_rows([{"prompt": [1]}]), 1)
+    data(0)[0][0].append(2)  # the list is the caller's
+    assert data(0) == ([[1]], {})
 
 
 def test_beginning_of_text_is_there_once():

@@ -149,7 +149,7 @@ class PromptData:
     def batch(self, rows: Sequence[tuple[list[int], Any]]) -> Any:
         """Put what was made of some rows together, as a call returns it."""
         names = self._names | dict.fromkeys(name for _, columns in rows for name in columns)
-        return [ids for ids, _ in rows], {name: [columns.get(name) for _, columns in rows] for name in names}
+        return [list(ids) for ids, _ in rows], {name: [columns.get(name) for _, columns in rows] for name in names}
 
     def all(self) -> Any:
         """Return all rows, as a call returns those of a rollout. For an evaluation.
