@@ -52,6 +52,8 @@ def test_program_is_found(completion):
         "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
         "import os\nfor name in os.listdir():\n    open(name, 'w').close()\nprint('[true, true]')\nos._exit(0)\n",
         "print('\\x00\\xff' * 10)\nraise KeyboardInterrupt\n",
+        "import shutil\nshutil.rmtree('..', ignore_errors=True)\n",
+        "import os\nos.remove('../out')\nos.mkfifo('../out')\n",
         ADD.replace("a + b", "add(a, b)"),
     ],
 )
@@ -122,6 +124,11 @@ def test_wall_clock_is_limited(isolate):
 def test_program_without_time_is_no_error(isolate):
     result = run_python("import time\ntime.sleep(60)", limits=CodeLimits(1e-6, isolate=isolate))
     assert (result.status, result.output, result.errors) == (None, "", "")
+
+
+def test_program_that_signals_its_process_group_has_failed(isolate):
+    """Without namespaces, the launcher is in that group."""
+    assert run_python("import os\nos.kill(0, 9)", limits=CodeLimits(isolate=isolate)).status == -9
 
 
 def test_memory_is_limited():

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -122,6 +123,10 @@ def run_python(
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.communicate()
             raise
+        if launcher.returncode < 0:  # without namespaces, a program may have signalled its whole process group
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)  # a program that ignores that signal
+            said = json.dumps({"status": launcher.returncode, "isolated": False}).encode()
         try:
             report = json.loads(said)
         except ValueError:
@@ -129,14 +134,16 @@ def run_python(
                 f"the launcher of a program has failed: {errors.decode(errors='replace')[-2000:]}"
             ) from None
         output, errors_of = (_text(Path(folder, name), limits.output_bytes) for name in ("out", "err"))
-        left = work / (back or ".")
-        content = _text(left, limits.output_bytes) if back and left.is_file() and not left.is_symlink() else ""
+        content = _text(work / back, limits.output_bytes) if back else ""
         return CodeResult(report["status"], output, errors_of[-4000:], report["isolated"], content)
 
 
 def _text(path: Path, most: int) -> str:
-    with open(path, "rb") as file:
+    """The beginning of a file; empty if the program has deleted it, or put a link or a named pipe in its place."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(OSError), open(path, "rb", opener=lambda name, how: os.open(name, how | flags)) as file:
         return file.read(most).decode(errors="replace")
+    return ""
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------
@@ -152,6 +159,8 @@ def _launch(folder: str, limits: CodeLimits) -> None:
     pid = os.fork()
     if not pid:
         os.close(inside)
+        if separate:
+            os.setsid()  # or a program that signals its process group would reach the launcher outside of the namespace
         if hasattr(libc, "prctl"):
             # Set this after the fork, which clears it. The supervisor dies with the launcher, and the namespace with
             # the supervisor.
