@@ -463,6 +463,8 @@ def test_secrets_are_not_recorded(tmp_path, monkeypatch):
         "headers": ["Authorization: Bearer Zx81-bearer", "Authorization: Basic hunter2", "Basic aHVudGVyMg=="],
         "env": {"variables": [f"HF_TOKEN={secrets[2]}", "OMP_NUM_THREADS=1"]},
         "note": f"with {secrets[2]} or {secrets[-1]}",
+        "judge": SimpleNamespace(api_key="hunter2", model="m"),
+        "proxies": {"https://me:password1@proxy/"},
     }
     with pytest.raises(ValueError), RunLog(run_dir=tmp_path, args=args, loggers=["tensorboard"]) as log:
         log.event("mine", f"{secrets[1]} was refused", url="https://me:hunter2@host/", hf_token="password1")
@@ -474,6 +476,7 @@ def test_secrets_are_not_recorded(tmp_path, monkeypatch):
     assert run["config"]["hub"] == {"hf_token": "***", "password": "***", "max_tokens": 5, "pad_token": "<pad>"}
     assert run["config"]["reward"]["url"] == "https://me:***@host/score?token=***&n=1"
     assert run["config"]["env"]["variables"] == ["HF_TOKEN=***", "OMP_NUM_THREADS=1"]
+    assert run["config"]["judge"] == "namespace(api_key='***', model='m')"
     assert args["hub"]["hf_token"] == "hunter2"  # the caller's is as it was
 
 

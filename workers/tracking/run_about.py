@@ -40,7 +40,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
     environment with such a name have.
 
     Args:
-        value: of mappings, lists and tuples of any depth, or a text.
+        value: of mappings, lists and tuples of any depth, or a text. Of another object, the text that JSON gets counts.
         name: of the value.
     """
     number = isinstance(value, (bool, int, float))
@@ -55,12 +55,14 @@ def without_secrets(value: Any, name: str = "") -> Any:
             made.append(without_secrets(one, flag))
             flag = one.lstrip("-") if isinstance(one, str) and one.startswith("-") else ""  # ["--api-key", "..."]
         return made
-    if not isinstance(value, str):
+    if number or value is None:
         return value
+    text = said = str(value)
     for variable, secret in os.environ.items():
-        if len(secret) >= 8 and secret in value and _ENVIRONMENT.search(variable):
-            value = value.replace(secret, HIDDEN)
-    return _IN_TEXT.sub(lambda found: "".join(part or "" for part in found.groups()) + HIDDEN, value)
+        if len(secret) >= 8 and secret in text and _ENVIRONMENT.search(variable):
+            text = text.replace(secret, HIDDEN)
+    text = _IN_TEXT.sub(lambda found: "".join(part or "" for part in found.groups()) + HIDDEN, text)
+    return value if text == said else text
 
 
 def about_process(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
