@@ -93,10 +93,10 @@ def check(python: str, env_vars: Mapping[str, str], nodes: Iterable[Location], n
         r"while [[ $one =~ \$\{([A-Za-z_][A-Za-z0-9_]*)\} ]]; do "
         'all+=${one%%"$BASH_REMATCH"*}${!BASH_REMATCH[1]}; one=${one#*"$BASH_REMATCH"}; done'
     )
-    run = f'for one in "${{@:2}}"; do all=; {expand}; export "$all$one"; done; exec {command(python)} -c "$0" "$1"'
-    words = ["bash", "-c", run, _PROBE, json.dumps(needed), *environment]
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    options["timeout"] = CHECK_SECONDS
+    read = f'while IFS= read -r -d "" one; do all=; {expand}; export "$all$one"; done'
+    words = ["bash", "-c", f'{read}; exec {command(python)} -c "$0" "$1"', _PROBE, json.dumps(needed)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": CHECK_SECONDS}
+    options["input"] = "".join(f"{one}\0" for one in environment)  # not as words, which all users of the node see
     # subprocess.run itself is the task, because a node's own Python need not have this library.
     task = ray.remote(num_cpus=0, max_retries=0)(subprocess.run)
     end = time.monotonic() + CHECK_SECONDS + TASK_SECONDS

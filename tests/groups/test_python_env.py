@@ -259,6 +259,16 @@ def test_repaired_environment_is_checked_again_and_a_good_one_once(pool, tmp_pat
         python_env.check(str(python), env_vars, nodes, "test")
 
 
+def test_values_of_variables_are_in_no_command_line(pool, tmp_path, monkeypatch):
+    """All users of a host see command lines."""
+    nodes = single_controller.ray.placement.reservation.node_locations(pool.slots(), "test")
+    run, commands = subprocess.run, []
+    monkeypatch.setattr(subprocess, "run", lambda words, **options: commands.append(words) or run(words, **options))
+    with pytest.raises(StartError, match=r"exit code 0: the secret\)"):
+        python_env.check(str(script(tmp_path / "python", 'echo "$ONE"')), {"ONE": "more\nthe secret"}, nodes, "test")
+    assert commands and "secret" not in str(commands)
+
+
 def test_variables_of_the_job_are_in_the_environment_that_is_checked(pool, monkeypatch):
     def check(python, env_vars, nodes, name):
         raise StartError(f"checked with {env_vars}")
