@@ -65,8 +65,8 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
     """
     path = inside(folder, name)
     try:
-        # Opening a named pipe would wait for a writer.
-        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  (the caller closes it)
+        # Opening a named pipe would wait for a writer. `open` closes what its opener has opened, if it is a folder.
+        file = open(path, "rb", opener=lambda at, how: os.open(at, how | os.O_NONBLOCK))  # noqa: SIM115  (the caller closes it)
     except FileNotFoundError:
         raise
     except OSError as error:

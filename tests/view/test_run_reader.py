@@ -213,6 +213,12 @@ class TestFolder:
         (run / name).symlink_to("/etc/passwd")
         reader.refresh()
         assert name == "timeline.jsonl" or "outside" in reader.summary()["state"]
+        (run / name).unlink()
+        (run / name).mkdir()
+        opened = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            reader.refresh()
+        assert len(os.listdir("/proc/self/fd")) < opened + 20
 
     def test_deeply_nested_json_is_no_run(self, tmp_path):
         run = write_run(tmp_path / "run")
