@@ -335,6 +335,18 @@ def test_a_disk_that_is_full_when_a_run_resumes(tmp_path, monkeypatch):
     assert check_folder(tmp_path) == [0, 1, 2] and [one["step"] for one in read_run(tmp_path)["resumed"]] == [2]
 
 
+def test_a_disk_that_is_too_full_to_halve_the_events_gets_each_once(tmp_path, monkeypatch):
+    with RunFolder(tmp_path) as folder:
+        folder._events._most = 100
+        with monkeypatch.context() as patch:
+            patch.setattr("workers.tracking.run_folder._write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+            for number in range(4):
+                folder.event("mine", f"{number}")
+        assert [line["text"] for line in lines(tmp_path, EVENTS)][1:] == list("0123")
+        folder.event("mine", "4")
+        assert [line["text"] for line in lines(tmp_path, EVENTS)] in (list("34"), list("234"))
+
+
 def test_a_folder_that_is_deleted_does_not_end_the_training(tmp_path, caplog):
     with RunLog(run_dir=tmp_path / "run", loggers=["json"]) as log:
         log.log(0, {"value": 0}, log.mark(0, batch_of(0)))

@@ -87,7 +87,8 @@ class _Lines:
             raise OSError(errno.ENOSPC, f"the disk is full: {len(data)} bytes were not written", str(self._path))
         self.size += written
         if self._most is not None and self.size > self._most:
-            self._halve()
+            with suppress(OSError):  # such as of a full disk: the lines are there, and must not be written again
+                self._halve()
 
     @property
     def deleted(self) -> bool:
