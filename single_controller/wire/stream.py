@@ -14,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Self
 
@@ -29,7 +30,7 @@ from single_controller.wire.handshake import (
     welcome,
     welcomed,
 )
-from single_controller.wire.listener import accept_from, listen
+from single_controller.wire.listener import MAX_STRANGERS, accept_from, listen
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class StreamListener:
 
     def __init__(self, host: str, serve: Callable[[Stream], None], name: str) -> None:
         self._serve, self._name = serve, name
+        self._strangers: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # have not shown that they know the key
         self._listener, self.address = listen(host)  # the address is what `connect` needs
         accept_from(self._listener, self._accept)
 
@@ -122,7 +124,11 @@ class StreamListener:
 
     def _accept(self, sock: socket.socket) -> None:
         # One thread per stream: a sender whose host is slow must not hold up the others, whose weights or snapshots
-        # arrive at the same time. Senders are the ranks of one group, so there are few.
+        # arrive at the same time. Senders are the ranks of one group, so there are few; strangers may be many.
+        if len(self._strangers) >= MAX_STRANGERS:
+            sock.close()
+            return
+        self._strangers.add(sock)
         name = f"{self._name}-receive"
         threading.Thread(target=self._receive, args=(sock,), name=name, daemon=True).start()
 
@@ -132,6 +138,7 @@ class StreamListener:
                 nonce = new_nonce()
                 stream.write(nonce)
                 _, proof = welcome(self.address.key, nonce, stream.read(HELLO_BYTES))
+                self._strangers.discard(sock)
                 stream.write(received_text(proof, 0))
                 # The whole may take minutes. A sender that stops in the middle is found by `IDLE_SECONDS`.
                 stream.end = None

@@ -702,6 +702,15 @@ class TestStreams:
                     heard += data
         assert len(heard) < 20 and read == ends == []
 
+    def test_strangers_do_not_take_all_threads(self, streams, monkeypatch):
+        monkeypatch.setattr(stream, "MAX_STRANGERS", 2)
+        with contextlib.ExitStack() as stack:
+            one = stack.enter_context(connect(streams[0], time.monotonic() + 10))
+            strangers = [stack.enter_context(socket.create_connection(streams[0][:2], 5)) for _ in range(3)]
+            assert strangers[2].recv(100) == b""
+            one.write(self.payload)
+            assert one.read(len(self.payload)) == self.payload[::-1]
+
 
 class Told:
     """Stands for a call."""
