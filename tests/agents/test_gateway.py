@@ -864,6 +864,21 @@ def test_a_server_that_starts_too_late_ends(monkeypatch):
     wait_until(lambda: not front.running)
 
 
+def test_a_server_whose_thread_cannot_start_leaves_its_port(monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    front = http_front.HTTPFront(None, GatewayLimits())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RolloutError, match=r"did not start at http://127\.0\.0\.1:.*can't start new thread"):
+            front.start()
+    front.stop()
+    front.port = int(front.address.rpartition(":")[2])
+    assert front.start() == f"http://127.0.0.1:{front.port}"
+    front.stop()
+
+
 def test_a_fork_does_not_hide_the_end_of_its_parents_gateway():
     """Neither from clients that are connected, nor from those that connect."""
     began, begins = os.pipe()

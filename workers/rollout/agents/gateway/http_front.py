@@ -279,7 +279,12 @@ class HTTPFront:
                 started.set()
 
         self._thread = threading.Thread(target=run, name="gateway", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # this process has as many threads as it may have
+            self._thread = None
+            listening.close()  # the next attempt needs the port
+            raise RolloutError(f"the gateway did not start at {self.address}: {error}") from error
         if not started.wait(START_SECONDS) or failed:
             self.stop()  # a thread that is late would serve beside the gateway of the next attempt
             raise RolloutError(f"the gateway did not start at {self.address}: {failed or 'timeout'}")
