@@ -42,14 +42,14 @@ def sample_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match is not None)
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Read ``run.json``.
+def read_run(folder: Path, text: bytes | None = None) -> dict[str, Any]:
+    """Read ``run.json``, or its ``text``.
 
     Raises:
         RunFolderError: there is none, or it has another format.
     """
     try:
-        run = json.loads((folder / RUN).read_bytes())
+        run = json.loads((folder / RUN).read_bytes() if text is None else text)
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{folder} is not a run folder: {RUN} cannot be read: {error}") from None
     if not isinstance(run, dict) or run.get("format") != FORMAT:

@@ -265,6 +265,7 @@ class RunReader:
 
     Attributes:
         about: what run.json says, without values of other types than the format has.
+        owner: id of the user who has written it.
         metrics: its `Metrics`.
         events: the objects of events.jsonl, oldest first; the last `MAX_EVENTS`.
         unreadable: why the folder can no longer be read; None if it can.
@@ -305,14 +306,16 @@ class RunReader:
             self.unreadable = str(error)
 
     def _read_about(self) -> None:
+        text: bytes | None = None
+        owner = -1
         with contextlib.suppress(FileNotFoundError), open_inside(self.folder, run_files.RUN) as file:
-            if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
-                raise RunFolderError(f"{run_files.RUN} has more than {MAX_FILE_BYTES:,} bytes")
-        read = run_files.read_run(self.folder)
+            with telling(run_files.RUN):
+                owner, text = os.fstat(file.fileno()).st_uid, _bounded(file)
+        read = run_files.read_run(self.folder, text)
         about = {key: value for key, value in read.items() if isinstance(value, _TYPES.get(key, object))}
         about["groups"] = [one for one in about.get("groups") or [] if isinstance(one, str)]
         about["resumed"] = [one for one in about.get("resumed") or [] if isinstance(one, dict)]
-        self.about = about
+        self.about, self.owner = about, owner
 
     def summary(self) -> dict[str, Any]:
         """The run in a few words: ``name``, ``state``, ``last_step`` and ``last_time`` (None before the first one),

@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import threading
@@ -402,9 +403,11 @@ class ViewServer(Closing):
         address = self._address or address
         if ended and self._address is None:
             return {"ended": ended, "groups": [], "problems": []}
-        if address is None or (self._address is None and not is_own(address)):
+        theirs = run.owner not in (0, os.geteuid())
+        if address is None or (self._address is None and (theirs or not is_own(address))):
             # A folder from elsewhere must not decide whom this process trusts: records of groups are pickles.
-            where = "run.json has no ray_address" if address is None else f"its cluster, {address}, is on another host"
+            where = "is named by another user" if theirs else "is on another host"
+            where = "run.json has no ray_address" if address is None else f"its cluster, {address}, {where}"
             return {"error": f"{where}: give it with --address", "groups": [], "problems": []}
         # Without the lock: looking waits for Ray, and the pages of files must not wait with it.
         seen = self._live.look(address)

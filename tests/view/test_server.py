@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import time
 import urllib.parse
@@ -344,6 +345,14 @@ class TestRefusals:
             found = api(server, "live")
             assert "--address" in found["error"] and time.monotonic() - begin < 5
             assert server._live._address is None
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+    def test_a_folder_of_another_user_names_no_cluster(self, tmp_path):
+        run = write_run(tmp_path / "run", ended=False, ray_address="127.0.0.1:1")
+        with served_runs([run]) as server:
+            assert "no Ray cluster responds" in api(server, "live")["error"]
+            os.chown(run / "run.json", 4321, -1)
+            assert "another user: give it with --address" in api(server, "live")["error"]
 
     def test_slow_clients_do_not_hold_up_others(self, served):
         url = urllib.parse.urlsplit(served.url)
