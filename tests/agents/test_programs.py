@@ -124,13 +124,6 @@ def test_reward_of_a_program_that_has_sampled_nothing_counts():
     assert (done.info["reward"], done.info["turns"], done.token_ids) == (-1.0, 0, [])
 
 
-def test_a_program_needs_a_renderer_and_an_async_function():
-    with pytest.raises(TypeError, match="renderer"):
-        AgentEngine(ScriptEngine(), environment=AgentProgram(asks_twice))
-    with pytest.raises(TypeError, match="async def"):
-        AgentProgram(3)
-
-
 class Careless(ScriptEngine):
     """Generates from another prompt than it was given, unless that is the first one of a session."""
 

@@ -299,6 +299,7 @@ AT_START = {
         "nothing takes the argument limit",
     ),
     "agent": (lambda: AgentProgram(lambda row, base_url: 1), r"agent\(row, base_url, api_key\)"),
+    "no agent": (lambda: AgentProgram(3), "async def"),
     "limits of sessions": (lambda: AgentProgram(lambda *_: 1, limits=SessionLimits()), "expected GatewayLimits"),
     "extras": (lambda: RolloutManager(Group(), engine_extras="answer"), r"pass a list, \['answer'\]"),
 } | {

@@ -351,15 +351,6 @@ more_starts = pytest.mark.full("more ways to start workers in a Python of their 
 
 
 @more_starts
-def test_restart_of_all_ranks(pool, python):
-    with RayWorkerGroup(pool[:1], RayClassWithInitArgs(InAnEnvironment, python=python)) as group:
-        before = group.where()
-        group.restart()
-        (after,) = group.where()
-        assert after["pid"] != before[0]["pid"] and after["prefix"] == before[0]["prefix"]
-
-
-@more_starts
 def test_roles_in_an_environment_and_a_group_outside_on_one_slot(pool, python):
     one = RayClassWithInitArgs(InAnEnvironment, python=python)
     other = RayClassWithInitArgs(InAnEnvironment, python=python)
@@ -373,19 +364,6 @@ def test_roles_in_an_environment_and_a_group_outside_on_one_slot(pool, python):
             ours.look(odd)
         assert caught.value.consumer == "look"
         assert ours.look(["text"]) == ["builtins"]
-
-
-@more_starts
-def test_fractional_slots_on_several_pools(ray_cluster, python):
-    with (
-        RayResourcePool([2], use_gpu=False, num_cpus=0.5) as one,
-        RayResourcePool([1], use_gpu=False, num_cpus=0.25) as other,
-        RayWorkerGroup(one, RayClassWithInitArgs(InAnEnvironment, python=python)) as group,
-        RayWorkerGroup(other, RayClassWithInitArgs(InAnEnvironment, python=python)) as lone,
-    ):
-        found = group.where() + lone.where()
-        assert len({place["pid"] for place in found}) == 3
-        assert {place["prefix"] for place in found} == {str(python.parent.parent)}
 
 
 @more_starts
