@@ -594,20 +594,6 @@ _TYPES: dict[str, Any] = {
 """Of the values of run.json. Others are as if they were absent."""
 
 
-UNREADABLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OSError,
-    EOFError,
-    MemoryError,
-    NotImplementedError,
-    RecursionError,
-    zipfile.BadZipFile,
-)
-"""What reading a damaged file can raise."""
-
-
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
     """Say what cannot be read in place of what reading it has raised."""
@@ -615,7 +601,7 @@ def telling(what: str) -> Iterator[None]:
         yield
     except RunFolderError:
         raise
-    except UNREADABLE as error:
+    except Exception as error:  # numpy and zipfile raise errors of many kinds, such as TokenError
         raise RunFolderError(f"{what} cannot be read: {error}") from error
 
 
