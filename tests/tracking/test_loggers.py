@@ -149,36 +149,24 @@ def test_mlflow_in_a_folder(tmp_path, monkeypatch):
     assert of_mlflow(folder)["reward"] == [*as_mlflow["reward"], (3, 9.0)]
 
 
-def test_wandb_offline(tmp_path, monkeypatch):
-    have("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = write(tmp_path / "run", ["wandb"])
-    wait_until(lambda: of_wandb(folder) == table())  # its service writes a little later
-
-
-def test_swanlab_offline(tmp_path, monkeypatch):
-    have("swanlab")
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    folder = write(tmp_path / "run", ["swanlab"])
-    assert of_swanlab(folder) == table()
-
-
-def test_trackio(tmp_path, monkeypatch):
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
-    have("trackio")
-    write(tmp_path / "run", ["trackio"])
-    assert of_trackio(tmp_path / "trackio") == table()
-
-
-def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch):
-    for name, value in {
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "SWANLAB_MODE": "offline",
-    }.items():
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("SWANLAB_MODE", "offline")):
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "folder"),
+    [("wandb", of_wandb, "run"), ("swanlab", of_swanlab, "run"), ("trackio", of_trackio, "trackio")],
+)
+def test_one_logger_offline(tmp_path, offline, name, read, folder):
+    have(name)
+    write(tmp_path / "run", [name])
+    wait_until(lambda: read(tmp_path / folder) == table())  # the service of W&B writes a little later
+
+
+def test_one_run_gives_all_loggers_the_same(tmp_path, monkeypatch, offline):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for library in ("wandb", "mlflow", "swanlab", "trackio"):
         have(library)
