@@ -394,7 +394,7 @@ class HTTPFront:
 
     async def _play(self, call: Call, calls: set[asyncio.Task[Any] | None], send: Send) -> None:
         """Answer, unless this is cancelled because the client leaves: then it is one of the connection's calls."""
-        task, pings = asyncio.current_task(), _Pings(self, call, send)
+        task, pings = asyncio.current_task(), _Pings(self.limits.ping_seconds, call, send)
         waiting = asyncio.get_running_loop().call_later(self.limits.ping_seconds, pings.start)
         calls.add(task)
         try:
@@ -412,7 +412,7 @@ class HTTPFront:
         if reply.status != 200 and call.dialect is not None:
             event = call.dialect.error_event(json.loads(reply.body))
             reply = reply._replace(body=stream_of(iter([event])))
-        await self.send_part(send, reply.body, more=False)
+        await send({"type": "http.response.body", "body": reply.body})
 
     async def _reply(self, call: Call) -> Reply:
         """The player's reply, also if it is an error."""
@@ -431,20 +431,15 @@ class HTTPFront:
         return json_reply((call.dialect or DIALECTS["/chat/completions"]).error(failed), failed.status)
 
     async def _send(self, send: Send, reply: Reply) -> None:
-        length = (("content-length", str(len(reply.body))),)
-        await self.send_start(send, reply.status, reply.content_type, reply.headers + length)
-        await self.send_part(send, reply.body, more=False)
+        length = ("content-length", str(len(reply.body)))
+        await send(_start(reply._replace(headers=(*reply.headers, length))))
+        await send({"type": "http.response.body", "body": reply.body})
 
-    async def send_start(
-        self, send: Send, status: int, content_type: str, headers: tuple[tuple[str, str], ...]
-    ) -> None:
-        encoded = [
-            (name.encode(), value.encode("latin-1")) for name, value in (*headers, ("content-type", content_type))
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def send_part(self, send: Send, body: bytes, more: bool) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+def _start(reply: Reply) -> dict[str, Any]:
+    headers = (*reply.headers, ("content-type", reply.content_type))
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    return {"type": "http.response.start", "status": reply.status, "headers": encoded}
 
 
 _started: weakref.WeakSet[HTTPFront] = weakref.WeakSet()
@@ -467,8 +462,8 @@ class _Pings:
         task: sends them, once the client has waited for `GatewayLimits.ping_seconds`.
     """
 
-    def __init__(self, front: HTTPFront, call: Call, send: Send) -> None:
-        self._front, self._call, self._send = front, call, send
+    def __init__(self, seconds: float, call: Call, send: Send) -> None:
+        self._seconds, self._call, self._send = seconds, call, send
         self.begun = False
         self.task: asyncio.Task[None] | None = None
 
@@ -477,11 +472,11 @@ class _Pings:
             self.task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        await self._front.send_start(self._send, 200, "text/event-stream", ())
+        await self._send(_start(Reply(200, b"", "text/event-stream")))
         self.begun = True
         while True:
-            await self._front.send_part(self._send, b": waiting\n\n", more=True)
-            await asyncio.sleep(self._front.limits.ping_seconds)
+            await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+            await asyncio.sleep(self._seconds)
 
 
 async def _skip(receive: Receive, limits: GatewayLimits) -> None:
