@@ -383,8 +383,11 @@ class RunReader:
     # --- samples ----------------------------------------------------------------------------------------------------
 
     def sample_steps(self) -> list[int]:
-        """The steps whose samples are kept, in order."""
-        inside(self.folder, run_files.SAMPLES)
+        """The steps whose samples are kept, in order; none if their folder is a link that leads out."""
+        try:
+            inside(self.folder, run_files.SAMPLES)
+        except RunFolderError:
+            return []
         steps = run_files.sample_steps(self.folder)
         for gone in self._tables.keys() - set(steps):
             del self._tables[gone]

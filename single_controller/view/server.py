@@ -200,7 +200,7 @@ class ViewServer(Closing):
         summaries = [run.summary() for run in self.runs]
         names = [summary["name"] for summary in summaries]
         for number, (run, summary) in enumerate(zip(self.runs, summaries, strict=True)):
-            steps = self._steps(run)
+            steps = run.sample_steps()
             name = names[number]
             if names.count(name) > 1:  # told apart by their folders, or by their numbers
                 name = f"{name} ({number if folders.count(folders[number]) > 1 else folders[number]})"
@@ -218,13 +218,6 @@ class ViewServer(Closing):
                 }
             )
         return {"runs": found, "time": time.time()}
-
-    @staticmethod
-    def _steps(run: RunReader) -> list[int]:
-        try:
-            return run.sample_steps()
-        except RunFolderError:
-            return []
 
     def _series(self, query: Query) -> Any:
         run = self._run(query)
@@ -249,7 +242,7 @@ class ViewServer(Closing):
 
     def _samples(self, query: Query) -> Any:
         run = self._run(query)
-        known = self._steps(run)
+        known = run.sample_steps()
         step = query.text("step") or "last"
         if step not in ("last", "all") and not step.removeprefix("-").isdecimal():
             raise RequestError(400, "step is a number, 'last' or 'all'")
@@ -270,7 +263,7 @@ class ViewServer(Closing):
             except RunFolderError as error:  # the run deletes old ones
                 if step not in ("last", "all"):
                     raise
-                if one in self._steps(run):
+                if one in run.sample_steps():
                     unreadable.append(str(error))
         found = select(
             tables,
