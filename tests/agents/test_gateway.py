@@ -12,6 +12,7 @@ import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import depth
 import numpy
@@ -837,12 +838,18 @@ def test_arguments_that_are_no_proper_object_come_back_in_anthropics_dialect(arg
         assert [node.parent for node in gateway.close(token).nodes] == [None, 0, 1, 2]
 
 
-def test_a_gateway_is_started_once_and_again_after_its_stop():
+def test_a_gateway_is_started_once_and_again_after_its_stop(monkeypatch):
     with serving() as gateway:
         first, thread = gateway.address, gateway._front._thread
         assert gateway.start() == first and gateway._front._thread is thread
         gateway.stop()
-        gateway.start()
+        gateway._front.port = int(first.rpartition(":")[2])
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            with pytest.raises(RolloutError, match=r"did not start at .*can't start new thread"):
+                gateway.start()
+        gateway.stop()
+        assert gateway.start() == first  # the port is free
         assert httpx.get(f"{gateway.address}/health").status_code < 500
 
 
@@ -862,21 +869,6 @@ def test_a_server_that_starts_too_late_ends(monkeypatch):
         front.start()
     goes_on.set()
     wait_until(lambda: not front.running)
-
-
-def test_a_server_whose_thread_cannot_start_leaves_its_port(monkeypatch):
-    def fail(self):
-        raise RuntimeError("can't start new thread")
-
-    front = http_front.HTTPFront(None, GatewayLimits())
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RolloutError, match=r"did not start at http://127\.0\.0\.1:.*can't start new thread"):
-            front.start()
-    front.stop()
-    front.port = int(front.address.rpartition(":")[2])
-    assert front.start() == f"http://127.0.0.1:{front.port}"
-    front.stop()
 
 
 def test_a_fork_does_not_hide_the_end_of_its_parents_gateway():
