@@ -325,7 +325,7 @@ class ToolEnvironment(Environment):
         try:
             tool, arguments = find_tool(self._by_name, call)
         except ToolCallError as error:
-            return f"Error: {error}", False
+            return self._shortened(f"Error: {error}"), False
         try:
             result = await tool.call(arguments)
             text = result if isinstance(result, str) else json.dumps(result, default=str)
