@@ -15,9 +15,9 @@ from workers.rollout.rollout_errors import RolloutError
 
 class PythonSandbox(ToolEnvironment):
     """One tool, ``python``, which runs a program with limits of time and memory, without network, and in a folder of
-    its own that is deleted afterwards; see `run_python`. Nothing is kept from one call to the next. `CodeLimits` bound
-    its time, and `SessionLimits.silence` does not. Programs may read all files that the worker's user may read: run the
-    workers in a container if the policy must not.
+    its own that is deleted afterwards; see `run_python`. `CodeLimits` bound its time, and `SessionLimits.silence` does
+    not. Programs may read and write all files that the worker's user may, such as those that another program has left:
+    run the workers in a container if the policy must not.
 
     Subclass it and override `score` to reward the answer.
 

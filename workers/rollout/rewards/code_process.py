@@ -1,7 +1,7 @@
 """run_python: runs a program in a process with limits. This file is also the program that sets them.
 
-The limits are for programs that are wrong, not for ones that attack: a program runs as this process's user and reads
-what that user may read. Run rollouts with programs that you do not trust in a container.
+The limits are for programs that are wrong, not for ones that attack: a program runs as this process's user, and reads
+and writes what that user may. Run rollouts with programs that you do not trust in a container.
 
 Processes: the launcher (this file) starts `_supervise`, which starts the program, so that it is not process 1 of its
 namespace, which signals do not end.
