@@ -70,6 +70,7 @@ class _Worker:
         calls: that it has not answered.
         idle: connections that no call uses, and since when.
         short: tasks of the router that wait for a file descriptor, those of its other workers too.
+        looking: the last `look`, which began at ``looked``; None before the first one.
     """
 
     address: str
@@ -80,6 +81,8 @@ class _Worker:
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)
     short: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    looking: asyncio.Future[None] | None = None
+    looked: float = 0.0
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -176,10 +179,6 @@ class _Worker:
         """Close the connections that no call uses."""
         while self.idle:
             self.idle.pop()[1].close()
-
-
-_Looks = dict[_Worker, tuple[float, asyncio.Future[None]]]
-"""When the last look at each worker began, and its future."""
 
 
 @dataclass(eq=False)
@@ -285,6 +284,8 @@ class GatewayRouter:
             self._workers = [known.get(one) or _Worker(*one, short=self._short) for one in wanted]
             for worker in gone:
                 self._lost(worker, "it was replaced")
+                if worker.looking is not None:
+                    worker.looking.cancel()
             return gone
 
         self._change(change)
@@ -526,33 +527,27 @@ class GatewayRouter:
 
     async def _watch(self) -> None:
         """Look at each worker now and then, until the server ends."""
-        looks: _Looks = {}
         try:
             while True:
-                looks = self._look(looks)
+                for worker in self._workers:
+                    self._look(worker)
                 await asyncio.sleep(HEALTH_SECONDS)
         finally:  # a server that is started again has another event loop, in which these are of no use
             for worker in self._workers:
                 worker.close_idle()
 
-    def _look(self, before: _Looks) -> _Looks:
-        """Look at each worker whose last look has ended, and return the looks of all."""
-        looks: _Looks = {}
-        for worker in self._workers:
-            begun, looking = before.pop(worker, (0.0, None))
-            if looking is None or looking.done():
-                if looking is not None and not looking.cancelled():
-                    alive = looking.exception() is None
-                    if worker.up and not alive:
-                        self._lost(worker, str(looking.exception()))
-                    # A worker stays down until `look` has made it forget the sessions that have moved away.
-                    worker.up = alive and not worker.left
-                looks[worker] = time.monotonic(), asyncio.ensure_future(worker.look())
-            elif time.monotonic() - begun > SILENCE_SECONDS and looking not in worker.short:
+    def _look(self, worker: _Worker) -> None:
+        """Look at a worker if the last look has ended."""
+        looking = worker.looking
+        if looking is not None and not looking.done():
+            if time.monotonic() - worker.looked > SILENCE_SECONDS and looking not in worker.short:
                 self._lost(worker, f"it has not answered for {SILENCE_SECONDS:g} s")
                 looking.cancel()
-            else:
-                looks[worker] = begun, looking
-        for _, looking in before.values():  # at workers that were replaced
-            looking.cancel()
-        return looks
+            return
+        if looking is not None and not looking.cancelled():
+            alive = looking.exception() is None
+            if worker.up and not alive:
+                self._lost(worker, str(looking.exception()))
+            # A worker stays down until `look` has made it forget the sessions that have moved away.
+            worker.up = alive and not worker.left
+        worker.looked, worker.looking = time.monotonic(), asyncio.ensure_future(worker.look())
