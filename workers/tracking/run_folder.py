@@ -87,8 +87,9 @@ class _Lines:
             raise OSError(errno.ENOSPC, f"the disk is full: {len(data)} bytes were not written", str(self._path))
         self.size += written
         if self._most is not None and self.size > self._most:
+            later = os.pread(self._file, self.size, self.size // 2)
             with suppress(OSError):  # such as of a full disk: the lines are there, and must not be written again
-                self._halve()
+                self.replace(later[later.index(b"\n") + 1 :])
 
     @property
     def deleted(self) -> bool:
@@ -107,10 +108,6 @@ class _Lines:
         self.close()
         self._open()
         self.size = len(data)
-
-    def _halve(self) -> None:
-        later = os.pread(self._file, self.size, self.size // 2)
-        self.replace(later[later.index(b"\n") + 1 :])
 
     def close(self) -> None:
         file, self._file = self._file, -1  # first: the number is free also if closing fails, as on a full network disk

@@ -368,7 +368,7 @@ class Session:
                 if not await self._waited(turn, self._seconds_left()):
                     self._engine.abort([name])
                 completion = await turn
-                if completion.finish_reason != "abort" or self.aborting or self._out_of_time:
+                if completion.finish_reason != "abort" or self.aborting or self._seconds_left() == 0.0:
                     break
                 self._partial = completion if completion.token_ids else None  # somebody else has ended it: it goes on
                 continue
@@ -496,10 +496,6 @@ class Session:
 
     def _seconds_left(self) -> float | None:
         return None if self._limits.seconds is None else max(0.0, self._limits.seconds - self._seconds)
-
-    @property
-    def _out_of_time(self) -> bool:
-        return self._seconds_left() == 0.0
 
     async def _waited(self, what: Awaitable[Any], seconds: float | None) -> bool:
         """Wait for something. False: the time is over, or the session was aborted."""
