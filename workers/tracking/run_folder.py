@@ -87,8 +87,8 @@ class _Lines:
             raise OSError(errno.ENOSPC, f"the disk is full: {len(data)} bytes were not written", str(self._path))
         self.size += written
         if self._most is not None and self.size > self._most:
-            later = os.pread(self._file, self.size, self.size // 2)
             with suppress(OSError):  # such as of a full disk: the lines are there, and must not be written again
+                later = os.pread(self._file, self.size, self.size // 2)
                 self.replace(later[later.index(b"\n") + 1 :])
 
     @property
@@ -104,10 +104,10 @@ class _Lines:
     def replace(self, data: bytes) -> None:
         """Replace the whole content."""
         _write(self._path, data)
-        # Open the file again, because the open descriptor still refers to the file that was replaced.
-        self.close()
+        replaced = self._file  # closed last: what fails here leaves an open file, and `add` tries it again
         self._open()
         self.size = len(data)
+        os.close(replaced)
 
     def close(self) -> None:
         file, self._file = self._file, -1  # first: the number is free also if closing fails, as on a full network disk
