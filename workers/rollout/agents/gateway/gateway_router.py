@@ -534,6 +534,7 @@ class GatewayRouter:
                 await asyncio.sleep(HEALTH_SECONDS)
         finally:  # a server that is started again has another event loop, in which these are of no use
             for worker in self._workers:
+                worker.looking = None
                 worker.close_idle()
 
     def _look(self, worker: _Worker) -> None:
