@@ -79,9 +79,18 @@ class CallPlan:
         return [rank for rank, shard in enumerate(self.shard_of) if shard is not None]
 
     def only(self, ranks: Collection[int]) -> CallPlan:
-        """The same plan for a subset of its ranks."""
-        shard_of = tuple(shard if rank in ranks else None for rank, shard in enumerate(self.shard_of))
-        return replace(self, shard_of=shard_of, collecting=tuple(rank for rank in self.collecting if rank in ranks))
+        """The same plan for a subset of its ranks, without the shards of the others, which would be encoded too."""
+        chosen, kept = frozenset(ranks), dict[int, int]()  # number of a shard -> its number among those that are left
+        shard_of: list[int | None] = [None] * len(self.shard_of)
+        for rank in chosen:
+            if (number := self.shard_of[rank]) is not None:
+                shard_of[rank] = kept.setdefault(number, len(kept))
+        return replace(
+            self,
+            shards=tuple(self.shards[number] for number in kept),
+            shard_of=tuple(shard_of),
+            collecting=tuple(rank for rank in self.collecting if rank in chosen),
+        )
 
 
 def plan_call(

@@ -218,7 +218,7 @@ class BatchMap:
 
 
 def _is_whole(part: Part, plan: CallPlan) -> bool:
-    return len(part) == len(plan.ranks)
+    return len(part) == len(plan.shard_of) - plan.shard_of.count(None)  # asked for each part: no list of all
 
 
 def _value_of(part: Part, call: Call, plan: CallPlan | None) -> Any:

@@ -237,6 +237,14 @@ class TestCallPlan:
         assert arguments(made, 0) == ((DeferredArgument(future, "whole"),), {})
         assert arguments(made, 1) == (("b",), {}) and made.deferred == (future,)
 
+    def test_plan_for_some_ranks_has_their_shards_alone(self):
+        """`group.map` makes one for each rank, and the shards of all would be encoded each time."""
+        made = plan_call(declare("MEGATRON_COMPUTE_PROTO"), megatron(2, 2), ([1, 2, 3, 4],), {})
+        some = made.only([2, 3])
+        assert (made.shard_of, some.shard_of) == ((0, 0, 1, 1), (None, None, 0, 0))
+        assert some.shards == made.shards[1:] and some.collecting == (2,)
+        assert run(some, lambda rank, x: x) == {2: [3, 4], 3: [3, 4]}
+
     def test_method_is_bound_before_batches_are_split(self):
         spec = declare("DP_COMPUTE_PROTO", lambda self, data: data)
         with pytest.raises(TypeError, match=r"work\(\).*too many"):
