@@ -342,7 +342,9 @@ class Call:
                 of_rank = record.ranks.get(rank)
                 if of_rank is not None:
                     of_rank.clock, of_rank.returned, of_rank.arrived = Clock(*clock), result.nbytes, now
-            if failure is not None or result.died is not None or not self._pending:
+            # Not for each further error: finding the first cause looks at all of them, and the monitor does so soon.
+            first = failure is not None and self._failed_at is None
+            if first or result.died is not None or not self._pending:
                 # Whether an argument's call has failed, and the log of an error that nobody reads, are for the monitor:
                 # the first may make an error of a user's class, the second calls handlers of `logging`. No user's code
                 # may run in the thread that reads connections.
@@ -517,7 +519,6 @@ class Call:
 
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self.started
-        late = sorted(self._pending)
         if not self.settled and self._timeout is not None and running >= self._timeout:
             # One thread per group: the first call that times out breaks it, and ends the others.
             if not self._state.timing_out:
@@ -538,8 +539,8 @@ class Call:
             # that. Ranks whose input failed wait for nobody: those that have not ended are busy with an earlier call.
             raised = sorted(failure.rank for failure in failures if not failure.alike)
             self._state.break_(
-                f"{ranks_text(late)} had not finished {self.label}() {now - self._failed_at:.3g} s after an error on "
-                f"{ranks_text(raised)}"
+                f"{ranks_text(self.late)} had not finished {self.label}() {now - self._failed_at:.3g} s after an error "
+                f"on {ranks_text(raised)}"
             )
         elif running >= LATE_LOG_SECONDS and now >= self._state.next_late_log:
             # One log per group: most calls wait for the same ranks, behind the oldest call.

@@ -11,8 +11,10 @@ from group_workers import Counter
 from dispatch.plan import CallPlan
 from dispatch.register import registered_methods
 from single_controller import WorkerError
+from single_controller.call import call as call_module
 from single_controller.call import stats as call_stats
 from single_controller.call.call import Call
+from single_controller.call.errors import Failure, first_cause
 from single_controller.call.joining import RankResult
 from single_controller.call.state import GroupState
 from single_controller.call.stats import KEPT_CALLS, CallRecord, CallStats, Clock, write_trace
@@ -218,6 +220,16 @@ def make_calls(stats, number):
         return tracemalloc.get_traced_memory()[0] / number
     finally:
         tracemalloc.stop()
+
+
+def test_errors_of_all_ranks_are_not_compared_at_each_of_them(monkeypatch):
+    """With thousands of ranks, nobody would read connections meanwhile, nor get the group's lock."""
+    compared = []
+    monkeypatch.setattr(call_module, "first_cause", lambda of: compared.append(len(of)) or first_cause(of))
+    call = Call(GroupState("simulated", 5.0), registered_methods(Counter)["add"], CallPlan.empty(1024), At1024Ranks())
+    for rank in range(1024):
+        call.arrive(RankResult(rank, failure=Failure(rank, "host", "add", "ValueError", "bad", when=float(rank))))
+    assert compared == [1, 1024] and call.error.ranks == tuple(range(1024))
 
 
 def test_statistics_of_a_call_do_not_grow_with_its_ranks():
