@@ -27,7 +27,7 @@ from workers.rollout.rollout_errors import PromptError, RewardError, RolloutErro
 from workers.rollout.rollout_manager import RolloutManager
 from workers.rollout.stream.exchange import FinishedGroup, Report
 from workers.rollout.stream.rollout_stream import RolloutStream
-from workers.rollout.stream.router import Router
+from workers.rollout.stream.router import Router, _Worker
 from workers.train.group_links import RolloutLink
 from workers.weight_sync import WeightSender, WeightSyncError
 
@@ -358,6 +358,19 @@ def test_equal_workers_get_equally_many_groups(group):
         update(stream, manager, 1)
         stream.take(30)
         assert group.counted() == [B // 2, B // 2]
+
+
+def test_groups_begin_without_a_look_at_all_workers_for_each(group, monkeypatch):
+    """With thousands of both, the router would do nothing else. The workers with the fewest requests get them."""
+    manager, buffer, looked, has_room = managed(group), SampleBuffer(B, max_staleness=1), [], Router._has_room
+    router = Router(manager, prompts, buffer, dynamic_sampling=False, requests_per_worker=2 * SAMPLES)
+    buffer.set_version(0)
+    report = replace(router.exchange()[0], weight_version=0)
+    router._workers = [_Worker(number, report) for number in range(100)]
+    monkeypatch.setattr(Router, "_has_room", lambda self, worker: looked.append(worker) or has_room(self, worker))
+    router.begin_groups()
+    assert [len(worker.running) for worker in router._workers] == [1] * 2 * B + [0] * (100 - 2 * B)
+    assert len(looked) == 100 + 2 * B
 
 
 def test_groups_without_variance_are_replaced(group):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from single_controller import (
@@ -185,19 +186,24 @@ class Router:
     def begin_groups(self) -> None:
         """Assign groups to the workers that have the buffer's version and room, while the buffer admits any."""
         version = self._buffer.version
-        # The version of a worker that was just started is unknown before its first report.
-        current = [one for one in self._workers if one.report is not None and one.report.weight_version == version]
-        while free := [worker for worker in current if self._has_room(worker)]:
-            # Begin a group only if a worker has room: a group that has begun counts as generated with this version.
-            begun = self._buffer.begin()
-            if begun is None:
-                return
-            # Compare requests instead of the engines' loads, which date from the last reports.
-            worker = min(free, key=lambda one: one.requests)
+        # Those with room, by requests, and equal ones by rank: not by the engines' loads, which date from the last
+        # reports. The version of a worker that was just started is unknown before its first report.
+        free = [
+            (worker.requests, rank)
+            for rank, worker in enumerate(self._workers)
+            if worker.report is not None and worker.report.weight_version == version and self._has_room(worker)
+        ]
+        heapify(free)
+        # Begin a group only if a worker has room: a group that has begun counts as generated with this version.
+        while free and (begun := self._buffer.begin()) is not None:
+            _, rank = heappop(free)
+            worker = self._workers[rank]
             request = self._request(begun.number, None if begun.partial is None else load(begun.partial))
             # Add complete samples to the journal immediately, so that no other worker generates them again.
             done = ((k, one) for k, one in enumerate(request.partials) if one.finish_reason != "abort")
             worker.running[request.attempt] = _Running(request, dict(done))
+            if self._has_room(worker):
+                heappush(free, (worker.requests, rank))
 
     def _has_room(self, worker: _Worker) -> bool:
         waiting = 0 if worker.report is None else worker.report.load.waiting
