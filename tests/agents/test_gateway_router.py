@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy
@@ -476,6 +477,17 @@ def test_connections_of_a_peak_are_closed(monkeypatch):
     with Mortal() as one:
         most, left = asyncio.run(play())
     assert most > 1 and left == 1
+
+
+def test_a_call_does_not_look_at_all_idle_connections():
+    """A peak of thousands of calls leaves as many. The gateway has closed the one that was used last."""
+    looked, closed = [], []
+    reader = SimpleNamespace(at_eof=lambda: looked.append(1) or len(looked) == 1)
+    writer = SimpleNamespace(close=lambda: closed.append(1))
+    worker = gateway_router._Worker("http://127.0.0.1:1", "key")
+    worker.idle.extend([(reader, writer, time.monotonic())] * 1000)
+    assert asyncio.run(worker._connection()) == (reader, writer)
+    assert (len(looked), len(closed), len(worker.idle)) == (2, 1, 998)
 
 
 def test_a_head_request_costs_no_worker():

@@ -17,6 +17,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -68,7 +69,7 @@ class _Worker:
         sessions: that were.
         left: sessions that have moved away, which it may still have. It is not up as long as there are some.
         calls: that it has not answered.
-        idle: connections that no call uses, and since when.
+        idle: connections that no call uses, and since when, in order of that.
         short: tasks of the router that wait for a file descriptor, those of its other workers too.
         looking: the last `look`, which began at ``looked``; None before the first one.
     """
@@ -79,7 +80,7 @@ class _Worker:
     sessions: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=list)
+    idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = field(default_factory=deque)
     short: set[asyncio.Task[Any] | None] = field(default_factory=set)
     looking: asyncio.Future[None] | None = None
     looked: float = 0.0
@@ -127,9 +128,12 @@ class _Worker:
             while True:
                 try:
                     self._close_old()
-                    if self.idle:
+                    while self.idle:
                         # Take the connection that was used last: the worker is the least likely to have closed it.
-                        return self.idle.pop()[:2]
+                        reader, writer, _ = self.idle.pop()
+                        if not reader.at_eof():
+                            return reader, writer
+                        writer.close()
                     async with asyncio.timeout(SILENCE_SECONDS):
                         return await asyncio.open_connection(url.hostname, url.port)
                 except OSError as error:
@@ -143,13 +147,10 @@ class _Worker:
             self.short.discard(task)
 
     def _close_old(self) -> None:
-        """Close the connections that the gateway has closed, or may be closing."""
-        oldest, known, self.idle = time.monotonic() - REUSE_SECONDS, self.idle, []
-        for one in known:
-            if one[0].at_eof() or one[2] < oldest:
-                one[1].close()
-            else:
-                self.idle.append(one)
+        """Close the connections that the gateway may be closing. They are the first ones: no call looks at all."""
+        oldest = time.monotonic() - REUSE_SECONDS
+        while self.idle and self.idle[0][2] < oldest:
+            self.idle.popleft()[1].close()
 
     async def look(self) -> None:
         """Make it forget the sessions that have moved away.
