@@ -322,7 +322,11 @@ class WeightSender:
                 self._packer.next_round()
                 update.budget.left()
             # Transfer only after all ranks have packed. Otherwise, ranks would wait for one that has failed.
-            gathered = update.agree(f"round {number}", headers, list)
+            # Their headers come to rank 0. From there to all ranks, they would take the square of the number of ranks.
+            everyone: list[dict[int, Header]] | None = update.agree(
+                f"round {number}", headers, list, tell=self._transport.needs_all_headers
+            )
+            gathered = {update.rank: headers} if everyone is None else dict(enumerate(everyone))
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
                 # Experts are stacked along the first dim, and each expert has a separate digest.

@@ -8,6 +8,7 @@ process directly, others through handles to its memory: device memory where torc
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ class DeviceTransport(Transport):
     """See the module's docstring. The train ranks exchange their pieces in their own process group, round by round, so
     that each rank can serve the receivers on its device."""
 
+    needs_all_headers = True
+
     def __init__(self) -> None:
         self._memory: SharedMemory | FlatBuffer | None = None
         self._served: list[str] = []
@@ -57,7 +60,7 @@ class DeviceTransport(Transport):
             self._memory = FlatBuffer(here) if on_accelerator(here) else SharedMemory()
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
     ) -> None:
         """As in `Transport`. Returns when the receivers have copied the round."""
         neighbour = update.receivers.neighbour
@@ -65,7 +68,7 @@ class DeviceTransport(Transport):
             for payload in payloads.values():
                 neighbour.take(update.key, payload)
             return
-        offers = [(rank, index, header) for rank, of_rank in enumerate(headers) for index, header in of_rank.items()]
+        offers = [(rank, index, header) for rank, of_rank in headers.items() for index, header in of_rank.items()]
         sizes = [header.nbytes for *_, header in offers]
         if self._memory is None:
             raise WeightSyncError("no update has begun")

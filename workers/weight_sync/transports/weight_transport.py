@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -98,7 +98,14 @@ class Update:
             error = self.give_up(self.error(failed) if what is None else sync_error(what, failed))
             raise error from error.__cause__
 
-    def agree(self, step: str, value: Any = None, decide: Callable[[list[Any]], Any] | None = None) -> Any:
+    def agree(
+        self,
+        step: str,
+        value: Any = None,
+        decide: Callable[[list[Any]], Any] | None = None,
+        *,
+        tell: bool = True,
+    ) -> Any:
         """Have rank 0 collect a value from every rank, decide, and tell every rank. All ranks call it together.
 
         It uses the store in which the default process group made its rendezvous, and no collective: a collective
@@ -108,6 +115,7 @@ class Update:
             step: what the value is about, for the errors.
             value: of this rank.
             decide: called on rank 0 with the values, by rank. Its result is for all ranks.
+            tell: whether it is sent to them. Otherwise, only rank 0 has it.
 
         Returns:
             What ``decide`` returned; None without it.
@@ -139,7 +147,7 @@ class Update:
             error = cast(WeightSyncError, failed) if named else self.error(failed)
             raise self.give_up(error) from error.__cause__
         if self.ranks > 1:
-            self._write(name, verdict)
+            self._write(name, verdict if tell else None)
         return verdict
 
     def _write(self, name: str, value: Any) -> None:
@@ -273,7 +281,13 @@ def _part(name: str, number: int) -> str:
 
 class Transport:
     """The sending half of a transport. One object per train rank, for all updates. Every rank calls every method, in
-    the same order."""
+    the same order.
+
+    Attributes:
+        needs_all_headers: whether `transfer` needs the headers of all ranks on each rank, and not on rank 0 alone.
+    """
+
+    needs_all_headers = False
 
     def prepare(self, update: Update) -> Any:
         """On rank 0, before anything is sent: return what all ranks must know of this update."""
@@ -283,7 +297,7 @@ class Transport:
         """On every rank, after `prepare`, with the plan."""
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
     ) -> None:
         """Transfer a round. The tensors of the payloads may be in use until the next call of `transfer` or `flush`.
 
@@ -291,7 +305,8 @@ class Transport:
             update: the update.
             number: of the round.
             payloads: what this rank sends, by class.
-            headers: of all payloads of the round, by train rank and class.
+            headers: of all payloads of the round, by train rank and class; of this rank's alone where others are not
+                needed.
 
         Raises:
             Exception: it did not arrive, or an earlier round did not.
