@@ -23,7 +23,7 @@ from single_controller.call.worker.worker import RankInfo
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.train.group_links import RolloutLink
 from workers.train.model_worker import ModelWorker
-from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError
+from workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError, weight_sender
 from workers.weight_sync.receiver_calls import Receivers, receiver_groups
 from workers.weight_sync.sync_protocol import Budget, ReceiverClass
 from workers.weight_sync.transports import process_group
@@ -178,6 +178,25 @@ def test_interrupted_update_has_failed_for_its_receivers():
         with pytest.raises(KeyboardInterrupt):
             WeightSender("store", rollout).send(1, shards)
         assert rollout.execute_with_func_generator(lambda worker: worker.updating) == [False]
+
+
+def test_equal_workers_are_described_to_the_train_ranks_once(monkeypatch):
+    """Not for each of thousands, to each of thousands. What the ranks hold is put together in one update alone."""
+    agree, merge, told, merged = Update.agree, weight_sender.merge_layouts, [], []
+
+    def noting(self, step, *given, **how):
+        verdict = agree(self, step, *given, **how)
+        told.extend([verdict[0]] if step == "begin" else [])
+        return verdict
+
+    monkeypatch.setattr(Update, "agree", noting)
+    monkeypatch.setattr(weight_sender, "merge_layouts", lambda layouts: merged.append(layouts) or merge(layouts))
+    with LocalWorkerGroup(3, RayClassWithInitArgs(sync_workers.Rollout)) as rollout:
+        sender = WeightSender("store", rollout)
+        for version in (1, 2):
+            sender.send(version, model().items())
+    assert [[one.rank for one in infos] for infos in told] == [[0, 1, 2]] * 2 and len(merged) == 1
+    assert all(one.shapes is infos[0].shapes and one.dtypes is infos[0].dtypes for infos in told for one in infos)
 
 
 def test_failure_is_told_without_waiting_for_new_ranks():

@@ -10,6 +10,7 @@ import pickle
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -144,6 +145,9 @@ class WeightSender:
         self._previous: Update | None = None
         self._layouts: list[Layout] = []
         """On rank 0, of all ranks. They travel only when they change, and so does the plan."""
+        self._merged_from: tuple[list[str], dict[str, tuple[int, ...]]] | None = None
+        self._merged: tuple[dict[str, Held], dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}, {}
+        """On rank 0, what `merge_layouts` has returned for these layouts, by id, and shapes of the receivers."""
         self._layout_id = self._plan_id = self._leader = ""
         self._plan: tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[Round]] = {}, []
 
@@ -271,12 +275,20 @@ class WeightSender:
             if self._full_every and not self._updates % self._full_every:
                 base = None
             classes = _classes(infos, base)
-            names = ExpertNames(infos[0].shapes)
-            held, update.tensors = merge_layouts([names.layout(layout) for layout in layouts])
-            for info in infos:
-                _check_names(info, held, update.version)
-                _check_exact(info, self._exact)
-            made_from = [layout_id for _, layout_id, *_ in values], [one.slices for one in classes], list(held)
+            merged_from = [layout_id for _, layout_id, *_ in values], infos[0].shapes
+            if self._merged_from != merged_from:  # not in each update: thousands of ranks have millions of shards
+                names = ExpertNames(infos[0].shapes)
+                self._merged = merge_layouts([names.layout(layout) for layout in layouts])
+                self._merged_from = merged_from
+            held, update.tensors = self._merged
+            for one in classes:
+                first = infos[one.members[0]]
+                _check_names(first, held, update.version)
+                for member in one.members:
+                    _check_exact(infos[member], self._exact)
+                    # Shared objects travel to the train ranks once, and not once for each member.
+                    infos[member] = replace(infos[member], shapes=first.shapes, slices=one.slices, dtypes=one.dtypes)
+            made_from = merged_from[0], [one.slices for one in classes], list(held)
             plan_id = hashlib.sha256(repr(made_from).encode()).hexdigest()
             rounds = None
             if any(known != plan_id for _, _, known, *_ in values):
@@ -421,7 +433,7 @@ def _classes(infos: Sequence[ReceiverInfo], base: str | None) -> list[ReceiverCl
     divided: list[tuple[ReceiverInfo, list[int]]] = []
     for number, info in enumerate(infos):
         for first, members in divided:
-            if (first.slices, first.dtypes) == (info.slices, info.dtypes):
+            if (first.shapes, first.slices, first.dtypes) == (info.shapes, info.slices, info.dtypes):
                 members.append(number)
                 break
         else:
