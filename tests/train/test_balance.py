@@ -264,6 +264,19 @@ def test_4096_rows_take_less_than_50_milliseconds(samples):
     assert min(took) < 0.05
 
 
+@pytest.mark.alone
+def test_time_does_not_grow_with_the_square_of_the_ranks():
+    took = []
+    for parts in (256, 2048):
+        rng = random.Random(3)
+        lengths = [max(8, min(32768, int(rng.lognormvariate(7, 1)))) for _ in range(8 * parts)]
+        begun = time.process_time()
+        balanced_order(lengths, parts, LONG)
+        took.append(time.process_time() - begun)
+    print(f"{1e3 * took[0]:.0f} and {1e3 * took[1]:.0f} ms")
+    assert took[1] < 20 * took[0], "8 times as many ranks, each with as many rows"
+
+
 # --- The cost of a sequence ----------------------------------------------------------------------------------
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -283,9 +283,10 @@ def _exchange(parts: list[list[Unit]]) -> list[list[Unit]]:
     """Exchange units of equally many rows between the most expensive and the cheapest part while that reduces their
     difference."""
     costs = [sum(of for of, _ in part) for part in parts]
+    ranked = sorted((cost, -k) for k, cost in enumerate(costs))
     for _ in range(_EXCHANGES * len(parts)):
-        high = max(range(len(parts)), key=lambda k: (costs[k], -k))
-        low = min(range(len(parts)), key=lambda k: (costs[k], k))
+        # Of equally expensive parts, and of equally cheap ones, the first.
+        high, low = -ranked[-1][1], -ranked[bisect.bisect(ranked, (ranked[0][0], 1)) - 1][1]
         gap = costs[high] - costs[low]
         if gap <= _CLOSE * costs[high]:
             break
@@ -305,6 +306,8 @@ def _exchange(parts: list[list[Unit]]) -> list[list[Unit]]:
             break
         change = parts[high][mine][0] - parts[low][other][0]
         parts[high][mine], parts[low][other] = parts[low][other], parts[high][mine]
-        costs[high] -= change
-        costs[low] += change
+        for k, more in ((high, -change), (low, change)):
+            del ranked[bisect.bisect_left(ranked, (costs[k], -k))]
+            costs[k] += more
+            bisect.insort(ranked, (costs[k], -k))
     return parts
