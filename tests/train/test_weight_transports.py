@@ -241,6 +241,24 @@ def test_worker_that_joins_during_an_update_fails_it_with_a_reason():
         receivers.start_payloads("key", [ReceiverClass((0, 1), {}, None, False)], {})
 
 
+@pytest.mark.parametrize(("transport", "ranks"), [("disk", [0]), ("store", [0, 1])])
+def test_ranks_that_call_no_receiver_do_not_look_them_up(transport, ranks, monkeypatch, tmp_path):
+    """A manager that is a Ray actor would send its group to each of thousands, which would connect to all workers."""
+    store, looked, held = torch.distributed.HashStore(), [], list(model().items())
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(WeightSender, "_common_key", lambda self, ranks: "sender update")
+    how = {"folder": tmp_path} if transport == "disk" else {}
+    made = RayClassWithInitArgs(sync_workers.Rollout)
+    with LocalWorkerGroup(1, made, threads=True) as rollout, ThreadPoolExecutor() as pool:
+
+        def send(rank):
+            sender = WeightSender(transport, lambda: looked.append(rank) or rollout, **how)
+            return sender.send(1, held[rank::2], rank=rank, ranks=2).receivers
+
+        assert list(pool.map(send, range(2))) == [1, 1]
+        assert rollout.current_weight_version() == [1] and sorted(looked) == ranks
+
+
 @ray.remote(num_cpus=0)
 class SlowManager:
     def weight_receivers(self):

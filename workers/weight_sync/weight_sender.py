@@ -257,10 +257,12 @@ class WeightSender:
             layout = layout_of(shards)
             layout_id = hashlib.sha256(pickle.dumps(layout)).hexdigest()
             base = self._packer.base
-            # Rank 0 keeps the layouts, so that they travel only when they change.
-            self._receivers.look_up(update.budget)
+            # No other rank: a manager that is an actor would be asked by each, and each would connect to all workers.
+            if not update.rank or self._transport.every_rank_calls:
+                self._receivers.look_up(update.budget)
             # Begin as late as possible: a receiver without a double buffer stops generating when its update begins.
             own = [] if self._receivers.neighbour is None else self._begin_receivers(update)
+            # Rank 0 keeps the layouts, so that they travel only when they change.
             about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
             self._layout_id = layout_id
 

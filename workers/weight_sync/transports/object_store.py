@@ -17,6 +17,8 @@ from workers.weight_sync.transports.weight_transport import Transport, Update, w
 class ObjectStoreTransport(Transport):
     """See the module's docstring. Tensors on an accelerator go through pinned host memory."""
 
+    every_rank_calls = True
+
     def __init__(self) -> None:
         self._in_flight: list[WorkerFuture] = []
         self._pinned = FlatBuffer(pinned=True)

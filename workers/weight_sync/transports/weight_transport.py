@@ -285,9 +285,10 @@ class Transport:
 
     Attributes:
         needs_all_headers: whether `transfer` needs the headers of all ranks on each rank, and not on rank 0 alone.
+        every_rank_calls: whether each rank calls the receivers, and not rank 0 alone.
     """
 
-    needs_all_headers = False
+    needs_all_headers = every_rank_calls = False
 
     def prepare(self, update: Update) -> Any:
         """On rank 0, before anything is sent: return what all ranks must know of this update."""
