@@ -1,6 +1,7 @@
 """Which snapshots are restored after a death, and who keeps whose copy, over many patterns of deaths."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,15 @@ def test_newest_snapshot_that_every_shard_has():
     # Some ranks have begun the third snapshot: the others still have only the two before it.
     own = [{2, 3}, {2}, {1, 2}, {1, 2}]
     assert choose_recovery(held(4, own, [{2}, {2}, {1, 2}, {2}], dead={3})).number == 2
+
+
+@pytest.mark.alone
+def test_snapshots_of_thousands_of_ranks_are_chosen_at_once():
+    both = [{1, 2}] * 2000
+    versions = held(2000, both, both, dead={7})
+    begun = time.process_time()
+    assert choose_recovery(versions).number == 2
+    assert time.process_time() - begun < 0.2
 
 
 def test_newer_snapshots_do_not_count_if_another_group_has_none_of_their_rollout():

@@ -374,10 +374,13 @@ class PeerSnapshots:
         if shard_of[0][1] != shards[0][1]:
             return self._reshard(sources, rank, shards, mine, shard_of, live, wrong)
         found: tuple[Snapshot, dict[str, Any]] | None = None
+        owners: dict[Shard, list[int]] = {}
+        for owner in range(len(sources)):
+            owners.setdefault(shard_of[owner], []).append(owner)
         for to, shard in enumerate(shards):
-            same = [owner for owner in range(len(sources)) if shard_of[owner] == shard]
-            # With the same number of ranks each gets what was its own. Otherwise best what it has.
-            owner = to if len(sources) == len(shards) else next((o for o in same if sources[o] == to), same[0])
+            owner = to  # with the same number of ranks each gets what was its own; otherwise best what it has
+            if len(sources) != len(shards):
+                owner = next((one for one in owners[shard] if sources[one] == to), owners[shard][0])
             source = sources[owner]
             if rank == source:
                 one = mine[owner]

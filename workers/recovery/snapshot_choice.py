@@ -85,12 +85,16 @@ def choose_recovery(
 def _sources(versions: Sequence[Versions], ranks: int, number: int) -> tuple[int, ...] | None:
     """Return a rank for each owner of a snapshot that so many ranks took: the owner itself if possible, else one that
     is a source for few others."""
+    holders: dict[int, list[int]] = {}
+    for rank, held in enumerate(versions):
+        for owner, of in held.items():
+            if number in of and of[number].ranks == ranks:
+                holders.setdefault(owner, []).append(rank)
     used = [0] * len(versions)
     sources = []
     for owner in range(ranks):
-        found = [held.get(owner, {}).get(number) for held in versions]
-        have = [rank for rank, taken in enumerate(found) if taken is not None and taken.ranks == ranks]
-        if not have:
+        have = holders.get(owner)
+        if have is None:
             return None
         source = owner if owner in have else min(have, key=lambda rank: (used[rank], rank))
         used[source] += source != owner
