@@ -242,8 +242,9 @@ def test_worker_that_joins_during_an_update_fails_it_with_a_reason():
 
 
 @pytest.mark.parametrize(("transport", "ranks"), [("disk", [0]), ("store", [0, 1])])
-def test_ranks_that_call_no_receiver_do_not_look_them_up(transport, ranks, monkeypatch, tmp_path):
-    """A manager that is a Ray actor would send its group to each of thousands, which would connect to all workers."""
+def test_ranks_know_no_more_than_they_need(transport, ranks, monkeypatch, tmp_path):
+    """Of the plan their own part, and of the receivers nothing unless they call them: a manager that is a Ray actor
+    would send its group to each of thousands, which would connect to all workers."""
     store, looked, held = torch.distributed.HashStore(), [], list(model().items())
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(WeightSender, "_common_key", lambda self, ranks: "sender update")
@@ -253,9 +254,10 @@ def test_ranks_that_call_no_receiver_do_not_look_them_up(transport, ranks, monke
 
         def send(rank):
             sender = WeightSender(transport, lambda: looked.append(rank) or rollout, **how)
-            return sender.send(1, held[rank::2], rank=rank, ranks=2).receivers
+            report = sender.send(1, held[rank::2], rank=rank, ranks=2)
+            return report.receivers, {key for one in sender._plan[1] for key in one}
 
-        assert list(pool.map(send, range(2))) == [1, 1]
+        assert list(pool.map(send, range(2))) == [(1, {(0, 0)}), (1, {(1, 0)})]
         assert rollout.current_weight_version() == [1] and sorted(looked) == ranks
 
 

@@ -172,6 +172,15 @@ def make_plan(held: Mapping[str, Held], classes: Sequence[Mapping[str, Box]], bu
     return [one for one in rounds if one]
 
 
+def divide_among_ranks(rounds: Sequence[Round], ranks: int) -> list[list[Round]]:
+    """Return what each train rank sends, in as many rounds."""
+    parts: list[list[Round]] = [[{} for _ in rounds] for _ in range(ranks)]
+    for number, one in enumerate(rounds):
+        for (rank, index), pieces in one.items():
+            parts[rank][number][rank, index] = pieces
+    return parts
+
+
 def _ranges(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[str, Box, int]]:
     """Cut the tensors into ranges of rows. The tensors of different ranks, such as pipeline stages, come in turn, so
     that all ranks have something to send in each round."""

@@ -40,7 +40,7 @@ from workers.weight_sync.transports.object_store import ObjectStoreTransport
 from workers.weight_sync.transports.process_group import ProcessGroupTransport
 from workers.weight_sync.transports.same_device import DeviceTransport
 from workers.weight_sync.transports.weight_transport import Transport, Update, call_all
-from workers.weight_sync.weight_plan import Box, Held, Round, Shard, make_plan, volume
+from workers.weight_sync.weight_plan import Box, Held, Round, Shard, divide_among_ranks, make_plan, volume
 
 TransportName = Literal["store", "group", "disk", "device"]
 
@@ -266,6 +266,8 @@ class WeightSender:
             about = None if layout_id == self._layout_id else layout, layout_id, self._plan_id, base, own
             self._layout_id = layout_id
 
+        own_plan: list[Any] = []  # on rank 0, if there is a new one
+
         def begin(values: list[Any]) -> Any:
             # For the same reason, begin only here: `decide` runs when all ranks have arrived.
             infos = [info for *_, infos in values for info in infos] or self._begin_receivers(update)
@@ -292,17 +294,20 @@ class WeightSender:
                     infos[member] = replace(infos[member], shapes=first.shapes, slices=one.slices, dtypes=one.dtypes)
             made_from = merged_from[0], [one.slices for one in classes], list(held)
             plan_id = hashlib.sha256(repr(made_from).encode()).hexdigest()
-            rounds = None
             if any(known != plan_id for _, _, known, *_ in values):
                 try:
                     rounds = make_plan(held, [one.slices for one in classes], self._bucket_bytes)
                 except ValueError as failed:
                     raise WeightSyncError(f"weight version {update.version} was not sent: {failed}") from failed
-            plan = None if rounds is None else (update.tensors, rounds)
-            return infos, classes, plan_id, plan, self._transport.prepare(update)
+                # To each rank its part: the whole for each would take the square of the number of ranks.
+                plans = [(update.tensors, part) for part in divide_among_ranks(rounds, update.ranks)]
+                update.give_each(plans)
+                own_plan.append(plans[0])
+            return infos, classes, plan_id, bool(own_plan), self._transport.prepare(update)
 
-        infos, classes, self._plan_id, plan, shared = update.agree("begin", about, begin)
-        self._plan = self._plan if plan is None else plan
+        infos, classes, self._plan_id, is_new, shared = update.agree("begin", about, begin)
+        if is_new:
+            self._plan = own_plan[0] if own_plan else update.take_own()
         update.infos, update.classes, update.shared = infos, classes, shared
         update.tensors, update.rounds = self._plan
         with update.attempt():

@@ -150,6 +150,15 @@ class Update:
             self._write(name, verdict if tell else None)
         return verdict
 
+    def give_each(self, values: Sequence[Any]) -> None:
+        """On rank 0, in ``decide``: leave a value for each other rank, which `take_own` returns there afterwards."""
+        for rank, value in enumerate(values[1:], 1):
+            self._write(f"{self._name}/own/{rank}", value)
+
+    def take_own(self) -> Any:
+        """Return what `give_each` has left for this rank. Rank 0 deletes it when all ranks come to the next step."""
+        return self._read([f"{self._name}/own/{self.rank}"])[0]
+
     def _write(self, name: str, value: Any) -> None:
         """Write a value into the store, for `_read`."""
         data = pickle.dumps(value, protocol=5)
