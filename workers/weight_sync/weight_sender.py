@@ -9,7 +9,7 @@ import os
 import pickle
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -342,10 +342,10 @@ class WeightSender:
                 update.budget.left()
             # Transfer only after all ranks have packed. Otherwise, ranks would wait for one that has failed.
             # Their headers come to rank 0. From there to all ranks, they would take the square of the number of ranks.
-            everyone: list[dict[int, Header]] | None = update.agree(
-                f"round {number}", headers, list, tell=self._transport.needs_all_headers
-            )
-            gathered = {update.rank: headers} if everyone is None else dict(enumerate(everyone))
+            of_ranks: list[dict[int, Header]] = []
+            keep = of_ranks.extend  # on rank 0; returns nothing to tell
+            share: Callable[[list[Any]], Any] = list if self._transport.needs_all_headers else keep
+            gathered = update.agree(f"round {number}", headers, share) or of_ranks or [{}] * update.rank + [headers]
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
                 # Experts are stacked along the first dim, and each expert has a separate digest.

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,12 +67,12 @@ class DiskTransport(Transport):
         self._files, self._sent = WeightFiles(update.tensors), {}
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
         """Write the pieces to their places."""
         # Only rank 0 calls the receivers, so only rank 0 needs to know the contents of the files.
         if not update.rank:
-            for of_rank in headers.values():
+            for of_rank in headers:
                 for index, header in of_rank.items():
                     self._sent.setdefault(index, []).extend(header.pieces)
         pieces = (piece for payload in payloads.values() for piece in pieces_of(payload))

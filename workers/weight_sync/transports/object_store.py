@@ -5,8 +5,6 @@ The receiving half is `WeightReceiver.receive_payload`: tensors travel as an arg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from single_controller.call.future import WorkerFuture
 from workers.device import on_accelerator
 from workers.weight_sync.buckets import FlatBuffer
@@ -24,7 +22,7 @@ class ObjectStoreTransport(Transport):
         self._pinned = FlatBuffer(pinned=True)
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
         """As in `Transport`. Two rounds are in the store at a time, so that receivers load one while the next is
         packed."""

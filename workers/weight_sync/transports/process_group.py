@@ -23,7 +23,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -118,12 +118,12 @@ class ProcessGroupTransport(Transport):
             raise
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
         """As in `Transport`. Returns when the round has arrived."""
         if self._channel is None:
             raise WeightSyncError(f"train rank {update.rank} has left the process group")
-        announced = AnnouncedRound(list(headers.values()), update.budget.left())
+        announced = AnnouncedRound(headers, update.budget.left())
         # Announce the round before this rank takes part: the exchange ends only when the receivers have taken part too.
         futures = [] if update.rank else update.receivers.start("receive_weights", update.key, announced)
         own = headers[update.rank]

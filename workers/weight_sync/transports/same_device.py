@@ -8,7 +8,6 @@ process directly, others through handles to its memory: device memory where torc
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,7 @@ class DeviceTransport(Transport):
             self._memory = FlatBuffer(here) if on_accelerator(here) else SharedMemory()
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
         """As in `Transport`. Returns when the receivers have copied the round."""
         neighbour = update.receivers.neighbour
@@ -68,7 +67,7 @@ class DeviceTransport(Transport):
             for payload in payloads.values():
                 neighbour.take(update.key, payload)
             return
-        offers = [(rank, index, header) for rank, of_rank in headers.items() for index, header in of_rank.items()]
+        offers = [(rank, index, header) for rank, of_rank in enumerate(headers) for index, header in of_rank.items()]
         sizes = [header.nbytes for *_, header in offers]
         if self._memory is None:
             raise WeightSyncError("no update has begun")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -98,14 +98,7 @@ class Update:
             error = self.give_up(self.error(failed) if what is None else sync_error(what, failed))
             raise error from error.__cause__
 
-    def agree(
-        self,
-        step: str,
-        value: Any = None,
-        decide: Callable[[list[Any]], Any] | None = None,
-        *,
-        tell: bool = True,
-    ) -> Any:
+    def agree(self, step: str, value: Any = None, decide: Callable[[list[Any]], Any] | None = None) -> Any:
         """Have rank 0 collect a value from every rank, decide, and tell every rank. All ranks call it together.
 
         It uses the store in which the default process group made its rendezvous, and no collective: a collective
@@ -115,7 +108,6 @@ class Update:
             step: what the value is about, for the errors.
             value: of this rank.
             decide: called on rank 0 with the values, by rank. Its result is for all ranks.
-            tell: whether it is sent to them. Otherwise, only rank 0 has it.
 
         Returns:
             What ``decide`` returned; None without it.
@@ -147,7 +139,7 @@ class Update:
             error = cast(WeightSyncError, failed) if named else self.error(failed)
             raise self.give_up(error) from error.__cause__
         if self.ranks > 1:
-            self._write(name, verdict if tell else None)
+            self._write(name, verdict)
         return verdict
 
     def give_each(self, values: Sequence[Any]) -> None:
@@ -307,7 +299,7 @@ class Transport:
         """On every rank, after `prepare`, with the plan."""
 
     def transfer(
-        self, update: Update, number: int, payloads: dict[int, Payload], headers: Mapping[int, dict[int, Header]]
+        self, update: Update, number: int, payloads: dict[int, Payload], headers: list[dict[int, Header]]
     ) -> None:
         """Transfer a round. The tensors of the payloads may be in use until the next call of `transfer` or `flush`.
 
@@ -315,8 +307,7 @@ class Transport:
             update: the update.
             number: of the round.
             payloads: what this rank sends, by class.
-            headers: of all payloads of the round, by train rank and class; of this rank's alone where others are not
-                needed.
+            headers: of all payloads of the round, by train rank and class; {} for other ranks where nobody needs them.
 
         Raises:
             Exception: it did not arrive, or an earlier round did not.
