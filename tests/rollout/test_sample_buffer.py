@@ -207,23 +207,6 @@ def test_drop_begins_groups_again_that_have_become_too_old():
     assert counts["buffer/interrupted"] == 0
 
 
-def test_drop_drops_what_arrives_too_late_and_what_is_ready_too_long():
-    buffer = buffer_with(1, 1, max_staleness=1, order="window", on_stale="drop")
-    assert begun(buffer) == [0, 1]
-    ready(buffer, 1)
-    assert taken(buffer) == [1]
-    buffer.set_version(2)
-    assert begun(buffer) == [2]
-    ready(buffer, 2)
-    buffer.set_version(3)  # an update without a batch
-    buffer.put(0, "late", versions=(1, 3))  # its oldest token counts
-    assert buffer.metrics()["buffer/dropped"] == 1
-    assert buffer.begin() == (0, None)
-    buffer.set_version(4)
-    assert buffer.metrics()["buffer/dropped"] == 1  # number 2
-    assert buffer.begin() == (2, None)
-
-
 def test_train_takes_groups_however_old():
     buffer = buffer_with(1, 1, max_staleness=0, on_stale="train")
     begun(buffer)
@@ -232,29 +215,6 @@ def test_train_takes_groups_however_old():
     assert buffer.expired() == []
     ready(buffer, 0, versions=V1)
     assert taken(buffer) == [0]
-
-
-def test_wait_begins_again_what_is_too_old_if_updates_come_more_often_than_declared():
-    buffer = buffer_with(1, 1, update_interval=2)
-    assert begun(buffer) == [0, 1]
-    ready(buffer, 0, 1)
-    assert taken(buffer) == [0]
-    buffer.set_version(2)
-    assert begun(buffer) == [1]
-    ready(buffer, 1)
-    assert taken(buffer) == [1]
-
-
-def test_an_update_that_does_not_come_does_not_stop_the_run():
-    buffer = buffer_with(1, 1)
-    for number in range(3):
-        begun(buffer)
-        if number:
-            with pytest.raises(TimeoutError):
-                buffer.take(0)  # whoever takes will not update first
-            assert begun(buffer) == [number]
-        ready(buffer, number)
-        assert taken(buffer) == [number]
 
 
 # --- Versions --------------------------------------------------------------------------------------------------------
@@ -279,24 +239,6 @@ def test_versions_only_grow():
 
 
 # --- Dynamic sampling ------------------------------------------------------------------------------------------------
-
-
-def test_flat_groups_are_replaced():
-    buffer = buffer_with(1, 2)
-    assert begun(buffer) == [0, 1]
-    ready(buffer, 1, flat=True)
-    assert begun(buffer) == [2]
-    ready(buffer, 0, 2)
-    assert taken(buffer) == [0, 2]
-    assert buffer.metrics()["buffer/filtered"] == 1
-
-
-def test_flat_groups_are_kept_once_the_limit_is_reached():
-    buffer = buffer_with(1, 2, max_filtered=2)
-    ready(buffer, *begun(buffer), flat=True)
-    ready(buffer, *begun(buffer), flat=True)
-    assert begun(buffer) == []
-    assert taken(buffer) == [2, 3]
 
 
 def test_a_flat_group_that_is_dropped_comes_back_with_other_rewards():
