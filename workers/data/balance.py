@@ -71,12 +71,8 @@ TOKENS = SequenceCost()
 
 
 def sequence_cost(args: Any, config: Any) -> SequenceCost:
-    """Return what a sequence costs: the numbers of ``args.sequence_cost``, or by default those of the model.
-
-    Args:
-        args: the configuration.
-        config: the model's; None if it is not known, then every token costs the same.
-    """
+    """Return what a sequence costs: the numbers of ``args.sequence_cost``, or by default those of the model. Without
+    its ``config``, every token costs the same."""
     if args.sequence_cost is not None:
         return SequenceCost(*args.sequence_cost)
     return TOKENS if config is None else SequenceCost.of_model(config)
@@ -100,13 +96,7 @@ class Balance:
 
     @classmethod
     def of(cls, args: Any, parts: int, config: Any) -> Balance:
-        """Return what a configuration asks for.
-
-        Args:
-            args: the configuration.
-            parts: number of shards.
-            config: see `sequence_cost`.
-        """
+        """Return what a configuration asks for; ``config`` is as for `sequence_cost`."""
         steps = 1 if args.shuffle_minibatches else args.num_steps_per_rollout
         trees = args.train_backend == "fsdp" and args.sequence_packing is not False and not args.exact
         return cls(parts, steps, sequence_cost(args, config), trees)

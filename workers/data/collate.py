@@ -187,11 +187,7 @@ def _without_failed(
 
 
 def reward_parts(rewards: Sequence[float]) -> dict[str, list[float]]:
-    """Return the single rewards of completions that have several: name -> one per completion.
-
-    Raises:
-        ValueError: completions have rewards of different names.
-    """
+    """Return name -> one reward per completion, of those with several; a `ValueError` if their names differ."""
     names = sorted({name for reward in rewards for name in getattr(reward, "parts", ())})
     for row, reward in enumerate(rewards):
         if missing := set(names) - set(getattr(reward, "parts", names)):
@@ -316,11 +312,6 @@ def with_fingerprints(
 
 
 def token_versions(completion: Completion, worker: int | None) -> list[int]:
-    """Return the weight version of each token, -1 if it is not known.
-
-    Args:
-        completion: the completion.
-        worker: version of the worker, for tokens of which the engine does not say the version.
-    """
+    """Return each token's weight version: the ``worker``'s if the engine does not say it, -1 if nobody does."""
     said = completion.weight_versions or [None] * len(completion.token_ids)
     return [-1 if version is None else version for version in (worker if of is None else of for of in said)]

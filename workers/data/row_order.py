@@ -101,11 +101,7 @@ class RowOrder:
         self._sources_of_block = functools.lru_cache(maxsize=8)(self._shuffled_block)
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return (number of the source, number of the row in it).
-
-        Raises:
-            IndexError: the position is after the last epoch.
-        """
+        """Return (number of the source, number of the row in it); an `IndexError` after the last epoch."""
         if position < 0 or (self.length is not None and position >= self.length):
             raise IndexError(f"position {position}: the rows have {self.length} positions")
         if not self.block:

@@ -165,11 +165,7 @@ class WeightBackup:
 
 
 def live_tensors(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return name -> live tensor.
-
-    Raises:
-        BackupError: a name occurs twice, or a tensor is offloaded.
-    """
+    """Return name -> live tensor; a `BackupError` if a name occurs twice, or a tensor is offloaded."""
     live: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if name in live:

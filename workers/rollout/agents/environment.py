@@ -119,11 +119,7 @@ def checked_step(where: str, step: Any) -> float:
 
 
 def as_reward(where: str, reward: Any) -> float:
-    """Return a reward as a number, 0 for None.
-
-    Raises:
-        ValueError: it is no finite number.
-    """
+    """Return a reward as a number, 0 for None; a `ValueError` if it is no finite number."""
     try:
         number = math.nan if isinstance(reward, (str, bytes)) else 0.0 if reward is None else float(reward)
     except (TypeError, ValueError):

@@ -128,11 +128,7 @@ class ProgramEnvironment(Environment):
     async def play(
         self, row: Mapping[str, Any], name: str, seed: int, how: SamplingParams, limits: SessionLimits
     ) -> dict[str, Any]:
-        """Run the program.
-
-        Returns:
-            What it has told, with "reward".
-        """
+        """Run the program. Returns what it has told, with "reward"."""
         gateway = self._programs._gateway
         if gateway is None:  # the start blocks, and so may the lock. Later sessions need no thread: others may have all
             gateway = await asyncio.to_thread(self._programs.gateway)

@@ -371,11 +371,7 @@ def _is_short(text: Any) -> bool:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message, whether it is a string or in parts.
-
-    Raises:
-        RenderError: it has parts that are no text.
-    """
+    """The text of a message, a string or in parts; a `RenderError` if it has parts that are no text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""

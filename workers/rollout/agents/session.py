@@ -555,11 +555,7 @@ class Session:
             logger.debug("session %s: its environment raised when it was cancelled", self.name, exc_info=True)
 
     def _save(self, environment: bytes | None = None) -> None:
-        """Note the state, from which the session can continue elsewhere.
-
-        Args:
-            environment: its state, if that is known.
-        """
+        """Note the state, from which the session can continue elsewhere, with the environment's if that is known."""
         if environment is None and self._environment is not None:
             state = self._environment.state_dict()
             environment = None if state is None else pickle.dumps(state)

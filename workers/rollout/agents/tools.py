@@ -237,11 +237,7 @@ def _names(of: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def find_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Tool, dict[str, Any]]:
-    """Return the tool of a call, and its arguments.
-
-    Raises:
-        ToolCallError: the call is not valid.
-    """
+    """Return the tool of a call, and its arguments; a `ToolCallError` if the call is not valid."""
     if call.error is not None:
         raise ToolCallError(f"the tool call could not be read: {call.error}")
     if call.name is None or call.name not in tools:

@@ -134,11 +134,7 @@ class Server:
 
     def get(self, path: str) -> Any:
         """Return what the server answers: JSON as Python objects, anything else as text. A connection that fails is
-        tried once more.
-
-        Raises:
-            ServerError: see the class.
-        """
+        tried once more. Raises a `ServerError`."""
         try:
             return self._exchange("GET", path)
         except ServerError as error:
@@ -149,20 +145,12 @@ class Server:
         return self._exchange("GET", path)
 
     def post(self, path: str, body: Any = None, **query: str) -> Any:
-        """Send JSON, and return what the server answers.
-
-        Raises:
-            ServerError: see the class.
-        """
+        """Send JSON, and return what the server answers. Raises a `ServerError`."""
         return self._exchange("POST", path, body, query)
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
         """Send a request, and yield each event of the answer as Python objects until the server sends ``[DONE]``. Run
-        it with `run`; the server notices when that is cancelled.
-
-        Raises:
-            ServerError: see the class.
-        """
+        it with `run`; the server notices when that is cancelled. Raises a `ServerError`."""
         for wait in (*RETRY_SECONDS, None):
             try:
                 async for event in self._events(path, body):

@@ -286,11 +286,7 @@ def _best_two(dialect: OpenAI, fields: Mapping[str, Any], token: int, **how: Any
 
 
 def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) -> None:
-    """Check that a server's log-probabilities would be those of `Completion`.
-
-    Raises:
-        SamplingParamsError: they would differ.
-    """
+    """Raise a `SamplingParamsError` unless a server's log-probabilities would be those of `Completion`."""
     url = dialect.server.url
     if log_probs == "raw" and how.temperature not in (0, 1):
         is_, wanted = "at temperature 1", f"temperature={how.temperature}"
@@ -305,11 +301,7 @@ def check_log_probs(log_probs: Meaning, dialect: OpenAI, how: SamplingParams) ->
 
 
 def token_of(token: str) -> int:
-    """The id of a token, from what a server calls it.
-
-    Raises:
-        RolloutError: it has no id in it.
-    """
+    """The id of a token, from what a server calls it; a `RolloutError` if it has no id in it."""
     name, _, number = token.partition(":")
     if name != "token_id" or not number.isdecimal():
         raise RolloutError(

@@ -402,11 +402,7 @@ class HTTPEngine(RequestEngine):
         return True
 
     def _lose(self, why: RolloutError, *, weights: bool = True) -> NoReturn:
-        """Fail all requests, because the server has lost its weights or, without ``weights``, is only gone.
-
-        Raises:
-            RolloutError: ``why``, always.
-        """
+        """Fail all requests, and raise ``why``: the server lost its weights or, without ``weights``, is only gone."""
         self._unsure, self._asked = None, -math.inf
         # `abandon_update` acquires the lock again, which is reentrant.
         with self._changed:
@@ -573,11 +569,7 @@ class HTTPEngine(RequestEngine):
         super().finish_update(version)
 
     def _await_server(self) -> None:
-        """Wait for a server that is being restarted, for at most ``timeout`` seconds.
-
-        Raises:
-            ServerError: it is not back.
-        """
+        """Wait for a server that is being restarted; a `ServerError` if it is not back after ``timeout`` seconds."""
         deadline, told = time.monotonic() + self._server.timeout, False
         while True:
             try:

@@ -196,11 +196,7 @@ def repacked(layer: Any, tensor: torch.Tensor) -> bool:
 
 
 def joined(name: str, shape: tuple[int, ...], by_rank: Sequence[Sequence[tuple[Box, torch.Tensor]]]) -> torch.Tensor:
-    """Join the processes' parts of a tensor.
-
-    Raises:
-        RolloutError: two processes have different bytes for the same part.
-    """
+    """Join the processes' parts of a tensor; a `RolloutError` if two have different bytes for the same part."""
     import torch
 
     parts = [(rank, *part) for rank, of_rank in enumerate(by_rank) for part in of_rank]

@@ -74,11 +74,7 @@ class RewardCall:
         return (prompts[0], completions[0]), {name: values[0] for name, values in given.items()}
 
     def rewards(self, value: Any) -> list[float]:
-        """Return one finite number per sample, from what the function returned; a `Reward` for a dict.
-
-        Raises:
-            RewardError: it returned something else.
-        """
+        """Return one finite number per sample, a `Reward` for a dict; a `RewardError` for anything else."""
         if not self.batched:
             return [self._number(value, 0)]
         values = value.tolist() if hasattr(value, "tolist") else value

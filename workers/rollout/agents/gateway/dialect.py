@@ -136,11 +136,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, body: Body) -> Ask:
-        """Read a request.
-
-        Raises:
-            GatewayError: it is not valid, or wants what engines cannot do.
-        """
+        """Read a request; a `GatewayError` if it is not valid, or wants what engines cannot do."""
 
     @abstractmethod
     def reply(self, ask: Ask, answer: Answer) -> dict[str, Any]:
@@ -157,11 +153,7 @@ class Dialect(ABC):
         return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
 
     def error_event(self, body: Any) -> tuple[str | None, Any]:
-        """Write an error in the middle of a stream.
-
-        Args:
-            body: what `error` returned.
-        """
+        """Write an error, as `error` has returned it, in the middle of a stream."""
         return None, body
 
 
@@ -185,11 +177,7 @@ def log_probs_of(answer: Answer) -> dict[str, Any]:
 
 
 def check_supported(body: Body) -> None:
-    """Raise if a request wants what would be silently left out.
-
-    Raises:
-        GatewayError: it does.
-    """
+    """Raise a `GatewayError` if a request wants what would be silently left out."""
     for field_ in NOT_SUPPORTED:
         wanted = asks = body.get(field_)
         if field_ in ("text", "output_config") and isinstance(wanted, Mapping):
@@ -233,22 +221,14 @@ def asked(body: Body, messages: list[dict[str, Any]], tools: list[dict[str, Any]
 
 
 def items(value: Any, what: str) -> list[dict[str, Any]]:
-    """A list of objects.
-
-    Raises:
-        GatewayError: it is none.
-    """
+    """A list of objects; a `GatewayError` if it is none."""
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise GatewayError("invalid", f"{what} is {value!r:.80}; expected a list of objects")
     return value
 
 
 def count(value: Any, what: str) -> int | None:
-    """A number of tokens, or None.
-
-    Raises:
-        GatewayError: it is neither.
-    """
+    """A number of tokens, or None; a `GatewayError` if it is neither."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise GatewayError("invalid", f"{what} is {value!r:.80}; expected an integer of at least 1")
     return value
@@ -276,11 +256,7 @@ def text_of(content: Any, what: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def tool_call(id_: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """A tool call of the history, as in chat completions.
-
-    Raises:
-        GatewayError: it has no name.
-    """
+    """A tool call of the history, as in chat completions; a `GatewayError` if it has no name."""
     if not isinstance(name, str) or not name:
         raise GatewayError("invalid", f"a tool call's name is {name!r:.80}; expected a string")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
@@ -288,11 +264,7 @@ def tool_call(id_: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as in chat completions, the same in all dialects.
-
-    Raises:
-        GatewayError: it has no name.
-    """
+    """A tool as in chat completions, the same in all dialects; a `GatewayError` if it has no name."""
     if not isinstance(name, str) or not name:
         raise GatewayError("invalid", f"a tool's name is {name!r:.80}; expected a string")
     function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}

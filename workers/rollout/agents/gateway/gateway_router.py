@@ -89,11 +89,7 @@ class _Worker:
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         """Send a request over HTTP/1.1 and read the reply, which has a length. An idle connection that the gateway has
-        closed meanwhile is replaced.
-
-        Raises:
-            WorkerGoneError: the connection failed.
-        """
+        closed meanwhile is replaced; if another one fails, that is a `WorkerGoneError`."""
         head = [
             f"{method} {path} HTTP/1.1",
             "host: gateway",
@@ -153,11 +149,7 @@ class _Worker:
             self.idle.popleft()[1].close()
 
     async def look(self) -> None:
-        """Make it forget the sessions that have moved away.
-
-        Raises:
-            WorkerGoneError: it does not answer.
-        """
+        """Make it forget the sessions that have moved away; a `WorkerGoneError` if it does not answer."""
         await self.send("GET", "/health", {}, b"")
         while self.left:
             token = next(iter(self.left))
@@ -292,11 +284,8 @@ class GatewayRouter:
         self._change(change)
 
     def _change(self, change: Callable[[], list[_Worker]]) -> None:
-        """Change the workers or the sessions. While the server runs, only its loop's thread does.
-
-        Args:
-            change: returns workers that were replaced. They may be alive, and are told to forget their sessions.
-        """
+        """Change the workers or the sessions. While the server runs, only its loop's thread does. ``change`` returns
+        workers that were replaced: they may be alive, and are told to forget their sessions."""
 
         async def change_and_tell() -> None:
             if looks := [asyncio.ensure_future(worker.look()) for worker in change()]:

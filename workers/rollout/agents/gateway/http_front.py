@@ -139,18 +139,10 @@ class Player(Protocol):
     """Answers requests."""
 
     def admit(self, call: Call) -> int:
-        """Return how many bytes the call's body may have. It has not been read.
-
-        Raises:
-            GatewayError: of the kind "token", for example.
-        """
+        """How many bytes the call's body, not yet read, may have; a `GatewayError`, such as for an unknown token."""
 
     async def play(self, call: Call) -> Reply:
-        """Answer. Cancelled if the client leaves.
-
-        Raises:
-            GatewayError: what the client gets instead.
-        """
+        """Answer. Cancelled if the client leaves, who gets a `GatewayError` instead if this raises one."""
 
     def expire(self) -> None:
         """Close the sessions that have been idle for too long. Called now and then, in the server's thread."""
