@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 from dispatch.modes import Join
@@ -15,7 +17,7 @@ from dispatch.plan import CallPlan, join_values
 from dispatch.register import MethodSpec
 from single_controller.call.call import Call, CallOptions
 from single_controller.call.errors import GroupBrokenError, WorkerDiedError
-from single_controller.call.transport import Resized
+from single_controller.call.transport import Outcome, Resized
 
 Part = tuple[int, ...]
 """The ranks of one call for a batch: all that the method has, or one, if ranks are independent."""
@@ -137,14 +139,19 @@ class BatchMap:
 
     def _wait(self) -> _Batch:
         """Wait until the next batch to yield, or any, is done. An error of one call ends the wait."""
+        wanted = self._running[:1] if self._ordered else [*self._running]
+        left = [len(batch.calls) for batch in wanted]
+        if 0 in left:
+            return wanted[left.index(0)]
+        ended: SimpleQueue[tuple[int, bool]] = SimpleQueue()
+        for at, batch in enumerate(wanted):
+            for call in batch.calls.values():  # once: thousands of ranks end one after the other
+                call.outcome.add_done_callback(functools.partial(_tell, ended, at))
         while True:
-            wanted = self._running[:1] if self._ordered else self._running
-            for batch in wanted:
-                calls = batch.calls.values()
-                if all(call.settled for call in calls) or any(call.error for call in calls):
-                    return batch
-            running = [call for batch in wanted for call in batch.calls.values() if not call.settled]
-            wait([call.outcome for call in running], return_when=FIRST_COMPLETED)
+            at, failed = ended.get()
+            left[at] -= 1
+            if failed or not left[at]:
+                return wanted[at]
 
     def _take(self, batch: _Batch) -> Any:
         """The value of a batch whose calls were read, which then is in flight no more."""
@@ -215,6 +222,11 @@ class BatchMap:
                 with contextlib.suppress(WorkerDiedError, GroupBrokenError):
                     group.restart(None if group.collectives else dead)
         return None
+
+
+def _tell(ended: SimpleQueue[tuple[int, bool]], at: int, outcome: Outcome) -> None:
+    """Called back by a call's outcome, which keeps its callbacks: they must not refer to the batch."""
+    ended.put((at, outcome.result() is not None))
 
 
 def _is_whole(part: Part, plan: CallPlan) -> bool:

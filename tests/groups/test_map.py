@@ -1,7 +1,9 @@
 """``group.map``: many batches, a few in flight; what a death costs, and what it does not."""
 
 import itertools
+import threading
 from collections import Counter
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from single_controller import (
     WorkerError,
     colocate,
 )
+from single_controller.call.map_batches import BatchMap, _Batch
 
 TRANSPORTS = ("ray", "local-threads", "local")
 
@@ -273,3 +276,20 @@ def test_method_of_another_role_is_refused():
         assert list(group.actor.map(group.actor.add, [1, 2])) == [[1, 2], [3, 4]]
         with pytest.raises(TypeError, match="is a method of"):
             group.actor.map(group.critic.add, [1])
+
+
+def test_calls_of_a_batch_are_not_looked_at_again_when_one_has_ended():
+    """Independent ranks have a call each, and thousands of them end one after the other."""
+    looked = []
+
+    class OneCall:
+        error, settled = None, property(lambda call: looked.append(call) or call.outcome.done())
+
+        def __init__(self):
+            self.outcome = Future()
+
+    batch = _Batch(0, None, calls={(rank,): OneCall() for rank in range(100)})
+    mapped = BatchMap(None, None, None, [], in_flight=1, retries=0, ordered=True, progress=print)
+    mapped._running.append(batch)
+    threading.Timer(0.05, lambda: [call.outcome.set_result(None) for call in batch.calls.values()]).start()
+    assert mapped._wait() is batch and len(looked) <= 100
