@@ -37,13 +37,7 @@ class Arrivals:
         self._keep = False
 
     def begin(self, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Box], *, keep: bool) -> None:
-        """Begin an update.
-
-        Args:
-            shapes: of the whole tensors.
-            slices: the parts that are needed of some of them.
-            keep: whether the tensors stay.
-        """
+        """Begin an update of tensors of such ``shapes``, of some only ``slices``. ``keep``: the tensors stay."""
         self._boxes = {name: slices.get(name) or whole(shape) for name, shape in shapes.items()}
         self._keep = keep
         self.missing = {name: volume(box) for name, box in self._boxes.items() if volume(box)}
@@ -60,11 +54,8 @@ class Arrivals:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def add(self, payload: Payload) -> None:
-        """Take the pieces of a payload, which may then be freed.
-
-        Raises:
-            ValueError: a piece is unexpected, came twice, or its bytes are not those that were sent.
-        """
+        """Take the pieces of a payload, which may then be freed; a `ValueError` if one is unexpected, came twice, or
+        has other bytes than were sent."""
         for spec, parts in pieces_of(payload):
             box, left = self._boxes.get(spec.name), self.missing.get(spec.name, 0)
             count = volume(spec.box)
@@ -103,11 +94,8 @@ class Arrivals:
         return part
 
     def take(self, *, every: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are complete. Without ``keep`` they are dropped when the next one is requested.
-
-        Args:
-            every: whether to yield those too in which nothing has changed.
-        """
+        """Yield the tensors that are complete, with ``every`` those too in which nothing has changed. Without ``keep``,
+        they are dropped when the next one is requested."""
         changed: Collection[str] = self._tensors.keys()
         if self._keep:  # otherwise all have come whole, and this is called after each payload
             changed = {spec.name for spec in self.pieces if every or spec.kind != SAME}
@@ -120,15 +108,9 @@ class Arrivals:
             yield from empty.items()
 
     def differing(self, read: Callable[[Sequence[str]], list[torch.Tensor]], *, every: bool) -> list[str]:
-        """Compare the engine's tensors with the digests of what was sent.
-
-        Args:
-            read: `RolloutEngine.read_weights`.
-            every: whether to compare pieces too in which nothing has changed.
-
-        Returns:
-            What differs: names of tensors, and of experts in them, see `pieces.differences`.
-        """
+        """Return where the engine's tensors, as `RolloutEngine.read_weights` gives them, differ from the digests of
+        what was sent: names of tensors, and of experts in them, see `pieces.differences`. ``every``: also in pieces in
+        which nothing has changed."""
         by_name: dict[str, list[PieceSpec]] = {}
         for spec in self.pieces:
             if every or spec.kind != SAME:

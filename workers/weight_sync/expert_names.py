@@ -62,11 +62,7 @@ class Place(NamedTuple):
 
 
 class ExpertNames:
-    """Finds the engine's tensors for those of a trainer that have other names.
-
-    Args:
-        wanted: name -> shape of the engine's tensors.
-    """
+    """Finds the engine's tensors, whose shapes are ``wanted``, for those of a trainer that have other names."""
 
     def __init__(self, wanted: Mapping[str, Shape]) -> None:
         self._wanted = wanted
@@ -148,12 +144,8 @@ def one_by_one(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
 
 
 def as_in_checkpoints(shapes: Mapping[str, Shape], block: str) -> dict[str, Shape]:
-    """Return the names and shapes that a checkpoint has for the tensors of a model.
-
-    Args:
-        shapes: of the tensors, by name.
-        block: what the checkpoint calls the module of a mixture, which transformers calls "mlp".
-    """
+    """Return the names and shapes that a checkpoint has for the tensors of a model. ``block`` is what it calls the
+    module of a mixture, which transformers calls "mlp"."""
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
         module = stack_of(name)

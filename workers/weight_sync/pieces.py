@@ -128,13 +128,7 @@ class Packer:
         self._patches.clear()
 
     def pack(self, pieces: Sequence[Piece], receivers: ReceiverClass, *, digests: bool) -> Payload:
-        """Pack pieces for a class of receivers.
-
-        Args:
-            pieces: of one round.
-            receivers: the class.
-            digests: whether to compute them.
-        """
+        """Pack pieces of one round for a class of receivers, with or without ``digests``."""
         import torch
 
         specs, tensors = [], []

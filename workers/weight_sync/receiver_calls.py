@@ -43,15 +43,9 @@ class Receivers:
         self._copies: dict[WorkerGroup, WorkerGroup] = {}  # of groups that were broken
 
     def look_up(self, budget: Budget) -> None:
-        """Find the current groups.
-
-        Args:
-            budget: the time for this and for all calls until it is called again.
-
-        Raises:
-            TypeError: ``rollout`` cannot receive weights.
-            WeightSyncError: there is no receiver, or the manager did not respond.
-        """
+        """Find the current groups. ``budget``: the time for this and for all calls until it is called again. A
+        `TypeError` if ``rollout`` cannot receive weights, and a `WeightSyncError` if there is no receiver, or the
+        manager did not respond."""
         self._budget = budget
         if self.neighbour is not None:
             return
@@ -79,11 +73,7 @@ class Receivers:
         return [getattr(group.methods, method).options(timeout=left).remote(*arguments) for group in self._groups]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all receivers and wait. Returns the results in order of group and rank.
-
-        Raises:
-            SingleControllerError: as a group's methods raise.
-        """
+        """Call a method on all receivers and wait. Returns the results in order of group and rank. Raises as a call."""
         if self.neighbour is not None:
             return [getattr(self.neighbour, method)(*arguments)]
         return [result for future in self.start(method, *arguments) for result in future.result()]
@@ -197,12 +187,8 @@ def _no_receivers(rollout: Rollout) -> TypeError:
 
 
 def call_manager(manager: ray.actor.ActorHandle, method: str, *arguments: Any, timeout: float) -> Any:
-    """Call a method of a manager that is a Ray actor, and return its result.
-
-    Raises:
-        WeightSyncError: it did not respond within ``timeout`` seconds, or has died.
-        Exception: what its method raised.
-    """
+    """Call a method of a manager that is a Ray actor, and return its result or raise its error; a `WeightSyncError` if
+    it did not respond within ``timeout`` seconds, or has died."""
     try:
         return ray.get(getattr(manager, method).remote(*arguments), timeout=timeout)
     except ray.exceptions.GetTimeoutError as error:

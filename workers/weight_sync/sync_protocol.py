@@ -57,11 +57,7 @@ class TimeUpError(WeightSyncError):
 
 
 class Budget:
-    """The time that all phases of an update share. It begins when the object is created.
-
-    Args:
-        seconds: of the whole update.
-    """
+    """The time, in seconds, that all phases of an update share. It begins when the object is created."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -73,11 +69,8 @@ class Budget:
         return max(self._end - time.monotonic(), 0.0)
 
     def left(self) -> float:
-        """Return the seconds that are left, rounded up: what waits that long ends when no time is left.
-
-        Raises:
-            WeightSyncError: none are left.
-        """
+        """Return the seconds that are left, rounded up: what waits that long ends when no time is left. If none are,
+        raise a `WeightSyncError`."""
         left = self.remaining
         if not left:
             raise TimeUpError("the time limit of the update has passed")
@@ -158,15 +151,7 @@ class Message:
     """What a transport sends to all receivers. A subclass has the transport's receiving half."""
 
     def receive(self, receiver: Any, key: str) -> None:
-        """Handle the message.
-
-        Args:
-            receiver: the `WeightReceiver`.
-            key: of the update.
-
-        Raises:
-            WeightSyncError: the weights were not loaded.
-        """
+        """Have a `WeightReceiver` take the message of an update; a `WeightSyncError` if the weights were not loaded."""
         raise NotImplementedError
 
 

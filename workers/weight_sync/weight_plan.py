@@ -115,11 +115,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def check_cover(name: str, held: Held) -> None:
-    """Check that the boxes of a tensor are disjoint and leave nothing out.
-
-    Raises:
-        ValueError: they overlap, or something is missing.
-    """
+    """Raise a `ValueError` unless the boxes of a tensor are disjoint and leave nothing out."""
     boxes = list(held.boxes)
     missing = math.prod(held.shape) - sum(map(volume, boxes))
     if missing > 0:

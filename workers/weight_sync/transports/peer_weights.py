@@ -63,11 +63,7 @@ class WeightRequest(NamedTuple):
 
 
 class PeerWeights:
-    """Both sides, for one worker. Methods are called in the thread of the worker's methods.
-
-    Args:
-        receiver: the worker, a `WeightReceiver`.
-    """
+    """Both sides, for one worker, a `WeightReceiver`. Methods are called in the thread of the worker's methods."""
 
     def __init__(self, receiver: Any) -> None:
         self._receiver = receiver
@@ -105,11 +101,8 @@ class PeerWeights:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def want(self, version: int | None) -> WeightRequest | None:
-        """Listen for the weights of a version, unless the worker has them.
-
-        Returns:
-            The request; None if the worker needs nothing, or its engine cannot take weights of another one.
-        """
+        """Listen for the weights of a version, and return the request; None if the worker has them, or its engine
+        cannot take weights of another one."""
         from workers.blocks import receive_blocks
 
         receiver, request = self._receiver, self._request

@@ -340,15 +340,7 @@ class Channel:
         self._run(lambda: self._group.alltoall_base(*arguments, options), seconds, check)
 
     def broadcast(self, flat: torch.Tensor, seconds: float) -> None:
-        """Take part in a broadcast from rank 0 of the group.
-
-        Args:
-            flat: the buffer to send, or to receive into.
-            seconds: how long it may take.
-
-        Raises:
-            WeightSyncError: it failed or timed out.
-        """
+        """Take part in a broadcast of a buffer from rank 0 of the group; a `WeightSyncError` if it fails or is late."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = _delta(seconds)

@@ -84,14 +84,8 @@ class Update:
     @contextmanager
     def attempt(self, what: str | None = None) -> Iterator[None]:
         """Inside, this rank does its part of a step. If that fails, the update is given up at once: the others do not
-        have to reach the end of the step.
-
-        Args:
-            what: for the error; by default, that the version was not sent.
-
-        Raises:
-            WeightSyncError: it failed. The error is that of the first rank that has given the update up.
-        """
+        have to reach the end of the step. The error is that of the first rank that has given it up, and says ``what``,
+        by default that the version was not sent."""
         try:
             yield
         except Exception as failed:
