@@ -155,6 +155,29 @@ def test_ranks_agree_on_more_than_the_store_takes_at_once(monkeypatch):
     assert server.num_keys() == empty
 
 
+def test_each_rank_deletes_what_it_has_told(monkeypatch):
+    """Rank 0 would delete the values of thousands one after the other, in each round."""
+    deleted, of_thread = [], threading.local()
+
+    class Noting(torch.distributed.HashStore):
+        def delete_key(self, key):
+            deleted.append((of_thread.rank, key))
+            return super().delete_key(key)
+
+    store = Noting()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+
+    def agree(rank):
+        of_thread.rank = rank
+        update = Update(1, "store", rank, 2, Receivers(None), Budget(20.0), "key")
+        for step in ("one", "two"):
+            update.agree(step)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(agree, range(2)))
+    assert sorted(deleted) == [(0, "weights/key/1"), (1, "weights/key/1/1")]
+
+
 def test_error_of_a_single_train_rank_says_of_which_update(tmp_path):
     (tmp_path / "file").touch()
     with LocalWorkerGroup(1, RayClassWithInitArgs(sync_workers.Rollout)) as rollout:

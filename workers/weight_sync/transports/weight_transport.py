@@ -114,17 +114,17 @@ class Update:
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:
+            self._delete_written()  # of the step before, which rank 0 has read. It would delete all, one by one
             self._write(f"{name}/{self.rank}", value)
             if not self._arrived([name], self.budget.remaining + 2 * _GRACE_SECONDS):
                 raise self._late("0", step)
-            self._written.clear()  # rank 0 has read and deleted it
             return self._read([name])[0]
         keys = [f"{name}/{rank}" for rank in range(1, self.ranks)]
         try:
             if keys and not self._arrived(keys, self.budget.remaining + _GRACE_SECONDS):
                 late = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
                 raise self._late(", ".join(map(str, late)), step)
-            values = [value, *(self._read(keys, delete=True) if keys else ())]
+            values = [value, *(self._read(keys) if keys else ())]
             self._delete_written()  # everyone is here, so everyone has read the verdict before
             verdict = None if decide is None else decide(values)
         except Exception as failed:
@@ -154,17 +154,13 @@ class Update:
             self._store.set(_part(name, number), part)
         self._store.set(name, len(others).to_bytes(4, "big") + first)  # last: who finds it finds all
 
-    def _read(self, names: list[str], *, delete: bool = False) -> list[Any]:
+    def _read(self, names: list[str]) -> list[Any]:
         """Read values that have arrived."""
         values, store = [], self._store
         # Send one request for all keys, because the store answers requests one at a time.
         for name, data in zip(names, store.multi_get(names), strict=True):
             parts = [_part(name, number) for number in range(int.from_bytes(data[:4], "big"))]
             values.append(pickle.loads(b"".join([data[4:], *map(store.get, parts)])))
-            # Delete values that only rank 0 reads. The values of rank 0 are read by all ranks, and deleted later.
-            if delete:
-                for one in (name, *parts):
-                    store.delete_key(one)
         return values
 
     def _delete_written(self) -> None:
