@@ -422,8 +422,8 @@ class WorkerGroup(VerlGroup, Closing):
         Running calls raise. Other threads' calls wait until the restart is done.
 
         Args:
-            ranks: restart only these ranks, in a group that was created with ``collectives=False``. The others keep
-                their state; calls are repeated on these ranks alone.
+            ranks: restart only these ranks, and others that have died, in a group that was created with
+                ``collectives=False``. The others keep their state; calls are repeated on the restarted ranks alone.
 
         Raises:
             GroupClosedError: the group was closed.
@@ -839,7 +839,7 @@ class WorkerGroup(VerlGroup, Closing):
         call.check()
 
     def _check_restart(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-        """Check which ranks can be restarted, without the others unless it is None."""
+        """The ranks to restart: these and the dead ones, or None for all. Raises as `restart` does."""
         if ranks is None:
             return None
         chosen = check_ranks("restart", ranks, self.world_size)
@@ -851,13 +851,7 @@ class WorkerGroup(VerlGroup, Closing):
                 f"not in their process groups. {way} all ranks, or create the group with "
                 "collectives=False"
             )
-        others = sorted(self._transport.deaths().keys() - set(chosen))
-        if others:
-            raise ValueError(
-                f"restart(ranks={list(chosen)}): {others} died too and would stay dead; "
-                f"call restart(ranks={sorted({*chosen, *others})})"
-            )
-        return chosen
+        return tuple(sorted({*chosen, *self._transport.deaths()}))
 
     def _replay(self, ranks: Collection[int] | None) -> None:
         """Repeat the logged calls on new workers. Those on some ranks are planned with the former layouts, as a new

@@ -99,7 +99,7 @@ class GroupRecovery:
         logger.warning("restarting the rollout workers %s: %s", lost or "", cause)
         try:
             group.restart(ranks=lost or None)
-        except ValueError:  # the ranks use collectives, or further ones have died
+        except ValueError:  # the ranks use collectives
             group.restart()
             lost = []
         lost = lost or list(range(group.world_size))
