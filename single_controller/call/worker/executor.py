@@ -105,13 +105,13 @@ class Executor:
                 if role is not None:
                     self._role_workers[role] = worker
         except BaseException as error:
-            self.workers.clear()  # the constructors may run again
+            self.workers.clear()  # the constructors may run again, in this process
             self._role_workers.clear()
-            if self._in_process:  # any other process is ended
-                _clean_up(made)
+            failed = self.failed(error, "__init__", role)  # first, because it has the time of the error
+            _clean_up(made)
             if self._reraise(error):
                 raise
-            return self.failed(error, "__init__", role)
+            return failed
         finally:
             self._calls.pop(entry, None)
         if self._closed:  # meanwhile, by a group that has waited for long enough
