@@ -115,8 +115,7 @@ class GroupState:
         self.deaths: list[tuple[int, WorkerDiedError]] = []
         self.last_deaths: dict[int, Death] = {}  # rank -> the last death of a process of this rank, for `GroupStatus`
         self.died = 0  # number of deaths, also of ranks that the group goes on without
-        # Called when the group breaks, begins to grow, or was restarted or replaced. It runs while locks are held, so
-        # it must return at once.
+        # Called when the group breaks, or was restarted or replaced. Must return at once: locks are held.
         self.on_change: Callable[[], object] = lambda: None
         # Role -> rank -> version of the last `LayoutReport` that the rank has made
         self.layout_versions: dict[str | None, dict[int, int]] = {}

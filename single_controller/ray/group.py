@@ -520,7 +520,6 @@ class RayWorkerGroup(WorkerGroup):
         if not recruits:
             return ()
         try:
-            self._state.on_change()  # a driver that takes the group over meanwhile has to end them
             wait_started([one.prepared for one in recruits], _left(end), self.name)
             larger = enlist(plan, transport, recruits, self.generation + 1)
             # With a state of their own: a constructor that raises does not break the group.
@@ -570,7 +569,8 @@ class RayWorkerGroup(WorkerGroup):
         if plan is None or not plan.detached:
             return None
         transport = self._ray
-        standbys = tuple((one.actor, one.name, one.slot) for one in (*transport.standbys, *transport.recruits))
+        # Without recruits: the driver that takes the group over ends them, or its `grow` would find no free slot.
+        standbys = tuple((one.actor, one.name, one.slot) for one in transport.standbys)
         everyone = range(transport.world_size)
         unstarted = frozenset(everyone).difference(transport.started(everyone))
         return Takeover(plan, transport.ranks, standbys, self._rendezvous, self._takeover_data, unstarted)
