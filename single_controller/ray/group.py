@@ -480,7 +480,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def grow(self, count: int | None = None, timeout: float = CHANGE_SECONDS) -> tuple[int, ...]:
         """Add ranks in the pool's slots that have none, such as the slots of ranks that `shrink` has dropped. The new
-        ranks are numbered after the others.
+        ranks are numbered after the others. Standbys that have died are started again, in the slots that are left.
 
         The group continues while the new processes start and run their constructors. Then it waits until the running
         calls have ended, and all ranks join a new rendezvous, as in `replace`. With ``collectives=False``, the ranks
@@ -511,12 +511,18 @@ class RayWorkerGroup(WorkerGroup):
         with self._state.sending:  # no other thread may choose the same slots
             self._check()
             transport = self._ray
+            transport.standbys = living_standbys(transport)
             slots = vacant_slots(plan, transport)
-            added = number_to_add(self._state, transport, count, len(slots), end)
+            most = plan.pool.world_size - plan.standby - transport.world_size - len(transport.recruits)
+            added = number_to_add(self._state, transport, count, min(len(slots), most), end)
             self._check_replays(added)
             check_python(plan, slots[:added])
             recruits = recruit(plan, transport, slots[:added], encoded)
             transport.recruits += recruits
+            lost = plan.standby - len(transport.standbys)
+            if lost > 0:
+                transport.standbys += recruit(plan, transport, slots[added:][-lost:], encoded)
+                self._keep_standbys()
         if not recruits:
             return ()
         try:

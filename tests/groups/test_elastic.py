@@ -151,11 +151,18 @@ def test_copies_of_before_a_replacement_are_refused_where_the_death_is_not_known
     assert pickle.loads(pickle.dumps(four)).total() == four.total()
 
 
-def test_standby_is_used_before_the_group_shrinks(pool):
+def test_standby_is_used_before_the_group_shrinks_and_is_there_when_it_has_grown(pool):
     with RayWorkerGroup(pool[:3], RayClassWithInitArgs(Lone), collectives=False, standby=1, on_death="shrink") as group:
         with pytest.raises(WorkerDiedError):
             group.add(1, kill=1)
         assert group.add(0) == [1, 0] and group.world_size == 2
+        os.kill(group._ray.standbys[0].location().pid, signal.SIGKILL)
+        wait_until(lambda: not group.standbys())
+        with pytest.raises(WorkerDiedError):
+            group.add(1, kill=0)
+        assert group.add(0) == [1]
+        assert group.grow() == (1,)  # although two slots are free
+        assert group.add(0) == [1, 0] and len(group.standbys()) == 1
 
 
 def test_group_without_collectives_grows_while_calls_run(pool):
