@@ -622,7 +622,7 @@ def test_failed_checkpoint_is_an_error_and_not_resumed(slots, tmp_path):
     (tmp_path / "latest.json").write_text('{"folder": "rollout_0000009", "rollout_id": 9}')  # written by another run
     args = {"save": str(tmp_path), "load": str(tmp_path / "mine"), "async_save": True}
     with begun(args, 1, slots, actor_cls=DiskFull) as group:
-        for unsuccessful in (group.wait_for_save, group.release):
+        for unsuccessful in (group.wait_for_save, group.grow, group.release):
             group.save_model(2)
             with pytest.raises(WorkerError, match="disk full"):
                 unsuccessful()

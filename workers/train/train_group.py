@@ -340,7 +340,8 @@ class RayTrainGroup:
 
     def grow(self, count: int | None = None) -> list[int] | None:
         """Add ranks in slots that have none, such as those that ``on_death="shrink"`` has left empty. All ranks
-        continue with the next rollout, from snapshots in memory.
+        continue with the next rollout, from snapshots in memory. A checkpoint that is being written in the background
+        is finished first.
 
         Args:
             count: see `RayWorkerGroup.grow`.
@@ -360,6 +361,8 @@ class RayTrainGroup:
                 f"grow(): the {self.role}'s group is connected to another one, which has as many ranks; call "
                 "disconnect() first, or restart() both"
             )
+        if self._saved.writing:  # by threads whose process group would be destroyed
+            self.wait_for_save()
         if self._with_ref is not None:
             if not self.args.peer_snapshot_interval:
                 raise TrainArgsError(
