@@ -673,12 +673,15 @@ class WithoutVersions:
 
 
 def test_weights_after_lost_training_are_sent_once(slots):
-    with begun({}, 2, slots, manager=Manager()) as group:
+    """With fewer ranks, and then, as none is left, with a new process."""
+    with begun({}, 2, slots, manager=Manager(), on_death="shrink") as group:
         ray.get(group.async_train(0, ROWS))
         assert group.update_weights() == 1
         kill(group, 1)
-        assert group.replace() == [0, 0] and group.weight_version == 2
+        assert group.replace() == [0] and group.weight_version == 2
         assert group.replace() is None and group.weight_version == 2
+        kill(group, 0)
+        assert group.replace() == [0] and group.weight_version == 3
 
 
 def test_ranks_continue_although_the_manager_does_not_answer(slots, monkeypatch):

@@ -88,7 +88,8 @@ class RayTrainGroup:
         actor_cls: the worker class, a `TrainWorker`; by default that of ``args.train_backend``.
         standby: how many standbys the group keeps, in slots of their own: see `RayWorkerGroup`. ``pg`` must have room.
         on_death: what `replace` does if more ranks have died than there are standbys: ``"replace"`` starts new
-            processes, ``"shrink"`` continues with fewer data-parallel ranks, until `grow` or `restart`.
+            processes, ``"shrink"`` continues with fewer data-parallel ranks, until `grow` or `restart`. If each replica
+            has lost a rank, it starts new processes too.
         detached: whether the workers outlive the driver; see `attach`. A pool that is passed must be detached too.
         name_prefix: distinguishes the workers' names from those of other runs in the cluster.
 
@@ -379,9 +380,10 @@ class RayTrainGroup:
 
     def _replace_dead(self) -> None:
         if self._on_death == "shrink" and self._pair is None:
-            self.worker_group.replace_or_shrink()
-        else:
-            self.worker_group.replace()
+            with suppress(GroupBrokenError):  # each replica has lost a rank; the group is as before
+                self.worker_group.replace_or_shrink()
+                return
+        self.worker_group.replace()
 
     def _continue_after(self, change: Callable[[], object] | None = None) -> list[int] | None:
         groups = [self]
