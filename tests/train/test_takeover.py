@@ -75,7 +75,7 @@ def states():
     return {table["state"] for table in ray.util.placement_group_table().values() if "actor_" in table["name"]}
 
 
-def test_training_goes_on_where_it_was(killed_driver):
+def test_training_goes_on_where_it_was(killed_driver, monkeypatch):
     group = RayTrainGroup.attach("going_")
     with group:
         assert (group.next_rollout_id, group.weight_version, group.role, group.world_size) == (3, 3, "actor", 2)
@@ -92,8 +92,11 @@ def test_training_goes_on_where_it_was(killed_driver):
         assert [rank["weight"] for rank in said] == expected
         group.set_rollout_manager(Manager())
         assert group.update_weights() == 4
+        left, again = [], group._init_again
+        monkeypatch.setattr(group, "_init_again", lambda: left.append(group.worker_group.takeover_data) or again())
         assert group.restart() == [2, 2]  # from the checkpoint that the former driver saved after step 1
         assert group.worker_group.said()[0]["version"] == 5  # the manager's workers had lost weights
+        assert left[0]["weight_version"] == 4  # for the next driver, if this one had been killed while they loaded
         with attach("going_", "trainers") as found:  # in the namespace of the former driver
             assert found.world_size == 2
     with pytest.raises(ValueError, match="no actor's name begins with"):

@@ -243,6 +243,7 @@ class RayTrainGroup:
             if self._with_ref is not None:
                 # Some rollout workers may have these weights.
                 self.weight_version = max(self.weight_version, self._tried)
+                self._leave()  # before the workers load, which may take long
                 begin = self._init_again()
                 if self._rollout is not None:
                     self._rollout.forget()
