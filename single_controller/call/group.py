@@ -473,8 +473,8 @@ class WorkerGroup(VerlGroup, Closing):
         """Call a method with one batch after another, a few in flight, and yield the results.
 
         With ``collectives=False``, each rank gets its shard in a call of its own, and only the shards of ranks that
-        died are sent again. Otherwise, and for methods with ``replay=True``, all batches in flight are sent again. No
-        batch is sent while the caller processes a result.
+        died are sent again; if the group has shrunk, their whole batches. Otherwise, and for methods with
+        ``replay=True``, all batches in flight are sent again. No batch is sent while the caller processes a result.
 
         Args:
             method: its name, or the method itself, for options: ``group.score.options(timeout=60)``. Its only argument
