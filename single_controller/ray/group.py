@@ -522,6 +522,8 @@ class RayWorkerGroup(WorkerGroup):
             lost = plan.standby - len(transport.standbys)
             if lost > 0:
                 transport.standbys += recruit(plan, transport, slots[added:][-lost:], encoded)
+                if self.closed:  # meanwhile, which has not ended these
+                    transport.kill()
                 self._keep_standbys()
         if not recruits:
             return ()
@@ -694,6 +696,8 @@ class RayWorkerGroup(WorkerGroup):
                 transport.standbys.remove(standby)
                 plan = this._owned_plan()
                 transport.standbys += recruit(plan, transport, [standby.slot], plan.process.encode())
+                if this.closed:  # as in `grow`
+                    transport.kill()
             logger.warning("%s: a standby died before it was ready, and is started again", this.name)
             if tries > 1:
                 this._keep_standbys(tries - 1)

@@ -26,7 +26,9 @@ from single_controller import (
 )
 from single_controller.call.state import GroupState
 from single_controller.ray import group as ray_group
+from single_controller.ray.compat import death_of
 from single_controller.ray.replicas import complete_replicas, number_to_add
+from single_controller.ray.start import recruit
 from single_controller.wire.link import Answer
 
 
@@ -151,7 +153,7 @@ def test_copies_of_before_a_replacement_are_refused_where_the_death_is_not_known
     assert pickle.loads(pickle.dumps(four)).total() == four.total()
 
 
-def test_standby_is_used_before_the_group_shrinks_and_is_there_when_it_has_grown(pool):
+def test_standby_is_used_before_the_group_shrinks_and_is_there_when_it_has_grown(pool, monkeypatch):
     with RayWorkerGroup(pool[:3], RayClassWithInitArgs(Lone), collectives=False, standby=1, on_death="shrink") as group:
         with pytest.raises(WorkerDiedError):
             group.add(1, kill=1)
@@ -163,6 +165,11 @@ def test_standby_is_used_before_the_group_shrinks_and_is_there_when_it_has_grown
         assert group.add(0) == [1]
         assert group.grow() == (1,)  # although two slots are free
         assert group.add(0) == [1, 0] and len(group.standbys()) == 1
+        os.kill(group._ray.standbys[0].location().pid, signal.SIGKILL)
+        wait_until(lambda: not group.standbys())
+        monkeypatch.setattr(ray_group, "recruit", lambda *args: group.close() or recruit(*args))
+        assert group.grow() == ()
+        wait_until(lambda: death_of(group._ray.standbys[0].actor) is not None)
 
 
 def test_group_without_collectives_grows_while_calls_run(pool):
