@@ -171,14 +171,16 @@ def test_checkpoint_and_parts_after_the_last_step_are_recorded(tmp_path):
     assert [part["method"] for part in lines(tmp_path, TIMELINE) if part["group"] is None] == ["save"]
 
 
-def test_rows_have_the_weight_version_of_before_the_training(tmp_path):
+def test_rows_have_the_weight_version_of_before_the_training_and_the_run_its_ranks(tmp_path):
     with LocalWorkerGroup(1, ClassWithInitArgs(Sleeper)) as group, RunLog(run_dir=tmp_path) as log:
         actor = actor_of(group)
         log.watch(actor)
         batch = log.mark(0, batch_of(0))
         actor.weight_version = 5  # the script updates the weights before it logs the step
+        actor.ready_workers("watch").world_size = 3  # it has grown
         log.log(0, {}, batch)
     assert json.loads(sample_files(tmp_path, 0)[1].read_bytes())["weight_version"] == 4
+    assert read_run(tmp_path)["ranks"]["world_size"] == 3
 
 
 def test_of_a_large_batch_the_worst_and_the_best_groups_are_recorded(tmp_path):

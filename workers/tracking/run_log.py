@@ -192,9 +192,7 @@ class RunLog(Closing):
             if hasattr(one, "async_train"):
                 self._train_groups.append(one)
                 if one.role == "actor":
-                    workers = one.ready_workers("watch")
-                    ranks = {"world_size": workers.world_size, "dp_size": workers.dp_size, "with_ref": one.with_ref}
-                    ranks["worker_class"] = f"{one.actor_cls.__module__}:{one.actor_cls.__qualname__}"
+                    ranks = _ranks_of(one)
                     with self._lock:  # set these together: the thread compares the actor's checkpoint with the last one
                         self._actor, self._version, self._checkpoint = one, one.weight_version, one.last_checkpoint
                 self._watch_group(one.worker_group)
@@ -270,14 +268,19 @@ class RunLog(Closing):
                 del self.steps[later]
         self.steps[step] = noted
         self._watch_new_workers()
+        ranks: dict[str, Any] | None = None
         samples: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
-        # Do not hold the lock here: `_samples` and `_of_actor` call the ranks.
+        # Do not hold the lock here: `_ranks_of`, `_samples` and `_of_actor` call the ranks.
+        with suppress(SingleControllerError, RuntimeError):  # the next call of the actor raises it too
+            ranks = None if self._actor is None else _ranks_of(self._actor)  # it may have shrunk or grown
         with self._saving(None if batch is None else "samples"):
             samples = self._samples(step, batch, self._marked.pop(step, self._weight_version))
         events = self._of_actor()
         with self._lock, self._saving("folder"):
             if self._folder is not None:
                 self._write(self._folder, step, noted, samples, events)
+                if ranks not in (None, self._folder.run["ranks"]):
+                    self._folder.update(ranks=ranks)
         # Raise alarms without the lock, because a logging handler may take long.
         with self._lock:
             alarms = self._alarms.step(noted, time.monotonic())
@@ -548,6 +551,13 @@ def _run(log: weakref.ref[RunLog], stop: threading.Event) -> None:
         except Exception:
             logger.exception("recording the run has failed; training goes on")
         del one  # this thread must not keep it while it waits
+
+
+def _ranks_of(actor: Any) -> dict[str, Any]:
+    """Return what ``run.json`` says of the ranks of an actor, which may be called."""
+    workers, cls = actor.ready_workers("watch"), f"{actor.actor_cls.__module__}:{actor.actor_cls.__qualname__}"
+    sizes = {"world_size": workers.world_size, "dp_size": workers.dp_size}
+    return {**sizes, "with_ref": actor.with_ref, "worker_class": cls}
 
 
 def _new_folder() -> Path:
