@@ -24,24 +24,8 @@ from single_controller import (
     WorkerError,
     colocate,
 )
-from single_controller.call.worker.executor import Executor
-from single_controller.call.worker.worker import RankInfo
 from single_controller.ray import replicas
 from single_controller.wire.link import Link, Session
-
-
-class Opened(Worker):
-    """Has something to close."""
-
-    def __init__(self, ended):
-        super().__init__()
-        self._cleanups.append(lambda: ended.append("closed"))
-
-
-class Refused(Worker):
-    def __init__(self):
-        super().__init__()
-        raise OSError("no device")
 
 
 class Heavy(Worker):
@@ -90,15 +74,6 @@ def test_roles_and_what_happens_on_death(pool, on_death):
         with within(60):
             assert len(group.critic.add(1)) == left
         assert len(group.actor.add(1)) == group.world_size == left
-
-
-def test_role_whose_process_has_failed_to_start_is_closed():
-    """The process of a rank that is replaced lives on, and the next replace() runs the constructors there again."""
-    executor, ended = Executor("here", lambda value: value), []
-    roles = {"engine": (Opened, (ended,), {}), "trainer": (Refused, (), {})}
-    for times in (1, 2):
-        result = executor.start(RankInfo(0, 1, 0, 1, "127.0.0.1", 0), lambda: roles)
-        assert result.failure.role == "trainer" and ended == ["closed"] * times
 
 
 @pytest.mark.parametrize(

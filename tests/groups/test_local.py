@@ -44,6 +44,8 @@ from single_controller import (
 )
 from single_controller.call import joining
 from single_controller.call.future import WorkerFuture
+from single_controller.call.worker.executor import Executor
+from single_controller.call.worker.worker import RankInfo
 from workers import RolloutWorker
 from workers.distributed import initialize_distributed
 
@@ -845,6 +847,10 @@ class TestCollectives:
             with pytest.raises(StartError, match="after it has joined"):
                 LocalWorkerGroup(1, made, threads=threads)
             assert not torch.distributed.is_initialized()
+        # Nor in a process of its own, where `replace` may run the constructors again.
+        roles = {"alone": (JoinsAtStart, (), {}), "failing": (FailsWhenItHasJoined, (), {})}
+        result = Executor("host", None).start(RankInfo(0, 1, 0, 1, "127.0.0.1", 0), lambda: roles)
+        assert result.failure.role == "failing" and not torch.distributed.is_initialized()
 
     def test_constructor_that_ends_after_the_start_timeout_leaves_no_process_group(self):
         with pytest.raises(CallTimeoutError, match=r"__init__\(\) exceeded"):
