@@ -97,13 +97,6 @@ def test_group_goes_on_without_a_dead_rank_and_takes_it_back(four, victim, pool)
         four.grow(1)
 
 
-def test_policy_shrinks_at_the_next_call(four):
-    with pytest.raises(WorkerDiedError):
-        four.total(kill=1)
-    assert four.total() == [9.0 * 6] * 3
-    check_ranks(four, 3)
-
-
 def test_two_deaths_and_another_while_the_group_shrinks(four, folder):
     before = four.me()
     (folder / "die-1").touch()

@@ -289,11 +289,6 @@ class TestRestart:
         assert group.load_checkpoint([5, 6, 7, 8]) == [None] * 4
         assert group.read()[3][2][-1] == ("load", [8])
 
-    def test_single_ranks_of_a_group_with_collectives_are_rejected(self, counters):
-        with pytest.raises(ValueError, match=r"restart\(ranks=\[3\]\).*collectives=False"):
-            counters.restart(ranks=[3])
-        assert counters.add(0) == [100, 101, 102, 103]
-
     def test_failed_replay_leaves_the_group_broken_and_is_not_a_death(self, make_group):
         group, told = make_group(Model, size=1), []
         rows = [1, 2, 3, 4]
