@@ -45,11 +45,7 @@ class Recovery:
 
 def reference_number(ranks: int) -> int:
     """Return the number of the snapshot of the reference model's weights, which never change: one for each size of the
-    group. Those of the state count from 0.
-
-    Args:
-        ranks: how many ranks take it.
-    """
+    group. Those of the state count from 0."""
     return -ranks
 
 

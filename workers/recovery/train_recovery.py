@@ -265,7 +265,6 @@ def common_position(workers: RayWorkerGroup, timeout: float) -> tuple[int, int] 
     they cannot go on together.
 
     Args:
-        workers: the workers.
         timeout: seconds that they may take to finish the calls that they are in.
     """
     try:

@@ -240,9 +240,7 @@ class RolloutCheckpoints:
         Args:
             model: the model to save.
             step: see `Position.rollout_id`.
-            optimizer_step: see `Position`.
-            weight_version: see `Position`.
-            kl_coef: see `Position`.
+            optimizer_step, weight_version, kl_coef: see `Position`.
             background: return as soon as the state is copied, and write it in a thread.
             driver_state: what to store beside the model; only rank 0's counts.
 

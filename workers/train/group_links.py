@@ -38,9 +38,6 @@ class RolloutLink:
         timeout: seconds that each call to a manager that is a Ray actor may take, which may be busy in its constructor
             or in `generate`; and that the manager's stream may take to pause.
 
-    Attributes:
-        manager, timeout: see above.
-
     Raises:
         WeightSyncError: by all methods that call a manager: see `call_manager`.
     """
@@ -204,11 +201,7 @@ class SharedRollout(Generic[G]):
         return {name: self._once(method, group) for name, method, group in self.to_compute(self._given)}
 
     def to_compute(self, given: Any) -> list[tuple[str, str, G]]:
-        """Return what the groups compute for each other: the entry, and the method of which group.
-
-        Args:
-            given: what `RayTrainGroup.async_train` was given.
-        """
+        """Return what the groups compute for each other of given rows: the entry, and the method of which group."""
         args = self.groups[0].args
         # An estimator of the user's own may read what the groups compute, if they are connected.
         own = "." in args.advantage_estimator and len(self.groups) > 1

@@ -23,9 +23,6 @@ class KeptRows:
     Args:
         data: the rank's rows.
         of_others: whether their ``old_log_probs`` are of other weights than those before the first step.
-
-    Attributes:
-        of_others: see above.
     """
 
     def __init__(self, data: Mapping[str, torch.Tensor], *, of_others: bool) -> None:
