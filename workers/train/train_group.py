@@ -444,7 +444,6 @@ class RayTrainGroup:
         self._leave()
         if self._rollout is not None:
             self._rollout.forget()  # the next update tells the workers: a manager that is busy stops no recovery
-            self._rollout.rewind(begin[0])
             # If there was no update yet, rollout workers have no weights of this group that could be lost.
             lost = recovery is None or self._progress.sent_after is None
             self._weights_lost = lost and bool(self.weight_version)
