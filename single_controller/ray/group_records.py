@@ -3,7 +3,7 @@ another driver takes a detached one over.
 
 A group's driver writes its record when the workers have started, when the group breaks or grows, and after a restart:
 one small request, whatever the number of ranks. It removes the record when it closes the group. A driver that is killed
-leaves its records behind; `read` removes those whose workers have ended too.
+leaves its records behind; `read` removes those that are of no use any more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from single_controller.call.transport import Death
 from single_controller.ray import compat
 from single_controller.ray.compat import ActorInfo, death_of
 from single_controller.ray.placement.pool import RayResourcePool
+from single_controller.ray.placement.reservation import is_reserved
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import ensure_ray, session
@@ -142,7 +143,7 @@ def _record(state: GroupState, transport: RayTransport) -> GroupRecord:
 class Records(NamedTuple):
     """The records of a cluster's groups, and what Ray says of their processes."""
 
-    groups: dict[str, GroupRecord]  # key -> record, of each group that has workers, or a driver that has not closed it
+    groups: dict[str, GroupRecord]  # key -> record, of each group that was not closed, if it is of any use
     actors: dict[str, ActorInfo]  # the actors by id
     jobs: frozenset[str]  # the jobs whose driver is running
 
@@ -159,7 +160,8 @@ def delete(key: str) -> None:
 
 
 def read() -> Records:
-    """All records. Removes those whose workers and driver have ended."""
+    """All records. Removes those whose workers and driver have ended, unless another driver can restart the group in
+    the placement groups that are left."""
     actors, jobs = compat.all_actors(), compat.living_jobs()
     written: dict[str, GroupRecord] = {}
     for full, value in compat.read_records(_PREFIX).items():  # last: a group's record follows its start by a moment
@@ -180,7 +182,8 @@ def read() -> Records:
     in_use = {actor.group for actor in found.actors.values() if actor.alive and actor.detached} - others
     for key, (record, known) in records.items():
         if not any(actor is not None and (actor.alive or actor.group in in_use) for actor in known):
-            if not found.driver_runs(record):
+            left = (actor for actor in known if actor is not None and actor.detached and actor.group not in others)
+            if not found.driver_runs(record) and not any(is_reserved(actor.placement_group) for actor in left):
                 delete(key)
                 continue
             if record.broken is None and all(actor is None or actor.ended_on_purpose for actor in known):

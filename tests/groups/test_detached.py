@@ -168,6 +168,19 @@ def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch, name):
     assert deleted == ["takeover/old", "group/old"]  # whoever is killed in between leaves nothing for ever
 
 
+def test_group_of_which_nobody_is_left_is_restarted_by_another_driver(ray_cluster, monkeypatch):
+    """Its slots are left."""
+    monkeypatch.setattr(compat, "living_jobs", frozenset)  # as if this driver had ended
+    with RayResourcePool([1], use_gpu=False, detached=True) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="lost_", detached=True)
+        group.takeover_data = None  # what is left is written before this returns
+        os.kill(group.status().ranks[0].process.pid, signal.SIGKILL)
+        wait_until(lambda: group.alive() == [False])
+        with attach("lost_", own=True) as heir:
+            heir.restart()
+            assert heir.add(1) == [6]
+
+
 def test_survivors_of_another_driver_s_call_are_freed(start_driver):
     """They wait in a collective that no death ends: one for a living rank that does not take part."""
     code = """
