@@ -53,13 +53,6 @@ def test_newest_snapshot_that_every_shard_has():
     assert choose_recovery(held(4, own, [{2}, {2}, {1, 2}, {2}], dead={3})).number == 2
 
 
-def test_newer_snapshots_do_not_count_if_another_group_has_none_of_their_rollout():
-    both = [{1, 2}] * 4
-    assert choose_recovery(held(4, both, both, dead={1}), newest=20).number == 2
-    assert choose_recovery(held(4, both, both, dead={1}), newest=19).number == 1
-    assert choose_recovery(held(4, both, both, dead={1}), newest=9) is None
-
-
 @pytest.mark.parametrize(
     ("numbers", "position", "trained", "expected"),
     [

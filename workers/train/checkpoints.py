@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import optim
@@ -432,7 +431,7 @@ class LastCheckpoint:
 
     def _look(self, workers: RayWorkerGroup, folder: str | None) -> None:
         """Find out whether `LATEST` names a checkpoint of these workers."""
-        latest = workers.execute_with_func_generator(_noted_on, folder)[0]
+        latest = workers.execute_with_func_generator(lambda _, where: noted(where), folder)[0]
         if self._before is None:
             self._before = (latest,)
         self._complete = latest not in (None, *self._before)
@@ -487,10 +486,6 @@ class LastCheckpoint:
         if not self._complete and self._before is not None:
             self._look(workers, folder)
         return self._complete
-
-
-def _noted_on(worker: Any, folder: str | None) -> str | None:
-    return noted(folder)
 
 
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
