@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import ray.cloudpickle
+from ray.util.placement_group import placement_group_table
 
 from dispatch.errors import ResultError
 from single_controller.call.errors import ranks_text
 from single_controller.call.state import GroupState
 from single_controller.call.transport import Death
 from single_controller.ray import compat
-from single_controller.ray.compat import ActorInfo, death_of
+from single_controller.ray.compat import ActorInfo, ask_store, death_of
 from single_controller.ray.placement.pool import RayResourcePool
-from single_controller.ray.placement.reservation import is_reserved
 from single_controller.ray.placement.slots import Slot
 from single_controller.ray.rank.actor import Location
 from single_controller.ray.runtime import ensure_ray, session
@@ -182,8 +182,9 @@ def read() -> Records:
     in_use = {actor.group for actor in found.actors.values() if actor.alive and actor.detached} - others
     for key, (record, known) in records.items():
         if not any(actor is not None and (actor.alive or actor.group in in_use) for actor in known):
-            left = (actor for actor in known if actor is not None and actor.detached and actor.group not in others)
-            if not found.driver_runs(record) and not any(is_reserved(actor.placement_group) for actor in left):
+            left = (one.placement_group for one in known if one and one.detached and one.group not in others)
+            tables = (ask_store(placement_group_table).get(number, {}) for number in left)
+            if not found.driver_runs(record) and all(table.get("state", "REMOVED") == "REMOVED" for table in tables):
                 delete(key)
                 continue
             if record.broken is None and all(actor is None or actor.ended_on_purpose for actor in known):

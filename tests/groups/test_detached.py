@@ -169,7 +169,6 @@ def test_record_of_a_dead_group_whose_names_are_in_use(monkeypatch, name):
 
 
 def test_group_of_which_nobody_is_left_is_restarted_by_another_driver(ray_cluster, monkeypatch):
-    """Its slots are left."""
     monkeypatch.setattr(compat, "living_jobs", frozenset)  # as if this driver had ended
     with RayResourcePool([1], use_gpu=False, detached=True) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), name_prefix="lost_", detached=True)

@@ -292,12 +292,6 @@ def remove_placement_groups(ids: Iterable[str]) -> None:
     _remove([PlacementGroup(PlacementGroupID(bytes.fromhex(number))) for number in ids], session())
 
 
-def is_reserved(number: str) -> bool:
-    """Whether there is a placement group of this id in hex, which may be empty."""
-    group = PlacementGroup(PlacementGroupID(bytes.fromhex(number))) if number else None
-    return group is not None and bool(ask_store(placement_group_table, group).get("state", "REMOVED") != "REMOVED")
-
-
 def remove_pools_of(actors: Iterable[ActorHandle]) -> None:
     """Remove the placement groups of pools that workers have made and that nobody can close any more: those of
     ``actors``, which were just ended, and of workers of this job that died earlier."""
