@@ -247,8 +247,6 @@ class Takeover:
 
     def restore(self, state: GroupState, record: GroupRecord) -> None:
         """Bring the state of a new group to that of the former driver's group, of which this is the record."""
-        # Without connections, which the former driver's processes cannot have opened to this one: `replace` or
-        # `restart` opens them.
         transport = RayTransport(self.ranks, self.plan.pool)
         encoded = self.plan.process.encode() if self.standbys else None
         living = [one for one in self.standbys if death_of(one[0]) is None]
