@@ -107,11 +107,12 @@ class Executor:
         except BaseException as error:
             self.workers.clear()  # the constructors may run again, in this process
             self._role_workers.clear()
-            failed = self.failed(error, "__init__", role)  # first, because it has the time of the error
-            _clean_up(made)
-            if self._reraise(error):
-                raise
-            return failed
+            try:
+                if self._reraise(error):
+                    raise
+                return self.failed(error, "__init__", role)  # before the clean-up, because it has the time of the error
+            finally:
+                _clean_up(made)
         finally:
             self._calls.pop(entry, None)
         if self._closed:  # meanwhile, by a group that has waited for long enough
