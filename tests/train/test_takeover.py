@@ -113,14 +113,15 @@ def test_dead_rank_means_the_last_checkpoint(killed_driver, monkeypatch):
         assert (group.next_rollout_id, group.weight_version) == (2, 3)
         ray.get(group.async_train(2, rows(2)))
         assert not {rank["pid"] for rank in group.worker_group.said()} & set(killed_driver)
-        # A worker hangs, and the next driver cannot start it again: then nobody could free the slots.
+        # A worker hangs, and the next driver cannot start it again, but may try once more.
         group.args = read_args({"user": {"fail_in_init": 0}, "peer_snapshot_interval": 1})
         group.onload()  # leaves them
         monkeypatch.setattr("workers.train.train_group.common_position", lambda workers, timeout: None)
         monkeypatch.setattr(RayTrainGroup, "replace", hangs)
         with pytest.raises(WorkerError, match="no disk"):
             RayTrainGroup.attach("losing_")
-        wait_until(lambda: not states() - {"REMOVED"}, 10, "the end of all placement groups")
+        assert attach("losing_").world_size == 2
+    wait_until(lambda: not states() - {"REMOVED"}, 10, "the end of all placement groups")
 
 
 @pytest.mark.full("models of a killed driver that another driver trains on")

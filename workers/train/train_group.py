@@ -549,7 +549,8 @@ class RayTrainGroup:
 
         If workers have died, they are replaced, and all ranks continue from snapshots in memory; see `replace`. Without
         snapshots, if a worker hangs, or if the workers are not all at the same step, because the driver was killed
-        while it sent a call, they are restarted from the last checkpoint that the group saved; see `restart`.
+        while it sent a call, they are restarted from the last checkpoint that the group saved; see `restart`. If that
+        fails, for example because a host is gone, you can call this again, or `end_detached`.
 
         Call `set_rollout_manager` and, with a critic, `connect` again. If workers were replaced or restarted, call
         `update_weights` too: the rollout workers may have weights of training that is lost, and a new manager accepts
@@ -571,18 +572,12 @@ class RayTrainGroup:
         self._placement = workers.hand_over_placement()
         self._start_alone()
         self._group, self._made = workers, workers.generation
-        try:
-            position = common_position(workers, timeout)
-            if position is None:
-                begun = self._replace_or_none() or self.restart()
-                self.next_rollout_id = begun[0] if begun else None
-            else:
-                self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
-                self._progress.trained = position[0] - 1
-        except BaseException:
-            if not self._alive:  # the restart has failed: nobody finds the slots of workers that have ended
-                self._end()
-            raise
+        position = common_position(workers, timeout)
+        if position is None:
+            self.next_rollout_id = (self._replace_or_none() or self._restart_in_place())[0]
+        else:
+            self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
+            self._progress.trained = position[0] - 1
         return self
 
     def _replace_or_none(self) -> list[int] | None:
@@ -594,6 +589,16 @@ class RayTrainGroup:
         except CallTimeoutError as error:
             logger.warning("%s is restarted, because its workers cannot continue: %s", self.worker_group.name, error)
             return None
+
+    def _restart_in_place(self) -> list[int]:
+        """As `restart`, but in the worker group that was taken over: if it fails, `attach` finds that again."""
+        workers = self.worker_group
+        self._saved.wait(workers, 60 * self.args.distributed_timeout_minutes, self.role)
+        workers.restart()
+        self._made, self._asleep = workers.generation, False
+        begin = self._init_again()
+        self._leave()
+        return begin
 
     # --- training ---------------------------------------------------------------------------------------
 
