@@ -574,25 +574,21 @@ class RayTrainGroup:
         self._group, self._made = workers, workers.generation
         position = common_position(workers, timeout)
         if position is None:
-            self.next_rollout_id = (self._replace_or_none() or self._restart_in_place())[0]
+            self.next_rollout_id = self._begin_again()[0]
         else:
             self.next_rollout_id, self.weight_version = position[0], max(self.weight_version, position[1])
             self._progress.trained = position[0] - 1
         return self
 
-    def _replace_or_none(self) -> list[int] | None:
-        """Call `replace` if there may be snapshots. Returns None also if a worker hangs: only `restart` ends it."""
-        if not self.args.peer_snapshot_interval:
-            return None
-        try:
-            return self.replace()
-        except CallTimeoutError as error:
-            logger.warning("%s is restarted, because its workers cannot continue: %s", self.worker_group.name, error)
-            return None
-
-    def _restart_in_place(self) -> list[int]:
-        """As `restart`, but in the worker group that was taken over: if it fails, `attach` finds that again."""
+    def _begin_again(self) -> list[int]:
+        """Call `replace` if there may be snapshots. Without them, or if a worker hangs, restart the workers, in
+        the group that was taken over: if that fails, `attach` finds it again."""
         workers = self.worker_group
+        try:
+            if self.args.peer_snapshot_interval and (begin := self.replace()):
+                return begin
+        except CallTimeoutError as error:
+            logger.warning("%s is restarted, because its workers cannot continue: %s", workers.name, error)
         self._saved.wait(workers, 60 * self.args.distributed_timeout_minutes, self.role)
         workers.restart()
         self._made, self._asleep = workers.generation, False
