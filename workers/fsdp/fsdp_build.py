@@ -70,7 +70,7 @@ def build(
 
     Raises:
         ModelFilesError: on all ranks, if transformers has no such model with that head, if its tokens see those after
-            them, or if the folder has another model or lacks weights.
+            them, or if the folder has another model, lacks weights, or has two that its config ties.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
@@ -116,6 +116,13 @@ def build(
                 # other ranks.
                 with torch.device("meta"):
                     plain = kind.from_config(hf_config, **options)
+                # Weights that differ in the files are not tied here, but they are on the other ranks.
+                tied, found = (getattr(of, "all_tied_weights_keys", None) or {} for of in (plain, model))
+                if untied := sorted(tied.keys() - found.keys()):
+                    raise ValueError(
+                        f"{folder!r} has different weights for {untied[0]!r} and {tied[untied[0]]!r}, which its config "
+                        "ties; set tie_word_embeddings=false in its config.json"
+                    )
                 frozen = {name for name, parameter in plain.named_parameters() if not parameter.requires_grad}
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(name not in frozen)
