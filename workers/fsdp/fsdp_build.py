@@ -208,7 +208,7 @@ def shard(
     )
     offload = CPUOffloadPolicy(pin_memory=on_accelerator(device)) if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
-    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
+    buffers = dict(model.named_buffers())
     sharded: list[str] = []
     for name, module in list(model.named_modules()):
         # Some models, such as Mamba, name a part of a layer too: it is sharded with its layer.
@@ -221,21 +221,28 @@ def shard(
     # `to_empty` has allocated a separate tensor for each module, so tie the parameters again.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
-    if not empty:
-        take_weights(model, whole, cpu_offload)
-    _same_buffers(model, None if empty else buffers, device)
+    if empty:
+        _same_buffers(model, None, device)
+    else:
+        take_weights(model, whole, buffers, device, cpu_offload)
 
 
-def take_weights(model: Any, whole: dict[str, Any], cpu_offload: bool = False) -> None:
-    """Distribute rank 0's weights to the shards of all ranks.
+def take_weights(
+    model: Any, whole: dict[str, Any], buffers: dict[str, torch.Tensor], device: torch.device, cpu_offload: bool
+) -> None:
+    """Distribute rank 0's weights to the shards of all ranks, and its buffers to all ranks.
 
     Args:
         model: a model after `shard`.
         whole: on rank 0, the state dict of the whole model; ignored on other ranks.
-        cpu_offload: as for `shard`.
+        buffers: on rank 0, all buffers of the whole model; ignored on other ranks.
+        device, cpu_offload: as for `shard`.
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    if cpu_offload:  # torch refuses a model on two devices
+        _same_buffers(model, None, torch.device("cpu"))
     set_model_state_dict(model, whole, options=options)
+    _same_buffers(model, buffers, device)
 
 
 def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor] | None, device: torch.device) -> None:
@@ -245,7 +252,7 @@ def _same_buffers(model: Any, rank_0s: dict[str, torch.Tensor] | None, device: t
     for name, buffer in list(model.named_buffers()):
         whole = torch.empty_like(buffer, device=device)
         if rank_0s is not None:
-            whole = whole if dist.get_rank() else rank_0s[name]
+            whole = whole if dist.get_rank() else rank_0s[name].to(device)
             dist.broadcast(whole, src=0)
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner)._buffers[attribute] = whole

@@ -606,7 +606,7 @@ class FSDPTrainModel(TrainModel):
         other = build(self.hf_config, self.role, seed=options.seed, folder=folder, trust_remote_code=trust)
         whole = dict(other.state_dict()) if not dist.get_rank() else {}
         self._reshard()
-        take_weights(self.module, whole, options.cpu_offload)
+        take_weights(self.module, whole, dict(other.named_buffers()), self.device, options.cpu_offload)
 
 
 def local_shard(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Shard:

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from host_waits import waits_of_any_number_of_micro_batches
+from model_types import config_of, model_of
 from reference import small_llama
 from torch.nn.functional import dropout
-from train_helpers import assert_seeds_decide, rollout, saved
+from train_helpers import assert_seeds_decide, distance, rollout, saved
 
 from single_controller import LocalWorkerGroup, RayClassWithInitArgs
 from workers.device import every_backend
@@ -100,6 +101,23 @@ def test_critic_is_that_of_the_cpu(args, data):
     for one, other in zip(metrics, of_cpu, strict=True):
         assert one == pytest.approx(other, abs=1e-5, rel=1e-4)
     assert max((after[name] - wanted[name]).abs().max() for name in wanted) < 1e-4
+
+
+def test_reference_of_another_folder_is_read_beside_buffers_on_the_device(tmp_path):
+    """The bias of the experts is a buffer; the parameters are in host memory."""
+    actor, other = (model_of(config_of("deepseek_v3"), seed=seed) for seed in (0, 1))
+    folders = {"hf_checkpoint": saved(actor, tmp_path / "actor"), "ref_load": saved(other, tmp_path / "other")}
+    with worker() as group:
+        group.init({**folders, "fsdp_cpu_offload": True}, "actor", True)
+        found, reference, on_device = group.execute_with_func_generator(actor_and_reference)[0]
+    assert distance(found, actor.state_dict()) == distance(reference, other.state_dict()) == 0.0 and on_device
+
+
+def actor_and_reference(worker):
+    with worker.backup.swapped("ref"):
+        reference = weights(worker)
+    bias = worker.model.module.model.layers[1].mlp.gate.e_score_correction_bias
+    return weights(worker), reference, bias.device == worker.device
 
 
 def test_dropout_on_the_device_depends_on_the_seed(args):
