@@ -140,6 +140,7 @@ def test_wrong_pairs_of_several_ranks_are_errors_on_each(changes, message):
         ({"policy_loss_type": "sft", "advantage_estimator": "gae"}, "has no effect with policy_loss_type='sft'"),
         ({"policy_loss_type": "sft", "temperature": 0.5}, "args.temperature=0.5 does not go with"),
         ({"policy_loss_type": "sft", "kl_coef": 0.1}, "args.kl_coef=0.1 does not go with"),
+        ({"policy_loss_type": "sft", "kl_loss_coef": 0.1, "use_unbiased_kl": True}, "use_unbiased_kl=True does not go"),
         ({"policy_loss_type": "sft", "dpo_beta": 0.1}, "dpo_beta=0.1 has no effect"),
         ({"policy_loss_type": "dpo", "keep_old_actor": True}, "args.keep_old_actor=True does not go with"),
         ({"policy_loss_type": "dpo", "overlong_filtering": True}, "args.overlong_filtering=True does not go with"),

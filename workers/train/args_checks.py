@@ -357,6 +357,7 @@ def _complete_supervised(args: Any) -> None:
         ("opsm_delta", None),
         ("use_rollout_logprobs", False),
         ("keep_old_actor", False),
+        ("use_unbiased_kl", False),
         ("temperature", 1),
     ):
         if args[key] != without:
