@@ -73,6 +73,7 @@ def test_defaults_and_given_values():
         ({"critic_save_hf": "out/{rollout_id"}, r"critic_save_hf=.* the only placeholder"),
         ({"hf_checkpoint": "out/", "save_hf": "./out"}, r"save_hf='./out' is also hf_checkpoint, whose weights"),
         ({"ref_load": "a/out", "critic_save_hf": "a/b/../out"}, "critic_save_hf='a/b/../out' is also ref_load"),
+        ({"num_rollout": 10, "hf_checkpoint": "out/9", "save_hf": "out/{rollout_id}"}, "is also hf_checkpoint, whose"),
         ({"advantage_estimator": "gae", "save": "out", "critic_save": "./out/"}, "critic_save='./out/' is also save;"),
         ({"profile_step_start": 1}, "set both"),
         ({"profile_step_start": 1, "profile_step_end": 1, "profile_dir": "x"}, "above profile_step_start=1"),

@@ -8,6 +8,7 @@ import importlib
 import logging
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -266,8 +267,11 @@ def _check_exports(args: Any) -> None:
     from workers.train.checkpoints import folder_of
 
     for name in ("save_hf", "critic_save_hf"):
-        for source in ("hf_checkpoint", "ref_load"):
-            if args[name] and args[source] and Path(args[name]).resolve() == Path(args[source]).resolve():
+        for source in ("hf_checkpoint", "ref_load") if args[name] else ():
+            # What an earlier run has exported under the same pattern may be of a rollout that this run has, too.
+            ids = [0, *(int(one) for one in re.findall(r"\d+", args[source] or "") if int(one) < args.num_rollout)]
+            folders = {Path(args[name].format(rollout_id=one)).resolve() for one in ids}
+            if args[source] and Path(args[source]).resolve() in folders:
                 raise TrainArgsError(
                     f"args.{name}={args[name]!r} is also {source}, whose weights an export would delete; choose another"
                 )
