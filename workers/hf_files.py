@@ -205,14 +205,15 @@ def make_model(model: Any, random_weights: bool, seed: int, trust_remote_code: b
     import torch
 
     auto = require("transformers", extra="hf").AutoModelForCausalLM
+    # As the trainer does: in another dtype, which the config may name, random numbers and buffers are others.
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
     if isinstance(model, (str, Path)) and not random_weights:
         _check_folder("HFEngine: model", model)
-        return auto.from_pretrained(str(model), trust_remote_code=trust_remote_code)
+        return auto.from_pretrained(str(model), **options)
     config = config_of("HFEngine: model", model, trust_remote_code)
     with RANDOM, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # As the trainer does: a config may name another dtype, in which random numbers are others.
-        return auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+        return auto.from_config(config, **options)
 
 
 def compute_output_in_float32(model: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from devices import SIMULATED
 from engine_contract import EngineContract, Subject
+from model_types import config_of, model_of
 from rollout_helpers import GPT2, LLAMA, TIED, check_completion, left_to_choose, plain_log_probs, plain_model
 from torch_scripts import printed
 from transformers import LlamaConfig, MambaConfig, MistralConfig
@@ -152,6 +153,12 @@ def test_param_dtype_keeps_rotary_frequencies_in_float32():
     assert engine.model.model.rotary_emb.inv_freq.dtype is torch.float32
     (completion,) = engine.generate([[1, 2]], SamplingParams(3), [0])
     assert len(completion.token_ids) == 3
+
+
+def test_buffers_of_a_folder_in_bfloat16_are_those_of_a_trainer(tmp_path):
+    """In float32. Of this model, the scale of its embeddings is a buffer."""
+    model_of(config_of("gemma3_text")).bfloat16().save_pretrained(tmp_path)
+    assert float(HFEngine(tmp_path).model.model.embed_tokens.embed_scale) == pytest.approx(32**0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])
