@@ -101,6 +101,7 @@ def _save_config(model: TrainModel, folder: Path, dtype: torch.dtype | None) -> 
         names = auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         config.num_labels = 1
     config.dtype = dtype
+    vars(config).pop("quantization_config", None)  # of the files that training has read; these are not quantized
     if config.model_type in names:
         config.architectures = [names[config.model_type]]
     config.save_pretrained(folder)

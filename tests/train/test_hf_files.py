@@ -165,16 +165,19 @@ def test_random_weights_of_a_trainer_are_drawn_by_one_thread(monkeypatch):
     assert alone == [True]
 
 
-def test_export_has_the_code_of_a_model_with_code_of_its_own(tmp_path):
-    """Its config names that code, so it cannot be loaded without."""
+def test_export_has_the_code_of_a_model_with_code_of_its_own_and_is_not_quantized(tmp_path):
+    """Its config names that code, so it cannot be loaded without; nor could it if the config said how the files that
+    training has read were quantized."""
     model, source, made = small_llama(), tmp_path / "source", tmp_path / "made"
     source.mkdir()
     (source / "modeling_own.py").write_text("code")
     model.config.name_or_path = str(source)
     model.config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    model.config.quantization_config = {"quant_method": "fp8"}
     shards = [Shard.whole(*pair) for pair in model.state_dict().items()]
     export_hf(
         SimpleNamespace(hf_shards=lambda: shards, adapter_config=None, hf_config=model.config, role="actor"), made
     )
-    assert json.loads((made / "config.json").read_text())["auto_map"] == model.config.auto_map
+    written = json.loads((made / "config.json").read_text())
+    assert written["auto_map"] == model.config.auto_map and "quantization_config" not in written
     assert (made / "modeling_own.py").read_text() == "code"
