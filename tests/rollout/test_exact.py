@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    OPTConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -248,8 +250,11 @@ def test_the_probe_finds_what_differs(monkeypatch):
         (BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4), "cannot replace the attention of Bloom"),
         (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=32), "dropout of this 'gpt2' config"),
         (LlamaConfig(**SIZES, attention_dropout=0.1), "dropout of this 'llama' config"),
+        # Neither has a module for it.
+        (OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=32), "'opt'"),
+        (MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1), "'mixtral' config, or jitter"),
     ],
-    ids=["mamba", "bloom", "dropout", "attention dropout"],
+    ids=["mamba", "bloom", "dropout", "attention dropout", "functional dropout", "jitter"],
 )
 def test_what_cannot_be_exact_is_refused(config, why):
     with pytest.raises(ExactError, match=why):

@@ -21,6 +21,10 @@ from workers.rollout.engines.rollout_engine import SamplingParams
 
 PROBE_LAYERS = 2
 
+_RANDOM_FIELDS = ("attention_dropout", "hidden_dropout", "activation_dropout", "dropout", "layerdrop",
+                  "router_jitter_noise", "input_jitter_noise")  # fmt: skip
+"""Fields of configs that make training random without a module for dropout."""
+
 _Move = tuple[torch.Tensor, torch.Tensor, slice]
 """Rows of one cache, (n,) int64; the rows of another one that they become; and the columns to take."""
 
@@ -206,10 +210,10 @@ def probe(
     model = make_model(config, True, 0, trust_remote_code)
     make_exact(model)
     dropout = max((one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)), default=0.0)
-    if dropout or getattr(text, "attention_dropout", 0.0):
+    if dropout or any(getattr(text, name, 0.0) for name in _RANDOM_FIELDS):
         raise ExactError(
-            f"exact mode does not go with the dropout of this {config.model_type!r} config: training would compute "
-            "other log-probabilities than the rollout did. Set its probabilities to 0"
+            f"exact mode does not go with the dropout of this {config.model_type!r} config, or jitter of its routers: "
+            "training would compute other log-probabilities than the rollout did. Set them to 0"
         )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
