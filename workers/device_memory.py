@@ -34,7 +34,6 @@ class DeviceMemory:
         scratch: returns tensors whose contents nobody needs, such as gradient buffers between steps. Their memory is
             freed without a copy, and they are all zeros after `wake_up`. A storage that is also one of ``tensors`` is
             copied.
-        keep: keep the host memory for the next `sleep`. Pinning and touching new memory takes longer than the copy.
 
     Attributes:
         asleep: whether the tensors are offloaded.
@@ -46,23 +45,20 @@ class DeviceMemory:
         self,
         tensors: Callable[[], Iterable[torch.Tensor]],
         scratch: Callable[[], Iterable[torch.Tensor]] = tuple,
-        *,
-        keep: bool = True,
     ) -> None:
         self._tensors = tensors
         self._scratch = scratch
-        self._keep = keep
         self.asleep = self.paused = False
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
+        # Kept for the next `sleep`: to pin and touch new memory takes longer than the copy.
         self._host: dict[int, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Host memory in bytes that the copies take, including what is kept for the next `sleep`. Without what
         torch_memory_saver takes."""
-        moved = {storage._cdata: memory for storage, memory in self._moved}
-        return sum(memory.numel() for memory in {**self._host, **moved}.values())
+        return sum(memory.numel() for memory in self._host.values())
 
     @torch.no_grad()
     def sleep(self) -> int:
@@ -129,7 +125,7 @@ class DeviceMemory:
             # Before anything is freed: the storages, after a success; after a failure, the host memory that copies may
             # still be written to.
             synchronize(storage.device for storage in storages)
-            self._host = host if self._keep else {}
+            self._host = host
         self._moved = [(storage, host[storage._cdata]) for storage in storages]
         for storage in storages:
             storage.resize_(0)

@@ -96,36 +96,30 @@ def test_offloaded_memory_is_returned_to_the_system():
     if has_accelerator():
         pytest.skip("CPU tensors are not offloaded where CUDA is available")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        before, asleep, awake = pool.submit(resident_before_asleep_and_awake).result()
+        before, asleep = pool.submit(resident_before_and_asleep).result()
     assert asleep < before + (32 << 20)  # the copies exist, the tensors' own memory does not
-    assert awake < before + (32 << 20)  # and the copies are gone
 
 
-def resident_before_asleep_and_awake():
+def resident_before_and_asleep():
     tensors = [torch.ones(8 << 20) for _ in range(4)]
-    memory = DeviceMemory(lambda: tensors, keep=False)
+    memory = DeviceMemory(lambda: tensors)
     before = resident()
     assert memory.sleep() == 4 * (32 << 20)
-    asleep = resident()
-    memory.wake_up()
-    awake = resident()
-    assert all(bool((tensor == 1).all()) for tensor in tensors)
-    return before, asleep, awake
+    return before, resident()
 
 
-def test_host_memory_is_reused_only_if_kept():
+def test_host_memory_is_reused():
     tensor = torch.ones(1000)
     if has_accelerator():
         tensor = tensor.cuda()
-    for keep in (True, False):
-        memory = DeviceMemory(lambda: [tensor], keep=keep)
-        memory.sleep()
-        first = memory._moved[0][1]
-        memory.wake_up()
-        assert [one is first for one in memory._host.values()] == ([True] if keep else [])
-        memory.sleep()
-        assert (memory._moved[0][1] is first) is keep
-        memory.wake_up()
+    memory = DeviceMemory(lambda: [tensor])
+    memory.sleep()
+    first = memory._moved[0][1]
+    memory.wake_up()
+    memory.sleep()
+    assert memory._moved[0][1] is first
+    memory.wake_up()
+    assert bool((tensor == 1).all())
 
 
 def test_memory_not_owned_by_the_tensors_stays():

@@ -69,18 +69,10 @@ class TestDeviceMemory:
 
     def test_allocation_that_fails_midway_frees_nothing_under_a_copy(self):
         tensors = self.tensors()
-        memory = DeviceMemory(lambda: tensors, keep=False)
+        memory = DeviceMemory(lambda: tensors)
         with mock.patch.object(device_memory, "host_memory", failing(host_memory, 2)), pytest.raises(MemoryError):
             memory.sleep()
         assert not memory.asleep and [one.unique().tolist() for one in tensors] == [[1.0], [2.0]]
-
-    def test_host_memory_is_freed_after_it_was_copied_back(self):
-        tensors = self.tensors()
-        memory = DeviceMemory(lambda: tensors, keep=False)
-        memory.sleep()
-        memory.wake_up()
-        gc.collect()
-        assert [one.unique().tolist() for one in tensors] == [[1.0], [2.0]]
 
 
 class TestSnapshots:
