@@ -4,7 +4,7 @@ decay; and the adaptive KL coefficient of each rollout."""
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 DecayStyle = Literal["constant", "linear", "cosine"]
 
@@ -28,25 +28,9 @@ def learning_rate(
         lr: maximum.
         warmup: number of warm-up steps.
         decay_style: "constant" does not decay.
-        decay_steps: counted from step 0, warm-up included; required unless constant.
-        min_lr: minimum after the warm-up; ignored if constant.
-
-    Raises:
-        ValueError: a number is out of range or missing, or the style is unknown.
+        decay_steps: counted from step 0, warm-up included; at least 1 and ``warmup``, required unless constant.
+        min_lr: minimum after the warm-up, at most ``lr``; ignored if constant.
     """
-    if step < 0 or warmup < 0:
-        raise ValueError(f"learning_rate: step={step!r} and warmup={warmup!r} must be at least 0")
-    if decay_style not in get_args(DecayStyle):
-        raise ValueError(
-            f"learning_rate: decay_style={decay_style!r}; expected one of {', '.join(get_args(DecayStyle))}"
-        )
-    if not 0 <= min_lr <= lr and decay_style != "constant":
-        raise ValueError(f"learning_rate: min_lr={min_lr!r} must be from 0 to lr={lr!r}")
-    if decay_style != "constant" and (decay_steps is None or decay_steps < max(warmup, 1)):
-        raise ValueError(
-            f"learning_rate: decay_steps={decay_steps!r}: with decay_style={decay_style!r} it must be at least 1, and "
-            f"at least warmup={warmup!r}, because the decay steps include the warm-up"
-        )
     if step < warmup:
         return lr * (step + 1) / warmup
     if decay_style == "constant" or decay_steps is None:
@@ -67,14 +51,10 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, c
         coef: coefficient of this rollout.
         kl: KL divergence of this rollout from the reference, in the same unit as ``target``.
         target: the divergence to keep, above 0.
-        horizon: number of completions after which a divergence far from the target has changed the coefficient by 20 %.
+        horizon: number of completions after which a divergence far from the target has changed the coefficient by 20 %,
+            above 0.
         completions: of this rollout. More than ``horizon`` count as ``horizon``, so that the coefficient never changes
             its sign.
-
-    Raises:
-        ValueError: ``target`` or ``horizon`` is not above 0.
     """
-    if not (target > 0 and horizon > 0):
-        raise ValueError(f"adaptive_kl_coef: target={target!r} and horizon={horizon!r} must be above 0")
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * min(completions / horizon, 1.0))
