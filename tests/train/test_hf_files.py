@@ -165,6 +165,25 @@ def test_random_weights_of_a_trainer_are_drawn_by_one_thread(monkeypatch):
     assert alone == [True]
 
 
+def test_quantized_weights_are_read_as_plain_ones_or_refused(tmp_path, monkeypatch):
+    """Otherwise rank 0 alone would have them, on a device that computes with them."""
+    config, made, asked = small_llama().config, small_llama(), []
+    config.save_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": "fp8"}
+
+    def read(folder, config, **options):
+        asked.append(config.quantization_config)
+        return made, {"missing_keys": []}
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    build(config, "actor", seed=1, folder=str(tmp_path), trust_remote_code=False)
+    assert asked == [{"quant_method": "fp8", "dequantize": True}]
+    made.config.quantization_config = asked[0]  # of a method that transformers does not dequantize
+    with pytest.raises(ModelFilesError, match="has quantized weights"):
+        build(config, "actor", seed=1, folder=str(tmp_path), trust_remote_code=False)
+
+
 def test_export_has_the_code_of_a_model_with_code_of_its_own_and_is_not_quantized(tmp_path):
     """Its config names that code, so it cannot be loaded without; nor could it if the config said how the files that
     training has read were quantized."""

@@ -81,6 +81,9 @@ def build(
             "that of a token given those before it. Use a decoder"
         )
     hf_config = copy.deepcopy(hf_config)  # the model changes it
+    if isinstance(quantized := getattr(hf_config, "quantization_config", None), dict):
+        # On a device that computes with such weights, transformers would keep them, on rank 0 alone.
+        hf_config.quantization_config = {**quantized, "dequantize": True}
     if role == "critic":
         own = getattr(hf_config, "auto_map", None) or {}
         if type(hf_config) not in kind._model_mapping and kind.__name__ not in own:
@@ -106,6 +109,11 @@ def build(
             else:
                 _check_same_model(hf_config, folder, trust_remote_code)
                 model, loading = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
+                if getattr(model.config, "quantization_config", None) is not None:
+                    raise ValueError(
+                        f"{folder!r} has quantized weights, which transformers cannot dequantize when it reads them; "
+                        "write a folder with plain ones"
+                    )
                 # A critic's head may be missing.
                 own = model.base_model_prefix if role == "critic" else ""
                 if missing := sorted(name for name in loading["missing_keys"] if name.startswith(own)):
