@@ -101,27 +101,6 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator:
     return value.detach() + (half_square - half_square.detach()) if estimator.endswith("+") else value
 
 
-def clipped_value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, eps_clip: float | None = 0.2
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error of each token's value, clipped pessimistically at changes of more than ``eps_clip``.
-
-    Args:
-        values: of the critic in training.
-        old_values: before this batch's steps.
-        returns: targets of the values.
-        eps_clip: in units of value; None disables clipping.
-
-    Returns:
-        The loss, and whether the clip was active.
-    """
-    free = (values - returns).square()
-    if eps_clip is None:
-        return free / 2, torch.zeros_like(free, dtype=torch.bool)
-    clipped = (old_values + (values - old_values).clamp(-eps_clip, eps_clip) - returns).square()
-    return torch.maximum(free, clipped) / 2, clipped > free
-
-
 def policy_loss(
     of_tokens: PolicyLoss,
     *,
@@ -218,14 +197,15 @@ def policy_loss(
 
 
 def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
-    """The critic's loss.
+    """The critic's loss: half the squared error of each token's value, clipped pessimistically at changes of more than
+    ``eps_clip``.
 
     It reads these entries of ``MicroBatch.others``, all (b, s): ``loss_weights``, ``returns``, and, unless ``eps_clip``
     is None, ``values`` from before this batch's steps; ``metric_weights`` as in `policy_loss`. Values at tokens of
     weight 0 are ignored.
 
     Args:
-        eps_clip: see `clipped_value_loss`.
+        eps_clip: in units of value; None disables clipping.
 
     Returns:
         A `TokenLoss` that reports ``value_loss``, ``value_clip_fraction``, ``value`` and ``return`` as weighted sums.
@@ -234,13 +214,15 @@ def value_loss(*, eps_clip: float | None = 0.2) -> TokenLoss:
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weights, of_metrics, entry = _entries("value_loss", micro_batch)
         values = _where(weights, _output("value_loss", "values", outputs.values))
-        old = values if eps_clip is None else entry("values")
         returns = entry("returns")
-        error, clipped = clipped_value_loss(values, old, returns, eps_clip=eps_clip)
-        total = (weights * error).sum()
+        free = clipped = (values - returns).square()
+        if eps_clip is not None:
+            old = entry("values")
+            clipped = (old + (values - old).clamp(-eps_clip, eps_clip) - returns).square()
+        total = (weights * torch.maximum(free, clipped) / 2).sum()
         sums = {
             "value_loss": total,
-            "value_clip_fraction": (of_metrics * clipped).sum(),
+            "value_clip_fraction": (of_metrics * (clipped > free)).sum(),
             "value": (of_metrics * values).sum(),
             "return": (of_metrics * returns).sum(),
         }
