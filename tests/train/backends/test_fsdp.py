@@ -53,14 +53,6 @@ def test_random_weights_depend_only_on_the_seed(fsdp_groups):
     assert distance(found[0], expected) == distance(found[1], expected) == 0.0
 
 
-def test_unfinished_checkpoint_is_not_resumed(fsdp_groups, llama_folder, tmp_path):
-    (tmp_path / "rollout_0000003").mkdir()
-    assert begin(fsdp_groups(2), {"hf_checkpoint": llama_folder, "load": str(tmp_path)}) == [0, 0]
-    (tmp_path / "latest.json").write_text("{ broken")
-    with pytest.raises(WorkerError, match=r"cannot determine which checkpoint to load from load="):
-        fsdp_groups(2).worker_group.init({"hf_checkpoint": llama_folder, "load": str(tmp_path)}, "actor")
-
-
 def doubled(args, data):
     """User postprocessing: it sees the rows of its own rank, and the user's own keys."""
     return data.clone().set("rewards", data["rewards"] * args.user.factor)
