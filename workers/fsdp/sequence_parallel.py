@@ -58,6 +58,15 @@ def rope_of_length(text: Any) -> str | None:
     return next((kind for kind in kinds if kind in _OF_LENGTH), None)
 
 
+def forget_lengths(model: Any) -> None:
+    """Let rotary embeddings of the type "dynamic" choose their frequencies for the next pass alone. transformers keeps
+    those of the longest row so far: later rows would depend on it, and a snapshot would lack the length."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.max_seq_len_cached = module.original_max_seq_len
+            module.inv_freq.copy_(module.original_inv_freq)
+
+
 def repeat_groups(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     """Repeat keys or values until there is an equal number of groups for each rank.
 

@@ -168,6 +168,26 @@ def test_rotary_embeddings_of_the_longest_row_are_not_packed(kind):
     assert why == f"its rotary embedding {kind!r} depends on the longest row"
 
 
+def around_a_longer_row(worker):
+    """On a rank: the log-probabilities of a row beyond the original length, before and after a longer one."""
+    config = config_of("llama")
+    config.max_position_embeddings = 16
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    model = FSDPTrainModel(config, "actor", worker.device, FSDPOptions(seed=5))
+
+    def log_probs(length):
+        ids = torch.arange(length)[None] * 7 % 32
+        return model.log_probs({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 1.0)
+
+    return log_probs(24), log_probs(40)[:, :24], log_probs(24)
+
+
+def test_dynamic_rotary_embeddings_do_not_depend_on_rows_before(two):
+    """transformers keeps the frequencies of the longest row so far."""
+    for before, of_longer, after in two.execute_with_func_generator(around_a_longer_row):
+        assert torch.equal(before, after) and not torch.allclose(before, of_longer, atol=1e-4)
+
+
 @pytest.mark.parametrize("other", [{"exact": True}, {"train_backend": "megatron"}], ids=str)
 def test_packing_that_is_not_possible_is_refused(other):
     with pytest.raises(TrainArgsError, match=r"sequence_packing=True (does not go|needs)"):
