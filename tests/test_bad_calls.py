@@ -263,7 +263,7 @@ refused("method-direct-rollout", DispatchError, r"rollout\(\) cannot be called f
 for id, value, text in (("number", 1, "an int 1"), ("string", "abcd", "a str 'abcd'"), ("none", None, "None"),
                         ("tensor", torch.arange(4), r"a Tensor of shape \(4,\)"), ("dict", {0: 1}, "a dict")):
     refused(f"items-{id}", DispatchError,
-            rf"items\(\): argument 'x' is {text}.*; Dispatch\.ALL_TO_ALL takes a list of 4.*Broadcast",
+            rf"items\(\): argument 'x' is {text}.*; Dispatch\.ALL_TO_ALL takes a list of 4.*per shard.*Broadcast",
             lambda s, value=value: s.kit.items(value), method="items", argument="x")
 refused("items-too-few", DispatchError, r"items\(\).*'x' is a list of length 3.*list of 4.*world_size = 4",
         lambda s: s.kit.items([1, 2, 3]))
@@ -309,7 +309,8 @@ refused("rows-do-not-divide", DispatchError,
 refused("rows-do-not-divide-future", DispatchError, r"'batch' has 6 rows", lambda s: s.kit.rows.remote(np.zeros(6)))
 refused("rows-differ", DispatchError, r"rows\(\): argument 'other' has 4 rows, but 'batch' has 8.*Broadcast",
         lambda s: s.kit.rows(EIGHT, other=torch.zeros(4)), argument="other")
-refused("rows-dict-unequal", DispatchError, r"rows\(\).*'batch' is a dict.*'ids' has 8 rows, 'mask' has 4",
+refused("rows-dict-unequal", DispatchError,
+        r"rows\(\).*'batch' is a dict.*'ids' has 8 rows, 'mask' has 4.*register_batch_type.*Broadcast",
         lambda s: s.kit.rows({"ids": torch.zeros(8), "mask": torch.zeros(4)}))
 refused("rows-dict-unequal-inside", DispatchError, r"'batch'.*differ in length.*8.*4",
         lambda s: s.kit.rows({"ids": EIGHT, "more": {"mask": [1] * 4}}))
@@ -326,8 +327,8 @@ for id, make, text in (
     ("module", lambda: torch.nn.Linear(2, 2), "a Linear"),
 ):
     refused(f"rows-{id}", DispatchError, rf"rows\(\).*'batch' is {text}.*cannot be cut.*register_batch_type.*Broadcast",
-            lambda s, make=make: s.kit.rows(make()))
-refused("rows-dict-holds-a-set", DispatchError, r"'batch' is a dict.*set.*cannot be cut",
+            lambda s, make=make: s.kit.rows(make()), method="rows", argument="batch")
+refused("rows-dict-holds-a-set", DispatchError, r"'batch' is a dict.*set.*cannot be cut.*register_batch_type",
         lambda s: s.kit.rows({"a": {1}}))
 refused("rows-an-object-ref", DispatchError, r"'batch' is an ObjectRef.*cannot be cut",
         lambda s: s.kit.rows(ray.put(EIGHT)))
@@ -353,7 +354,8 @@ bad("mesh-some-ranks-silent", DispatchError, r"on_mesh\(\).*ranks \[1\] have not
     lambda s: _half_with_layout(s).on_mesh([1, 2]))
 bad("mega-wrong-length", DispatchError, r"mega\(\).*'x'.*length 4.*MEGATRON_COMPUTE takes a list of 2.*dp_size = 2",
     lambda s: s.grid.mega([1, 2, 3, 4]))
-bad("pp-wrong-length", DispatchError, r"pp\(\).*'x'.*length 3.*MEGATRON_PP_AS_DP takes a list of 2.*dp_size \* cp_size",
+bad("pp-wrong-length", DispatchError,
+    r"pp\(\).*'x'.*length 3.*MEGATRON_PP_AS_DP takes a list of 2.*dp_size \* cp_size \* pp_size = 2",
     lambda s: s.grid.pp([1, 2, 3]))
 
 

@@ -104,11 +104,6 @@ class TestPickle:
         register_dispatch_mode("MINE", to_all, last_only)
         assert plan_call(spec, plain_layout(2), (1,), {}).ranks == [0, 1]
 
-    def test_pickled_mode_still_works(self):
-        mode = pickle.loads(pickle.dumps(Dispatch.ALL_TO_ALL))
-        plan = plan_call(declare(mode), plain_layout(2), ([5, 6],), {})
-        assert simulate(plan, lambda rank, x: x) == [5, 6]
-
 
 class TestRejectedAtDecoration:
     @pytest.mark.parametrize("mode", ["NOPE", "dp_compute", "", DispatchMode("GONE")])

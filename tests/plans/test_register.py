@@ -8,12 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from plan_helpers import plain_layout
 
 import single_controller
 import workers
 from dispatch import Dispatch, DispatchError, Execute, ResultError, SingleControllerError, register
-from dispatch.plan import plan_call
 from dispatch.register import UNREGISTERED, Registration, method_spec, registered_methods
 
 
@@ -284,23 +282,6 @@ class TestSubclasses:
 
 
 class TestBinding:
-    @pytest.mark.parametrize(
-        ("args", "kwargs", "told"),
-        [
-            ((), {}, "missing a required argument: 'x'"),
-            ((1, 2), {}, "too many positional arguments"),
-            ((1,), {"tims": 2}, "unexpected keyword argument 'tims'"),
-            ((1,), {"x": 2}, "multiple values for argument 'x'"),
-        ],
-    )
-    def test_wrong_call_raises_an_error_like_pythons(self, args, kwargs, told):
-        with pytest.raises(TypeError) as caught:
-            plan_call(registered_methods(Base)["add"], plain_layout(2), args, kwargs)
-        message = str(caught.value)
-        assert message.startswith("add()")
-        assert told in message
-        assert "add(x: int, *, times: int = 1)" in message
-
     def test_parameters_are_named_by_position_and_keyword(self):
         class Worker:
             @register()

@@ -21,8 +21,7 @@ from plan_helpers import (
     simulate,
 )
 
-from dispatch import Broadcast, Dispatch, DispatchError, Layout, Mesh
-from dispatch.batch import join, trim
+from dispatch import Broadcast, Dispatch, DispatchError, Mesh
 from dispatch.plan import plan_call
 
 PLACES = coordinates({"tp": 2, "dp": 3, "pp": 2}, ("tp", "pp", "dp"))
@@ -76,14 +75,6 @@ def test_driver_gets_its_rows_back(mode, uneven):
     for kind, value in batches(rows).items():
         made = plan_of(mode, LAYOUT, *function_first(mode), uneven=uneven, key=value)
         assert same(simulate(made, lambda rank, *function, key: key), value), kind
-        kept = []
-        for rank in made.collecting:
-            shard, value_of_rank = made.shards[made.shard_of[rank]], arguments(made, rank)[1]["key"]
-            if shard.real == shard.rows:
-                kept.append(value_of_rank)
-            elif shard.real or kind not in NO_EMPTY_SHARD:
-                kept.append(trim(value_of_rank, shard.rows, shard.real))
-        assert same(join(kept), value), f"{kind}: the library's own trim and join must agree"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
@@ -158,24 +149,6 @@ def test_batches_of_different_lengths_are_rejected_by_every_rule(uneven):
     assert caught.value.argument == "key"
 
 
-@pytest.mark.parametrize(
-    ("bad", "told"),
-    [
-        (object(), "cannot be cut"),
-        ({1, 2}, "cannot be cut"),
-        ({"a": [1], "b": [1, 2]}, "'a' has 1 rows, 'b' has 2"),
-        ({"a": {"b": {1}}}, "cannot be cut"),
-    ],
-    ids=["object", "set", "dict of two lengths", "dict with a set"],
-)
-def test_error_names_the_argument_that_cannot_be_split(bad, told):
-    with pytest.raises(DispatchError) as caught:
-        plan_of("DP_COMPUTE_PROTO", plain_layout(2), [1, 2], key=bad)
-    for word in ("work()", "'key'", type(bad).__name__, told, "register_batch_type", "Broadcast(value)"):
-        assert word in str(caught.value)
-    assert (caught.value.method, caught.value.argument) == ("work", "key")
-
-
 def test_error_names_a_type_without_an_empty_shard():
     with pytest.raises(DispatchError, match=r"work\(\).*'key'.*Chunked.*no slicing, so no empty shard"):
         plan_of("DP_COMPUTE_PROTO", plain_layout(3), uneven="ragged", key=Chunked([1]))
@@ -201,8 +174,3 @@ def test_object_with_an_invalid_shape_attribute_is_a_dispatch_error():
 def test_result_may_have_several_rows_per_input_row(uneven):
     made = plan_of("DP_COMPUTE_PROTO", plain_layout(3), [1, 2, 3, 4], uneven=uneven)
     assert simulate(made, lambda rank, x: [v for v in x for _ in "ab"]) == [1, 1, 2, 2, 3, 3, 4, 4]
-
-
-def test_other_layout_axes_make_no_difference():
-    layout = Layout({"dp": [0, 0], "ep": [0, 1], "tp": [0, 1]})
-    assert arguments(plan_of("MEGATRON_COMPUTE_PROTO", layout, [1, 2, 3]), 1)[0] == ([1, 2, 3],)
