@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from plan_helpers import (
     arguments,
     batches,
+    check_megatron_modes,
     coordinates,
     expected_rows,
     layout_of,
@@ -71,48 +72,34 @@ def check_rows(plan, rows, uneven, readers):
 @given(placed=placed_ranks(), rows=st.integers(0, 5000), uneven=UNEVEN)
 @example(placed=LARGEST, rows=5000, uneven="pad")
 @example(placed=LARGEST, rows=100, uneven="ragged")
-def test_megatron_compute_proto(placed, rows, uneven):
+def test_megatron_rows(placed, rows, uneven):
     sizes, places = placed
-    layout = layout_of(places)
-    plan = plan_of("MEGATRON_COMPUTE_PROTO", layout, torch.arange(rows), uneven=uneven)
-    check_rows(plan, rows, uneven, by_shard(places, lambda place: place["dp"]))
-    collecting = [places[rank] for rank in plan.collecting]
-    last = sizes["pp"] - 1
-    assert collecting == [{"dp": d, "tp": 0, "cp": 0, "pp": last} for d in range(sizes["dp"])]
-    assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
-
-
-@big
-@given(placed=placed_ranks(), rows=st.integers(0, 5000), uneven=UNEVEN)
-@example(placed=LARGEST, rows=5000, uneven="pad")
-@example(placed=LARGEST, rows=100, uneven="ragged")
-def test_megatron_pp_as_dp_proto(placed, rows, uneven):
-    sizes, places = placed
-    layout = layout_of(places)
     data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
     number = {place: k for k, place in enumerate(data)}
-    plan = plan_of("MEGATRON_PP_AS_DP_PROTO", layout, torch.arange(rows), uneven=uneven)
-    check_rows(plan, rows, uneven, by_shard(places, lambda place: number[place["dp"], place["cp"], place["pp"]]))
-    collecting = [places[rank] for rank in plan.collecting]
-    assert collecting == [{"dp": d, "cp": c, "pp": p, "tp": 0} for d, c, p in data]
-    assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
+    last = sizes["pp"] - 1
+    for mode, shard_of, collecting in (
+        (
+            "MEGATRON_COMPUTE_PROTO",
+            lambda place: place["dp"],
+            [{"dp": d, "tp": 0, "cp": 0, "pp": last} for d in range(sizes["dp"])],
+        ),
+        (
+            "MEGATRON_PP_AS_DP_PROTO",
+            lambda place: number[place["dp"], place["cp"], place["pp"]],
+            [{"dp": d, "cp": c, "pp": p, "tp": 0} for d, c, p in data],
+        ),
+    ):
+        plan = plan_of(mode, layout_of(places), torch.arange(rows), uneven=uneven)
+        check_rows(plan, rows, uneven, by_shard(places, shard_of))
+        assert [places[rank] for rank in plan.collecting] == collecting
+        assert same(simulate(plan, lambda rank, x: x), torch.arange(rows))
 
 
 @big
 @given(placed=placed_ranks())
 @example(placed=LARGEST)
 def test_megatron_items(placed):
-    sizes, places = placed
-    layout = layout_of(places)
-    items = [object() for _ in range(sizes["dp"])]
-    plan = plan_of("MEGATRON_COMPUTE", layout, items)
-    assert all(arguments(plan, rank)[0][0] is items[place["dp"]] for rank, place in enumerate(places))
-    assert simulate(plan, lambda rank, x: x) == items
-    data = [(d, c, p) for d in range(sizes["dp"]) for c in range(sizes["cp"]) for p in range(sizes["pp"])]
-    plan = plan_of("MEGATRON_PP_AS_DP", layout, data)
-    for rank, place in enumerate(places):
-        assert arguments(plan, rank)[0] == ((place["dp"], place["cp"], place["pp"]),)
-    assert simulate(plan, lambda rank, x: x) == data
+    check_megatron_modes(*placed)
 
 
 @big
