@@ -22,7 +22,6 @@ from plan_helpers import (
     BATCH_KINDS,
     NO_EMPTY_SHARD,
     Chunked,
-    Pair,
     Sliced,
     Table,
     batches,
@@ -111,10 +110,6 @@ class TestEveryType:
         with pytest.raises(BatchError, match=r"7 rows.*not a multiple of the shard's 3"):
             trim(batches(7)[kind], 3, 2)
 
-    def test_single_batch_joins_to_itself(self, kind):
-        value = batches(4)[kind]
-        assert same(join([value]), value)
-
     def test_joining_does_not_change_its_inputs(self, kind):
         made = [batches(2)[kind], batches(3)[kind]]
         before = copy.deepcopy(made)
@@ -184,14 +179,6 @@ class TestRejected:
             length({"a": [1, 2], "b": {"c": torch.zeros(2), "d": np.zeros(3)}})
         assert all(word in str(caught.value) for word in ("'c'", "2", "'d'", "3"))
 
-    def test_named_tuple_with_values_of_different_lengths(self):
-        with pytest.raises(BatchError, match=r"'ids' has 1 rows, 'text' has 2"):
-            length(Pair([1], ["a", "b"]))
-
-    def test_tensordict_without_batch_dims(self):
-        with pytest.raises(BatchError, match="batch_size"):
-            length(TensorDict({"a": torch.zeros(3)}, batch_size=[]))
-
     @pytest.mark.parametrize(
         ("values", "told"),
         [
@@ -253,30 +240,12 @@ class TestDictsWithWholeValues:
             join([{"rows": [1], "number": 1}, {"rows": [2], "number": 2}])
 
 
-class TestUnequalChunks:
-    """A type with only chunk() and concat() can be split into ranges of any size."""
-
-    def test_leading_rows(self):
-        class Proto:
-            def __init__(self, rows):
-                self.rows = list(rows)
-
-            def __len__(self):
-                return len(self.rows)
-
-            def chunk(self, n):
-                size = len(self.rows) // n
-                return [Proto(self.rows[k * size : (k + 1) * size]) for k in range(n)]
-
-            @staticmethod
-            def concat(parts):
-                return Proto(row for part in parts for row in part.rows)
-
-        value = Proto(range(8))
-        for start in range(8):
-            for stop in range(start + 1, 9):
-                assert cut(value, start, stop).rows == list(range(start, stop))
-        assert trim(value, 4, 3).rows == list(range(6))
+def test_type_with_only_chunk_and_concat_is_cut_into_ranges_of_any_size():
+    value = Chunked(range(8))
+    for start in range(8):
+        for stop in range(start + 1, 9):
+            assert cut(value, start, stop).items == list(range(start, stop))
+    assert trim(value, 4, 3).items == list(range(6))
 
 
 class TestViews:
