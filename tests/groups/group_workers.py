@@ -321,10 +321,6 @@ class Grid(Worker):
         self.axes = axes
         self.set_layout()
 
-    @register(Dispatch.ONE_TO_ALL)
-    def join_mesh(self, name, dp_ranks, collects):
-        self._register_dispatch_collect_info(name, dp_rank=dp_ranks[self.rank], is_collect=collects[self.rank])
-
     def rest(self, seconds):
         time.sleep(seconds)
 
@@ -342,16 +338,6 @@ class Grid(Worker):
     def compute_pp(self, x):
         self.seen = x
         return (self.rank, x)
-
-    @register(Dispatch.mesh("actor"))
-    def on_actor(self, batch):
-        self.seen = batch
-        return batch + 1000 * (self.rank + 1)
-
-    @register(Dispatch.mesh("rollout"))
-    def on_rollout(self, batch):
-        self.seen = batch
-        return batch + 1000 * (self.rank + 1)
 
     @register(Dispatch.ONE_TO_ALL)
     def last_seen(self):

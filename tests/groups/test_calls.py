@@ -91,13 +91,6 @@ def test_batch_reaches_the_ranks_in_order_and_is_joined(counters):
     assert rows.tolist() == [[i, i // 3] for i in range(12)]
 
 
-def test_tensordicts_are_joined(counters):
-    batch = TensorDict({"a": torch.arange(10.0), "nested": {"b": torch.arange(10)}}, [10])
-    out = counters.padded(batch)
-    assert out.batch_size == (10,)
-    assert torch.equal(out["a"], batch["a"]) and torch.equal(out["nested", "b"], batch["nested", "b"])
-
-
 @pytest.mark.transports("ray")
 def test_object_refs_are_resolved_as_in_ray(counters):
     assert counters.echo(ray.put("stored")) == ["stored"] * 4
@@ -231,15 +224,6 @@ class TestLayouts:
             future = group.move.remote(axes)
             transport.get(future.refs)
             assert group.compute(["a", "b"]) == results
-
-    @pytest.mark.ray_when_full
-    def test_two_meshes_over_the_same_ranks(self, make_group):
-        group = make_group(Grid)
-        group.join_mesh("actor", [0, 1, 2, 3], [True] * 4)
-        group.join_mesh("rollout", [0, 0, 1, 1], [False, True, True, False])
-        assert group.on_actor(torch.arange(4)).tolist() == [1000, 2001, 3002, 4003]
-        assert group.on_rollout(torch.arange(4)).tolist() == [2000, 2001, 3002, 3003]
-        assert [t.tolist() for t in group.last_seen()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 @pytest.mark.ray_when_full

@@ -346,11 +346,6 @@ class TestTimeouts:
         with pytest.raises(CallTimeoutError):
             future.result()
 
-    @anywhere
-    @pytest.mark.ray_when_full
-    def test_call_within_its_timeout(self, fragile):
-        assert fragile.sleep.options(timeout=30)(0.05) == [0, 1, 2, 3]
-
     @overlapping
     @pytest.mark.ray_when_full
     def test_late_ranks_are_logged(self, fragile, caplog, monkeypatch):

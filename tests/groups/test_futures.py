@@ -70,13 +70,6 @@ def test_future_keeps_its_value(transport, counters):
     assert transport.get(future.refs) == [100, 101, 102, 103]
 
 
-def test_await(counters):
-    async def main():
-        return await asyncio.gather(counters.add.remote(0), counters.first.remote(1))
-
-    assert asyncio.run(main()) == [[100, 101, 102, 103], (0, 1)]
-
-
 @pytest.mark.ray_when_full
 def test_await_joins_outside_the_event_loop(make_group):
     group = make_group(SlowToJoin)
@@ -211,13 +204,6 @@ def test_chain_with_rows_that_do_not_divide(counters, smaller):
         assert torch.equal(counters.padded(second), batch * 4), (uneven, rows)
 
 
-def test_future_that_does_not_divide_is_rejected_on_every_rank(counters, smaller):
-    future = counters.double.remote(torch.arange(8))
-    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows.*uneven"):
-        smaller[3].double(future)
-    assert smaller[3].add(0) == [0, 1, 2]
-
-
 def test_dicts_tensordicts_and_lists(counters, smaller):
     batch = {"a": torch.arange(8), "b": torch.ones(8, 2)}
     out = smaller[2].double(counters.double.remote(batch))
@@ -252,17 +238,6 @@ def test_two_futures_and_a_batch_in_one_call(smaller):
     out = smaller[3].apply(lambda worker, rows: rows, a)
     assert torch.equal(out, torch.arange(6))
     assert torch.equal(smaller[2].double(a) + smaller[2].double(b), torch.arange(6) * 22)
-
-
-@pytest.mark.ray_when_full
-def test_futures_of_different_lengths_are_rejected(make_group):
-    group = make_group(Counter)
-    short, long = group.double.remote(torch.arange(4)), group.double.remote(torch.arange(8))
-    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, but another batch of the same call has 4"):
-        group.double(short, factor=long)
-    with pytest.raises(DispatchError, match=r"double\(\) has 8 rows, but another batch of the same call has 4"):
-        group.double(torch.arange(4), factor=long)
-    assert group.add(0) == [0, 1, 2, 3]
 
 
 @pytest.mark.ray_when_full

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_calls_workers import Kit
 from group_workers import Counter, Fragile, Gate, Grid, Log, Model
 from rollout_helpers import EchoEngine
 from torch.distributed.device_mesh import init_device_mesh
@@ -757,7 +758,7 @@ def test_error_of_length_0_reaches_the_consumers_of_a_future(make):
 
 def test_restart_repeats_replayed_calls(make):
     group = make(Model, size=7, options={"collectives": False})
-    group.init_model("a")
+    group.init_model.remote("a")
     group.load_checkpoint([1, 2, 3, 4])
     group.train()
     group.restart()
@@ -784,13 +785,6 @@ def test_repeated_call_that_fails_with_a_future_says_to_pass_its_value(make, mon
     with pytest.raises(WorkerError, match="no such state") as caught:
         group.restart()
     assert "pass future.result() instead" in caught.value.__notes__[-1]
-
-
-def test_remote_call_without_threads_is_replayed():
-    with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7)) as group:
-        group.init_model.remote("a")
-        group.restart()
-        assert [log for _, _, log in group.read()] == [[("init", "a")]] * 2
 
 
 def test_partial_restart_with_collectives_is_rejected(make):
@@ -1070,27 +1064,6 @@ def test_methods_of_the_user_come_first():
         assert list(copy.copy(group.methods)) == names
 
 
-def numbered(group, rows):
-    return ([rows] * group.world_size,), {}, len(rows)
-
-
-def with_count(group, results, count):
-    return count, results
-
-
-class Numbered(Worker):
-    @register({"dispatch_fn": numbered, "collect_fn": with_count})
-    def total(self, rows):
-        return sum(rows)
-
-
-def test_context_of_a_custom_mode_reaches_its_collect_fn():
-    with LocalWorkerGroup(2, ClassWithInitArgs(Numbered)) as group:
-        first, second = group.total.remote([4]), group.total.remote([5, 6])  # each call has a context of its own
-        assert group.total([1, 2, 3]) == (3, [6, 6])
-        assert (second.result(), first.result()) == ((2, [11, 11]), (1, [4, 4]))
-
-
 def test_mapped_call_is_repeated_after_a_restart():
     with LocalWorkerGroup(2, ClassWithInitArgs(Model, size=7), collectives=False) as group:
         list(group.map("load_checkpoint", [[1, 2], [3, 4]]))
@@ -1117,12 +1090,6 @@ def test_mapped_batch_is_cut_for_the_layout_of_new_workers(make):
         [(1, 5), (0, 6)],
         [(1, 7), (0, 8)],
     ]
-
-
-class Which(Worker):
-    @register(Dispatch.ONE_TO_ALL)
-    def which(self):
-        return self.generation
 
 
 class Unreported(Worker):
@@ -1178,12 +1145,16 @@ def test_each_check_of_a_call_raises_an_error_of_its_own():
 
 
 def test_workers_know_their_generation():
-    with LocalWorkerGroup(2, ClassWithInitArgs(Which), collectives=False) as group:
-        assert group.which() == [0, 0]
+    with LocalWorkerGroup(2, ClassWithInitArgs(Counter), collectives=False) as group:
+
+        def generations():
+            return group.execute_with_func_generator(lambda worker: worker.generation)
+
+        assert generations() == [0, 0]
         group.restart()
-        assert group.which() == [1, 1]
+        assert generations() == [1, 1]
         group.restart(ranks=[1])
-        assert group.which() == [1, 2]
+        assert generations() == [1, 2]
 
 
 def test_on_death_that_raises_does_not_hide_the_next_death(make):
@@ -1201,16 +1172,6 @@ def test_on_death_that_raises_does_not_hide_the_next_death(make):
         group.watch(1.0)
 
 
-def refused(group, results):
-    raise ValueError("of the collect_fn")
-
-
-class Collected(Worker):
-    @register({"dispatch_fn": lambda group: ((), {}), "collect_fn": refused})
-    def collected(self):
-        return 1
-
-
 def test_exception_returns_what_collect_fn_raised():
-    with LocalWorkerGroup(2, ClassWithInitArgs(Collected)) as group:
-        assert isinstance(group.collected.remote().exception(), ValueError)
+    with LocalWorkerGroup(2, ClassWithInitArgs(Kit)) as group:
+        assert isinstance(group.collected_badly.remote(((1,), {})).exception(), LookupError)
