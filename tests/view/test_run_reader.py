@@ -22,6 +22,18 @@ from single_controller.view.server import finite
 from single_controller.view.timeline_bars import bars_of
 
 
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that has logged nothing."""
+    return write_run(tmp_path / "run")
+
+
+def refreshed(run):
+    reader = RunReader(run)
+    reader.refresh()
+    return reader
+
+
 def series(reader, name, *, by_time=False, first=-math.inf, last=math.inf, points=100):
     return reader.metrics.series(name, by_time=by_time, first=first, last=last, points=points)
 
@@ -29,8 +41,7 @@ def series(reader, name, *, by_time=False, first=-math.inf, last=math.inf, point
 class TestMetrics:
     def test_follows_a_file_without_its_torn_last_line(self, tmp_path):
         run = write_run(tmp_path / "run", steps=3)
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         line = json.dumps({"step": 3, "time": STARTED + 3, "metrics": {"reward": 7.0, "new": 1.0}}) + "\n"
         for half in (line[:20], line[20:-1]):
             with open(run / "metrics.jsonl", "a") as file:
@@ -48,8 +59,7 @@ class TestMetrics:
     @pytest.mark.parametrize("how", ["in place", "renamed"])
     def test_steps_that_are_logged_again_replace_the_former(self, tmp_path, how):
         run = write_run(tmp_path / "run", steps=10)
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:5]
         lines += [json.dumps({"step": 5, "time": 0, "metrics": {"reward": 50.0}}) + "\n"] * 9
         target = run / ("metrics.jsonl" if how == "in place" else "new")
@@ -62,8 +72,7 @@ class TestMetrics:
 
     def test_series_are_the_means_and_ranges_of_buckets(self, tmp_path):
         run = write_run(tmp_path / "run", steps=1000)
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         values = [json.loads(line)["metrics"]["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         found = series(reader, "loss", points=10)
         parts = np.array(values).reshape(10, 100)
@@ -74,49 +83,41 @@ class TestMetrics:
         assert series(reader, "loss", by_time=True, first=STARTED + 998)["x"] == [STARTED + 998, STARTED + 999]
         assert series(reader, "unknown") == {"x": [], "mean": [], "min": [], "max": []}
 
-    def test_numbers_that_are_not_finite(self, tmp_path):
-        run = write_run(tmp_path / "run")
+    def test_numbers_that_are_not_finite(self, run):
         lines = [{"step": n, "time": n, "metrics": {"a": value}} for n, value in enumerate([1.0, math.inf, math.nan])]
         write_lines(run / "metrics.jsonl", [*lines, {"step": "x", "metrics": {}}, {"step": 3, "metrics": [1]}])
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         assert series(reader, "a")["mean"] == [1, math.inf] and math.isnan(reader.metrics.latest()["a"])
         assert finite([series(reader, "a")["mean"], reader.metrics.latest()]) == [[1, None], {"a": None}]
         write_lines(run / "metrics.jsonl", [{"step": 5, "time": 5, "metrics": {"a": 2.0}}], "a")
         reader.refresh()
         assert reader.metrics.latest() == {"a": 2.0}
 
-    def test_values_that_are_no_metrics(self, tmp_path):
-        run = write_run(tmp_path / "run")
+    def test_values_that_are_no_metrics(self, run):
         texts = ["1" * 5000, json.dumps({"step": 1, "metrics": {"a": 10**400, "b": True, "c": "x", "d": 4.0}})]
         texts += [json.dumps({"step": step, "metrics": {"a": 1.0}}) for step in (2**70, True, 1.5, None)]
         (run / "metrics.jsonl").write_text("\n".join(texts) + "\n" + "[" * 100_000 + "\n")
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         assert list(reader.metrics.steps) == [1]
         assert finite(reader.metrics.latest()) == {"a": None, "b": 1.0, "c": None, "d": 4.0}
 
-    def test_a_name_for_each_step_takes_little_memory(self, tmp_path):
-        run = write_run(tmp_path / "run")
+    def test_a_name_for_each_step_takes_little_memory(self, run):
         write_lines(run / "metrics.jsonl", [{"step": n, "time": n, "metrics": {f"m{n}": 1.0}} for n in range(3000)])
         write_lines(run / "metrics.jsonl", [{"step": 5, "time": 5, "metrics": {"m2000": 7.0}}], "a")
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         columns = reader.metrics.columns
         assert sum(map(len, columns.values())) < 6000
         assert series(reader, "m2000")["mean"] == [7.0, 1.0] and series(reader, "m2000")["x"] == [5, 2000]
         assert series(reader, "m2999")["x"] == [2999]
 
     @pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
-    def test_lines_of_any_length_are_read_in_pieces(self, tmp_path, monkeypatch, chunk):
-        run = write_run(tmp_path / "run")
+    def test_lines_of_any_length_are_read_in_pieces(self, run, monkeypatch, chunk):
         path = run / "metrics.jsonl"
         lines = [json.dumps({"step": n, "time": n, "metrics": {"a": float(n)}}) for n in range(4)]
         monkeypatch.setattr("single_controller.view.run_reader.CHUNK_BYTES", chunk)
         monkeypatch.setattr("single_controller.view.run_reader.MAX_LINE_BYTES", 200)
         path.write_text("\n".join([lines[0], "x" * 1000, lines[1], "y" * 190, lines[2] + "\n"]) + "z" * 500)
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         reader.refresh()
         assert list(reader.metrics.steps) == [0, 1, 2]
         with open(path, "a") as file:  # the end of the long line
@@ -124,12 +125,10 @@ class TestMetrics:
         reader.refresh()
         assert list(reader.metrics.steps) == [0, 1, 2, 3]
 
-    def test_a_clock_that_was_set_back(self, tmp_path):
-        run = write_run(tmp_path / "run")
+    def test_a_clock_that_was_set_back(self, run):
         times = [5.0, 6.0, 1.0, math.inf, math.nan, 2.0]
         write_lines(run / "metrics.jsonl", [{"step": n, "time": at, "metrics": {"a": n}} for n, at in enumerate(times)])
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         found = series(reader, "a", by_time=True)
         assert found["x"] == [1, 2, 5, 6] and found["mean"] == [2, 5, 0, 1]
 
@@ -141,10 +140,9 @@ class TestFolder:
         with pytest.raises(RunFolderError, match="format"):
             RunReader(write_run(tmp_path / "run", format=99))
 
-    def test_links_that_lead_out_of_the_folder_are_refused(self, tmp_path):
+    def test_links_that_lead_out_of_the_folder_are_refused(self, run, tmp_path):
         secret = write_run(tmp_path / "secret", steps=3)
         write_samples(secret, 1, [4])
-        run = write_run(tmp_path / "run")
         stem = run / "samples" / "step_00000001"
         stem.with_suffix(".npz").symlink_to(secret / "samples" / "step_00000001.npz")
         with pytest.raises(RunFolderError, match="outside"):
@@ -160,8 +158,7 @@ class TestFolder:
             process = {"host": "elsewhere", "pid": 1, "argv": []}
             run = write_run(tmp_path / f"{hours}", ended=False, started=at, process=process)
             write_lines(run / "metrics.jsonl", [{"step": 1, "time": at, "metrics": {}}])
-            reader = RunReader(run)
-            reader.refresh()
+            reader = refreshed(run)
             assert reader.silent(60) is None and reader.summary()["age"] < 60
             os.utime(run / "metrics.jsonl", (time.time() - 100,) * 2)
             assert reader.silent(60) is None  # it has resumed: run.json is new
@@ -175,8 +172,7 @@ class TestFolder:
             run = write_run(tmp_path / f"{silent}", ended=False, **about)
             write_lines(run / "metrics.jsonl", [{"step": 1, "time": time.time() - 3600, "metrics": {}}])
             os.utime(run / "metrics.jsonl", (time.time() - 3600,) * 2)
-            reader = RunReader(run)
-            reader.refresh()
+            reader = refreshed(run)
             assert (reader.silent(60) is not None) is silent
 
     def test_what_is_of_another_type_is_as_if_it_were_absent(self, tmp_path):
@@ -188,8 +184,7 @@ class TestFolder:
 
     def test_a_folder_that_goes_away_and_comes_back(self, tmp_path):
         run = write_run(tmp_path / "run", steps=3)
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         os.rename(run, tmp_path / "away")
         reader.refresh()
         assert "cannot be read" in reader.summary()["state"] and list(reader.metrics.steps) == [0, 1, 2]
@@ -220,15 +215,13 @@ class TestFolder:
             reader.refresh()
         assert len(os.listdir("/proc/self/fd")) < opened + 20
 
-    def test_deeply_nested_json_is_no_run(self, tmp_path):
-        run = write_run(tmp_path / "run")
+    def test_deeply_nested_json_is_no_run(self, run):
         (run / "run.json").write_text("[" * 200_000)
         with pytest.raises(RunFolderError, match="cannot be read"):
             RunReader(run)
 
-    def test_only_the_latest_events_are_kept(self, tmp_path, monkeypatch):
+    def test_only_the_latest_events_are_kept(self, run, monkeypatch):
         monkeypatch.setattr("single_controller.view.run_reader.MAX_EVENTS", 10)
-        run = write_run(tmp_path / "run")
         reader = RunReader(run)
         for begin in (0, 35):
             write_lines(run / "events.jsonl", [update(n, n) for n in range(begin, begin + 35)], "a")
@@ -254,8 +247,7 @@ def test_text_for_a_terminal_has_no_control_characters(tmp_path):
     alarm = {"step": 1, "time": 1.0, "kind": "alarm", "text": "entropy\x1b[2J\x9b1m\r\u202e collapsed"}
     run = write_run(tmp_path / "run", steps=5, name="mine\x07")
     write_lines(run / "events.jsonl", [alarm])
-    reader = RunReader(run)
-    reader.refresh()
+    reader = refreshed(run)
     text = _text({"text": [], "run": reader.summary(), "problems": ["a\tb"]})
     assert "mine?: ended: finished, step 4\n" in text and "  alarm at step 1: entropy?[2J?1m?? collapsed\n" in text
     assert (
@@ -282,10 +274,6 @@ def test_terminal_is_redrawn_within_its_size(monkeypatch):
 
 
 class TestSamples:
-    @pytest.fixture
-    def run(self, tmp_path):
-        return write_run(tmp_path / "run")
-
     def test_the_last_token_before_empty_rows_counts(self, run):
         arrays = write_samples(run, 1, [3, 5, 0])
         arrays["versions"][-1] = 9
@@ -449,14 +437,12 @@ class TestSamples:
 
     def test_the_update_of_a_version(self, run):
         write_lines(run / "events.jsonl", [update(1, 1), update(2, 2), update(2, 5, digest="again")])
-        reader = RunReader(run)
-        reader.refresh()
+        reader = refreshed(run)
         assert reader.update_of(2)["digest"] == "again" and reader.update_of(3) is None
 
 
 class TestTimeline:
-    def test_a_time_in_a_large_file(self, tmp_path):
-        run = write_run(tmp_path / "run")
+    def test_a_time_in_a_large_file(self, run):
         parts = [
             {"group": "g", "rank": rank, "method": "m", "start": n + rank / 10, "end": n + 0.5}
             for n in range(20_000)
@@ -470,9 +456,8 @@ class TestTimeline:
             assert found == [one for one in parts if one["end"] >= begin and one["start"] <= end] and not more
         assert reader.timeline(0, 1e9)[1] is (sum(len(json.dumps(one)) + 1 for one in parts) > 8 * 2**20)
 
-    def test_parts_that_are_written_at_the_end_of_their_step(self, tmp_path):
+    def test_parts_that_are_written_at_the_end_of_their_step(self, run):
         """The script's are, long after they have ended."""
-        run = write_run(tmp_path / "run")
         parts = []
         for step in range(12):
             at = 300.0 * step
@@ -490,9 +475,8 @@ class TestTimeline:
             assert found == [one for one in parts if one["end"] >= begin and one["start"] <= begin + 60], begin
             assert not more
 
-    def test_clocks_of_ranks_do_not_mislead_the_search(self, tmp_path):
+    def test_clocks_of_ranks_do_not_mislead_the_search(self, run):
         """Rank 0's clock is two hours ahead, rank 1's two hours behind; the driver's lines are those to find."""
-        run = write_run(tmp_path / "run")
         parts = []
         for n in range(8000):
             for rank, shift in ((0, 7200), (1, -7200)):
