@@ -150,15 +150,15 @@ class Sender:
         nbytes = self.rng.randrange(1, 1_000_000) if kind < 0.92 else self.rng.randrange(1_060_000, 1_500_000)
         return pattern(nbytes, self.number, array=self.rng.random() < 0.5)
 
-    def small(self):
+    def small(self, ranks=None):
         data = self.data()
-        call, states = self.begin("small", self.all)
+        call, states = self.begin("small", ranks or self.all)
         return Request("small", (call, data), [(state, digest(data)) for state in states])
 
-    def make(self):
+    def make(self, ranks=None):
         nbytes = self.rng.choice([10, 20_000, 1_000_000, 1_060_000, 1_500_000])
         array = self.rng.random() < 0.5
-        call, states = self.begin("make", self.all)
+        call, states = self.begin("make", ranks or self.all)
         return Request("make", (call, nbytes, array), [(state, pattern(nbytes, state, array)) for state in states])
 
     def zero(self):
@@ -193,20 +193,21 @@ class Sender:
         call, states = self.begin("custom", self.all)
         return Request("custom", (call, data), [(s, digest(d)) for s, d in zip(states, data, strict=True)])
 
-    def fail(self):
-        call, _ = self.begin("fail", self.all)
-        return Request("fail", (call, self.some_ranks()), Fails(f"as told, {call}"))
+    def fail(self, ranks=None):
+        call, _ = self.begin("fail", ranks or self.all)
+        return Request("fail", (call, self.some(ranks or self.all)), Fails(f"as told, {call}"))
 
-    def unpicklable(self):
-        call, _ = self.begin("unpicklable", self.all)
-        return Request("unpicklable", (call, self.some_ranks()), Fails("cannot pickle '_thread.lock' object"))
+    def unpicklable(self, ranks=None):
+        call, _ = self.begin("unpicklable", ranks or self.all)
+        victims, told = self.some(ranks or self.all), Fails("cannot pickle '_thread.lock' object")
+        return Request("unpicklable", (call, victims), told)
 
-    def sleep(self):
-        call, states = self.begin("sleep", self.all)
+    def sleep(self, ranks=None):
+        call, states = self.begin("sleep", ranks or self.all)
         return Request("sleep", (call, self.rng.uniform(0.0, 0.05)), states)
 
-    def async_sleep(self):
-        call, states = self.begin("async_sleep", self.all)
+    def async_sleep(self, ranks=None):
+        call, states = self.begin("async_sleep", ranks or self.all)
         return Request("async_sleep", (call, self.rng.uniform(0.0, 0.02)), states)
 
     def aside(self):
@@ -217,13 +218,13 @@ class Sender:
         data = self.data()
         return Request("aside_zero", (data,), (0, digest(data)))
 
-    def some_ranks(self):
-        return sorted(self.rng.sample(self.all, self.rng.randrange(1, self.size + 1)))
+    def some(self, ranks):
+        return sorted(self.rng.sample(ranks, self.rng.randrange(1, len(ranks) + 1)))
 
-    def of_reference(self):
+    def of_reference(self, ranks=None):
         """A call with a reference of Ray as argument."""
         reference, value = self.reference()
-        return self.of_argument(reference, value)
+        return self.of_argument(reference, value, ranks)
 
     def reference(self):
         """A reference of Ray, and its value or `Fails`."""
@@ -238,10 +239,10 @@ class Sender:
             return produce.remote(nbytes, None, seconds), Fails("no argument today")
         return self.rng.choice(self.lost), Fails("")
 
-    def of_argument(self, argument, value):
+    def of_argument(self, argument, value, ranks=None):
         """A call of one of several methods with an argument that somebody else computes. Without it, no method runs."""
-        method = self.rng.choice(["small", "small", "zero"])
-        ranks = {"small": self.all, "zero": [0]}[method]
+        method = "small" if ranks else self.rng.choice(["small", "small", "zero"])
+        ranks = ranks or {"small": self.all, "zero": [0]}[method]
         if isinstance(value, Fails):
             self.number += 1
             return Request(method, ((self.name, self.number), argument), value)
@@ -343,39 +344,13 @@ class Sender:
         request = self.small()
         self.check(self.what(request), lambda: getattr(self.group, request.method)(*request.args), request.expected)
         rank = self.rng.choice(self.all)
-        worker = self.group.workers[rank]
-        method = self.rng.choice(["small", "small", "make", "fail", "unpicklable", "reference", "sleep", "async_sleep"])
-        data, argument, expected = None, None, None
-        if method == "reference":
-            argument, data = self.reference()
-            method = "small"
-            if isinstance(data, Fails):
-                self.number += 1
-                call, expected = (self.name, self.number), data
-        elif method == "small":
-            argument = data = self.data()
-        if expected is None:
-            call, (state,) = self.begin(method, [rank])
-            if method == "small":
-                args, expected = (call, argument), (state, digest(data))
-            elif method == "make":
-                nbytes = self.rng.choice([10, 50_000, 1_500_000])
-                args, expected = (call, nbytes), (state, pattern(nbytes, state))
-            elif method == "fail":
-                args, expected = (call, [rank]), Fails(f"as told, {call}")
-            elif method == "unpicklable":
-                args, expected = (call, [rank]), Fails("pickle")
-            else:
-                args, expected = (call, self.rng.uniform(0.0, 0.03)), state
-        else:
-            args = (call, argument)
-        self.doing = what = f"sender {self.name}: workers[{rank}].{method}{str(args)[:60]}"
-        reference = getattr(worker, method).remote(*args)
-
-        def get():
-            return ray.get(reference, timeout=WAIT)
-
-        self.check(what, get, expected)
+        request = getattr(self, self.rng.choice(DIRECT))([rank])
+        expected = request.expected[0] if isinstance(request.expected, list) else request.expected
+        if request.method == "unpicklable":
+            expected = Fails("pickle")  # the text is Ray's
+        self.doing = what = f"sender {self.name}: workers[{rank}].{request.method}{str(request.args)[:60]}"
+        reference = getattr(self.group.workers[rank], request.method).remote(*request.args)
+        self.check(what, lambda: ray.get(reference, timeout=WAIT), expected)
 
     def execute(self):
         """Call a method that is not registered."""
@@ -425,6 +400,9 @@ REQUESTS = {
     "of_future": 6,
 }
 """What is called, with weights."""
+
+DIRECT = ("small", "small", "make", "fail", "unpicklable", "of_reference", "sleep", "async_sleep")
+"""Those that are also made on one rank. They take the ranks; by default, all."""
 
 VALUES = ("small", "make", "zero", "items", "rows", "by_layout", "sleep")
 """Those that succeed, and whose futures may be arguments."""
