@@ -83,6 +83,18 @@ def interrupt_first_start(patch: Any, name: str) -> list[threading.Thread]:
     return started
 
 
+def refuse_threads(patch: Any, refused: Callable[[str], bool] = lambda name: True) -> None:
+    """Have no thread start, or none of the names that are ``refused``, as in a process that has too many."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if refused(thread.name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
+
+
 def wait_gone(pids: Iterable[int | str], seconds: float = 15) -> None:
     """Wait until none of the processes runs."""
     pids = [int(pid) for pid in pids]

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 from group_workers import Actor, Critic, Fragile
 from replace_workers import Lone
-from waits import stop, wait_until, within
+from waits import refuse_threads, stop, wait_until, within
 
 from dispatch.register import register
 from single_controller import (
@@ -145,17 +145,14 @@ def test_group_in_a_process_that_can_start_no_thread(pool, monkeypatch):
     """The thread that looks for deaths is started before anything is sent; calls start none."""
     from single_controller.call.state import monitor
 
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patch)
         patch.setattr(monitor, "_thread", None)
         with pytest.raises(StartError, match="looks for dead workers could not be started: can't start new thread"):
             RayWorkerGroup(pool, RayClassWithInitArgs(Fragile))
     with RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            refuse_threads(patch)
             assert len(group.pid.remote().result()) == len(group.pid()) == 4
 
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 from group_workers import TRACED, Counter, Fragile, Log
 from ray.util.placement_group import placement_group_table
-from waits import stop, wait_collected, wait_gone, wait_until, within
+from waits import refuse_threads, stop, wait_collected, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -369,14 +369,7 @@ class TestTimeouts:
     def test_timeout_in_a_process_that_can_start_no_thread(self, make_group, monkeypatch):
         group = make_group(Fragile)
         future = group.sleep_on.options(timeout=0.5).remote([1], 60)
-        start = threading.Thread.start
-
-        def refuse(thread):
-            if thread.name == "late-ranks":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(monkeypatch, lambda name: name == "late-ranks")
         with within(3):
             with pytest.raises(CallTimeoutError, match=r"rank 1 had not finished \([^)]*\)$") as caught:
                 future.result()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from group_workers import Counter, Fragile
 from ray.util import metrics as ray_metrics
-from waits import wait_until
+from waits import refuse_threads, wait_until
 
 import single_controller
 from single_controller import (
@@ -180,12 +180,9 @@ def test_looks_in_two_threads_count_each_call_once(told, monkeypatch):
 
 
 def test_thread_that_cannot_be_started_is_started_later(told, monkeypatch):
-    def fail(self):
-        raise RuntimeError("can't start new thread")
-
     with LocalWorkerGroup(1, RayClassWithInitArgs(Counter)) as group, GroupMetrics(interval=60) as metrics:
         with monkeypatch.context() as patch, pytest.raises(StartError, match="reports the metrics of groups"):
-            patch.setattr(threading.Thread, "start", fail)
+            refuse_threads(patch)
             metrics.add(group)
         metrics.add(group)
         assert metrics._thread.is_alive()

@@ -22,7 +22,7 @@ from bad_calls_workers import Kit
 from group_workers import Counter, Fragile, Gate, Grid, Log, Model
 from rollout_helpers import EchoEngine
 from torch.distributed.device_mesh import init_device_mesh
-from waits import wait_until, within
+from waits import refuse_threads, wait_until, within
 
 from single_controller import (
     Broadcast,
@@ -508,12 +508,9 @@ def test_concurrent_method_without_threads_runs_in_order():
 
 
 def test_process_that_can_start_no_thread(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     with LocalWorkerGroup(2, ClassWithInitArgs(Gate), threads=True) as group:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            refuse_threads(patch)
             with pytest.raises(DispatchError, match=r"open\(\) was not sent: .*: can't start new thread"):
                 group.open()
             for starts_one in (
@@ -524,9 +521,8 @@ def test_process_that_can_start_no_thread(monkeypatch):
                 with pytest.raises(StartError, match="could not be started: can't start new thread"):
                     starts_one()
         assert group.open() == [True] * 2 and group.generation == 0
-        start = threading.Thread.start
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", lambda one: (refuse if "rank-1" in one.name else start)(one))
+            refuse_threads(patch, lambda name: "rank-1" in name)
             with pytest.raises(GroupBrokenError, match=r"open\(\) was sent to rank 0, but not to rank 1: RuntimeError"):
                 group.open()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import ray
 from group_workers import Counter, Fragile, Model
-from waits import interrupt_first_start, wait_gone, wait_until, within
+from waits import interrupt_first_start, refuse_threads, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -127,11 +127,8 @@ def test_many_ranks_of_lost_hosts_are_told_at_once(fragile, monkeypatch):
 def test_threads_that_cannot_be_started_are_typed_errors(fragile, monkeypatch):
     ranks = fragile._transport.ranks
 
-    def fail(self):
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        refuse_threads(patch)
         with pytest.raises(StartError, match=r"aborts collectives could not be started: can't start new thread"):
             fragile._transport.leaving([]).__enter__()
         patch.setattr(hub, "_thread", None)

@@ -20,7 +20,7 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waits import interrupt_first_start, wait_until, within
+from waits import interrupt_first_start, refuse_threads, wait_until, within
 
 from dispatch.errors import ResultError
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
@@ -68,11 +68,8 @@ def test_concurrent_call_waits_for_a_thread_that_cannot_be_started(monkeypatch):
     calls, held, ran = CallThread(lambda error: None), threading.Event(), threading.Event()
     calls.submit_concurrent(lambda: held.wait(20))
 
-    def fail(self):
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        refuse_threads(patch)
         calls.submit_concurrent(ran.set)
     held.set()
     assert ran.wait(5)
