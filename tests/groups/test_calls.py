@@ -2,7 +2,7 @@
 
 import inspect
 import pydoc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -178,11 +178,8 @@ class TestOrder:
             for number in range(10):
                 group.note.remote((name, number))
 
-        threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(send, "abc"))
         logs = group.read()
         assert len(logs[0]) == 30
         assert all(log == logs[0] for log in logs)

@@ -228,17 +228,14 @@ def test_policy_replaces_at_the_next_call_once_for_all_threads(wide):
         port = group.master_port
         with pytest.raises(WorkerDiedError):
             group.add(1, kill=1)
-        results, begun = [], threading.Barrier(3)
+        begun = threading.Barrier(3)
 
-        def call():
+        def call(_):
             begun.wait()
-            results.append(group.add(0))
+            return group.add(0)
 
-        threads = [threading.Thread(target=call) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        with ThreadPoolExecutor(3) as threads, within(20):
+            results = list(threads.map(call, range(3)))
         assert results == [[2, 0, 2]] * 3, "the others keep their state, and are told nothing"
         assert group.generation == 1 and group.master_port == port
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -259,13 +260,12 @@ class TestRestart:
         os.kill(group.read()[0][1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             group.train()
-        threads = [threading.Thread(target=group.restart) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.2)
-        pids = [pid for _, pid, _ in group.read()]  # a call during the restart waits, without an error
-        for thread in threads:
-            thread.join(20)
+        with ThreadPoolExecutor(2) as threads:
+            restarts = [threads.submit(group.restart) for _ in range(2)]
+            time.sleep(0.2)
+            pids = [pid for _, pid, _ in group.read()]  # a call during the restart waits, without an error
+            for restart in restarts:
+                restart.result(20)
         assert [pid for _, pid, _ in group.read()] == pids
 
     def test_single_ranks_restart_without_collectives(self, make_group):

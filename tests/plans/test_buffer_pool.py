@@ -1,7 +1,7 @@
 """The buffer pool reuses returned buffers, and never a buffer that is still referenced."""
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -88,11 +88,8 @@ def test_threads_never_share_a_buffer(pool):
                 wrong.append(number)
             del array
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not wrong
 
 
