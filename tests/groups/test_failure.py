@@ -56,9 +56,8 @@ class TestErrorsOfMethods:
     @overlapping
     @pytest.mark.ray_when_full
     def test_error_is_raised_at_once_and_the_group_stays_usable(self, fragile):
-        with within(0.8):
-            with pytest.raises(WorkerError):
-                fragile.fail([1], others_sleep=1.0)
+        with within(0.8), pytest.raises(WorkerError):
+            fragile.fail([1], others_sleep=1.0)
         assert fragile.ping() == [0, 1, 2, 3]
 
     @overlapping
@@ -66,9 +65,8 @@ class TestErrorsOfMethods:
         group = make_group(Fragile, group_options={"error_grace": 0.3})
         with pytest.raises(WorkerError):
             group.fail([1], others_sleep=60)
-        with within(4):
-            with pytest.raises(GroupBrokenError, match=r"ranks 0, 2, 3 .*error on rank 1"):
-                group.ping()
+        with within(4), pytest.raises(GroupBrokenError, match=r"ranks 0, 2, 3 .*error on rank 1"):
+            group.ping()
         assert "ranks 0, 2, 3" in group.broken
         group.restart()
         assert group.ping() == [0, 1, 2, 3]
@@ -122,9 +120,8 @@ class TestErrorsOfMethods:
     def test_error_on_one_rank_wins_over_the_others_collective(self, make_group):
         group = make_group(Fragile, group_options={"error_grace": 1.0})
         group.join_process_group()
-        with within(5):
-            with pytest.raises(WorkerError, match="beside a collective") as caught:
-                group.all_reduce(1, fail=3)
+        with within(5), pytest.raises(WorkerError, match="beside a collective") as caught:
+            group.all_reduce(1, fail=3)
         assert caught.value.rank == 3
 
 
@@ -134,9 +131,8 @@ class TestDeaths:
         group = make_group(Fragile)
         assert group.join_process_group() == [(rank, 4) for rank in range(4)]
         assert group.all_reduce(3) == [6.0] * 4
-        with within(5):
-            with pytest.raises(WorkerDiedError, match=r"rank 2 died during all_reduce\(\)") as caught:
-                group.all_reduce(5, kill=2)
+        with within(5), pytest.raises(WorkerDiedError, match=r"rank 2 died during all_reduce\(\)") as caught:
+            group.all_reduce(5, kill=2)
         assert (caught.value.rank, caught.value.method, caught.value.ranks) == (2, "all_reduce", (2,))
         assert caught.value.host
         assert pickle.loads(pickle.dumps(caught.value)).ranks == (2,)
@@ -144,9 +140,8 @@ class TestDeaths:
     def test_next_call_reports_the_death_of_an_idle_rank(self, make_group):
         group = make_group(Fragile)
         os.kill(group.pid()[3], signal.SIGKILL)
-        with within(5):
-            with pytest.raises(WorkerDiedError, match="rank 3"):
-                group.ping()
+        with within(5), pytest.raises(WorkerDiedError, match="rank 3"):
+            group.ping()
 
         def seconds_until_refused():
             begin = time.monotonic()
@@ -163,9 +158,8 @@ class TestDeaths:
         time.sleep(0.3)
         os.kill(pids[0], signal.SIGKILL)
         wait_until(lambda: group.broken is not None, 5)
-        with within(0.5):
-            with pytest.raises(WorkerDiedError, match="rank 0"):
-                future.result()
+        with within(0.5), pytest.raises(WorkerDiedError, match="rank 0"):
+            future.result()
 
     def test_death_fails_every_running_call(self, make_group):
         group = make_group(Fragile)
@@ -289,9 +283,8 @@ class TestTimeouts:
     @pytest.mark.ray_when_full
     def test_call_timeout_names_the_late_ranks(self, make_group):
         group = make_group(Fragile)
-        with within(3):
-            with pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*0\.5 s.*ranks 1, 3") as caught:
-                group.sleep_on.options(timeout=0.5)([1, 3], 60)
+        with within(3), pytest.raises(CallTimeoutError, match=r"sleep_on\(\).*0\.5 s.*ranks 1, 3") as caught:
+            group.sleep_on.options(timeout=0.5)([1, 3], 60)
         assert caught.value.ranks == (1, 3) and not caught.value.call_goes_on
         # The two ranks are at the same place, which is shown once.
         assert "ranks 1, 3 are at:" in str(caught.value) and str(caught.value).count("in sleep_on\n") == 1
@@ -330,9 +323,11 @@ class TestTimeouts:
         pid = group.pid()[stopped]
         stop(pid)
         try:
-            with within(6):
-                with pytest.raises(CallTimeoutError, match="rank 2 is at:\n  unknown: it did not answer") as caught:
-                    group.sleep_on.options(timeout=0.3)([0], 60)
+            with (
+                within(6),
+                pytest.raises(CallTimeoutError, match="rank 2 is at:\n  unknown: it did not answer") as caught,
+            ):
+                group.sleep_on.options(timeout=0.3)([0], 60)
             assert "in sleep_on\n" in caught.value.stacks[0] and f"--pid {pid}" in caught.value.stacks[stopped]
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -370,9 +365,8 @@ class TestTimeouts:
         group = make_group(Fragile)
         future = group.sleep_on.options(timeout=0.5).remote([1], 60)
         refuse_threads(monkeypatch, lambda name: name == "late-ranks")
-        with within(3):
-            with pytest.raises(CallTimeoutError, match=r"rank 1 had not finished \([^)]*\)$") as caught:
-                future.result()
+        with within(3), pytest.raises(CallTimeoutError, match=r"rank 1 had not finished \([^)]*\)$") as caught:
+            future.result()
         assert caught.value.stacks == {} and not caught.value.call_goes_on
 
     @overlapping
@@ -402,9 +396,8 @@ class TestClose:
         group.close()
         group.close()
         for call in (group.ping, lambda: group.execute_all_sync("ping"), waiting.result, group.restart):
-            with within(1):
-                with pytest.raises(GroupClosedError, match="closed"):
-                    call()
+            with within(1), pytest.raises(GroupClosedError, match="closed"):
+                call()
         wait_gone(pids)
 
     def test_group_closed_during_restart_leaves_no_workers(self, pool, monkeypatch):
