@@ -27,17 +27,27 @@ from single_controller.wire.link import ask_at
 pytestmark = pytest.mark.timeout(90)
 
 
-def command(*arguments):
-    """Start ``python -m single_controller``. Returns a function that returns (exit code, what it printed)."""
-    address = ray.get_runtime_context().gcs_address
-    line = [sys.executable, "-m", "single_controller", *arguments, "--address", address]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(*arguments, address=True):
+    """Start ``python -m single_controller``, as from another terminal than that of the driver, whose Ray has told its
+    own children how to authenticate."""
+    shell = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    line = [sys.executable, "-m", "single_controller", *arguments]
+    line += ["--address", ray.get_runtime_context().gcs_address] if address else []
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell)
 
-    def ended():
-        out, err = process.communicate(timeout=60)
-        return process.returncode, out + err
 
-    return ended
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def status_here(monkeypatch, capsys, *arguments):
+    """Run the command `status` in this process, which is connected. Returns its exit code, and what it prints."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr("single_controller.__main__.connect", lambda address: None)
+        patch.setattr(ray, "shutdown", lambda: None)
+        main(["status", *arguments])
+    return exit.value.code, *capsys.readouterr()
 
 
 def records_of(name):
@@ -74,12 +84,12 @@ class TestHungGroup:
         assert re.search(r"^2 .* alive +no answer", text, re.MULTILINE)
 
     def test_status_and_stacks_from_another_process(self, hung):
-        status, stacks = command("status", "hung_Fragile"), command("stacks", "hung_", "--ranks", "1,2")
-        code, text = status()
+        status, stacks = start("status", "hung_Fragile"), start("stacks", "hung_", "--ranks", "1,2")
+        code, text, _ = finish(status)
         assert code == 0 and f"driver: {socket.gethostname()}, pid {os.getpid()}\n" in text
         assert re.search(rf"^1 .* {hung.pids[1]} +alive +hang_in_c_on\(\) for", text, re.MULTILINE)
         assert re.search(r"^2 .* alive +no answer", text, re.MULTILINE)
-        code, text = stacks()
+        code, text, _ = finish(stacks)
         assert code == 0 and "rank 0" not in text
         by_rank = dict(re.findall(r"rank (\d) is at:\n((?:  .*\n?)+)", text))
         assert "time.sleep(600)" in by_rank["1"]
@@ -177,22 +187,17 @@ def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main(arguments)
         assert told in capsys.readouterr().err
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setattr("single_controller.__main__.connect", lambda address: None)  # this process is connected
-        patch.setattr(ray, "shutdown", lambda: None)
-        main(["status", "nobody"])
-    assert exit.value.code == 1 and "no group is called 'nobody'" in capsys.readouterr().err
+    code, _, err = status_here(monkeypatch, capsys, "nobody")
+    assert code == 1 and "no group is called 'nobody'" in err
 
     for name, error, told in (
         ("all_actors", ControlStoreError("no answer"), "no answer\n"),
         ("ray_worker", RpcError("late"), "store has not answered within 5 s: late\n"),
     ):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-            patch.setattr("single_controller.__main__.connect", lambda address: None)
-            patch.setattr(ray, "shutdown", lambda: None)
+        with monkeypatch.context() as patch:
             patch.setattr(compat, name, Mock(side_effect=error))
-            main(["status"])
-        assert exit.value.code == 1 and told in capsys.readouterr().err
+            code, _, err = status_here(patch, capsys)
+        assert code == 1 and told in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(SystemExit) as exit:

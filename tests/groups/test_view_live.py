@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,10 +12,10 @@ from browser import Browser
 from group_workers import Counter, Fragile
 from served import served_runs
 from synthetic_run import write_run
+from test_status import finish, start, status_here
 from waits import wait_until
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
-from single_controller.__main__ import main
 from single_controller.ray import group_records
 from single_controller.view import group_watch
 from single_controller.view.group_watch import GroupWatch
@@ -30,29 +28,6 @@ pytestmark = pytest.mark.timeout(120)
 
 SECONDS = 2.0
 """Within which a hung rank is on the page, with its stack."""
-
-
-def start(*arguments, address=True):
-    """Start ``python -m single_controller``, as from another terminal than that of the driver, whose Ray has told its
-    own children how to authenticate."""
-    shell = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    line = [sys.executable, "-m", "single_controller", *arguments]
-    line += ["--address", ray.get_runtime_context().gcs_address] if address else []
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
-
-
-def status_here(monkeypatch, capsys, *arguments):
-    """Run the command `status` in this process, which is connected. Returns its exit code, and what it prints."""
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setattr("single_controller.__main__.connect", lambda address: None)
-        patch.setattr(ray, "shutdown", lambda: None)
-        main(["status", *arguments])
-    return exit.value.code, capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +49,7 @@ class TestStuckGroup:
     """One group, in this order; the last test kills a rank of it."""
 
     def test_status_of_a_healthy_group(self, stuck, monkeypatch, capsys):
-        code, out = status_here(monkeypatch, capsys, "stuck_", "--json")
+        code, out, _ = status_here(monkeypatch, capsys, "stuck_", "--json")
         found = json.loads(out)
         assert (code, found["ok"], found["problems"]) == (0, True, [])
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
@@ -167,7 +142,7 @@ class TestStuckGroup:
     def test_status_says_who_is_late(self, hung, tmp_path, monkeypatch, capsys):
         time.sleep(0.5)  # of the call, for the rank to be late
         run = str(write_run(tmp_path / "run", steps=3))
-        code, out = status_here(monkeypatch, capsys, "stuck_", "--late", "0.5", "--run", run)
+        code, out, _ = status_here(monkeypatch, capsys, "stuck_", "--late", "0.5", "--run", run)
         assert code == 1
         assert re.search(r"^  rank 2 of group stuck_Fragile is late: all_reduce\(\) for .*wait for it$", out, re.M)
         assert re.search(r"^run: ended: finished, step 2$", out, re.M)
