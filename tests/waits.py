@@ -95,6 +95,26 @@ def refuse_threads(patch: Any, refused: Callable[[str], bool] = lambda name: Tru
     patch.setattr(threading.Thread, "start", refuse)
 
 
+def in_fork(function: Callable[[], str], seconds: int = 20) -> str:
+    """Run a function in a fork of this process, and return its result, a text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # must not return into pytest, nor run the exit handlers of Ray
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it in native code, too
+            signal.alarm(seconds)
+            os.write(write, function().encode())
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as result:
+        text = result.read()
+    os.waitpid(child, 0)
+    return text
+
+
 def wait_gone(pids: Iterable[int | str], seconds: float = 15) -> None:
     """Wait until none of the processes runs."""
     pids = [int(pid) for pid in pids]

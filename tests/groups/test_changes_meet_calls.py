@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 from replace_workers import Lone, Member
-from waits import wait_gone, wait_until, within
+from waits import in_fork, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -393,14 +393,5 @@ def test_second_try_waits_for_the_constructors_of_the_first(pool, tmp_path):
 
 def test_close_in_a_fork_waits_for_no_lock(three):
     with three._registration._writing:
-        fork = os.fork()
-        if not fork:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)  # which ends it
-            try:
-                three.close()
-                os._exit(0)
-            finally:
-                os._exit(1)
-    assert os.waitpid(fork, 0)[1] == 0
+        assert in_fork(lambda: str(three.close()), 10) == "None"
     assert three.get() == [7] * 3

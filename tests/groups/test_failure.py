@@ -13,7 +13,7 @@ import pytest
 import ray
 from group_workers import TRACED, Counter, Fragile, Log
 from ray.util.placement_group import placement_group_table
-from waits import refuse_threads, stop, wait_collected, wait_gone, wait_until, within
+from waits import in_fork, refuse_threads, stop, wait_collected, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -415,26 +415,6 @@ class TestClose:
         with pytest.raises(GroupClosedError):
             group.restart()
         wait_until(lambda: not [n for n in ray.util.list_named_actors() if n.startswith("restarting_")])
-
-
-def in_fork(function, seconds=20):
-    """Run a function in a fork of this process, and return its result, a text."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:  # must not return into pytest, nor run the exit handlers of Ray
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it in native code, too
-            signal.alarm(seconds)
-            os.write(write, function().encode())
-        except BaseException as error:
-            os.write(write, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as result:
-        text = result.read()
-    os.waitpid(child, 0)
-    return text
 
 
 def errors_of(*calls):

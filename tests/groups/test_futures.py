@@ -24,8 +24,8 @@ import torch
 from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
 from ray.exceptions import RayError
 from tensordict import TensorDict
-from test_failure import errors_of, in_fork
-from waits import interrupt_first_start, wait_collected, within
+from test_failure import errors_of
+from waits import in_fork, interrupt_first_start, wait_collected, within
 
 from single_controller import (
     Broadcast,

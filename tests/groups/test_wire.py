@@ -12,8 +12,7 @@ import pytest
 import ray
 import torch
 from interrupted_waits import Interrupts
-from test_failure import in_fork
-from waits import wait_until, within
+from waits import in_fork, wait_until, within
 from wire_workers import Wired
 
 from single_controller import (

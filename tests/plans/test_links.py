@@ -20,7 +20,7 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waits import interrupt_first_start, refuse_threads, wait_until, within
+from waits import in_fork, interrupt_first_start, refuse_threads, wait_until, within
 
 from dispatch.errors import ResultError
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
@@ -297,10 +297,7 @@ class TestLostConnections:
             listening = StreamListener(host, print, "test")
             sock = opening._dialling
             assert isinstance(sock, socket.socket)
-            child = os.fork()
-            if child == 0:
-                os._exit(0 if sock.fileno() == listening._listener.fileno() == -1 else 1)
-            assert os.waitpid(child, 0)[1] == 0
+            assert in_fork(lambda: f"{sock.fileno()} {listening._listener.fileno()}") == "-1 -1"
             opening.close()
             listening.close()
 
@@ -319,10 +316,7 @@ class TestLostConnections:
         assert reached.wait(5)
         # Fork in this thread: Python clears the other threads' states in the child, and a process group of torch that
         # an earlier test has left in the main thread's state would wait there for its own threads.
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if sockets[0].fileno() == -1 else 1)
-        closed = os.waitpid(child, 0)[1] == 0
+        closed = in_fork(lambda: str(sockets[0].fileno())) == "-1"
         forked.set()
         assert one.opened.wait(5) and closed
         one.close()
@@ -670,10 +664,8 @@ class TestStreams:
     def test_fork_has_neither_end(self, streams):
         with connect(streams[0], time.monotonic() + 5):
             ends = [one for one in gc.get_objects() if type(one) is stream.Stream]
-            child = os.fork()
-            if child == 0:
-                os._exit(0 if all(one._sock.fileno() == -1 for one in ends) else 1)
-            assert os.waitpid(child, 0)[1] == 0 and sum(one._sock.fileno() >= 0 for one in ends) >= 2
+            assert in_fork(lambda: str({one._sock.fileno() for one in ends})) == "{-1}"
+            assert sum(one._sock.fileno() >= 0 for one in ends) >= 2
 
     def test_peer_that_does_not_read(self, streams):
         with socket.create_server(("127.0.0.1", 0)) as deaf:
