@@ -34,7 +34,7 @@ from plan_helpers import (
 )
 from tensordict import TensorDict, tensorclass
 
-from dispatch import Broadcast, batch, register_batch_type
+from dispatch import Broadcast, register_batch_type
 from dispatch.batch import cut, describe, imported, join, length, shard, share_rows, trim
 from dispatch.errors import BatchError
 from workers import SamplingParams, read_args
@@ -373,21 +373,6 @@ class TestDescribe:
     def test_shape_attribute_may_be_anything(self, shape):
         thing = type("Blob", (), {"shape": staticmethod(shape) if callable(shape) else shape})()
         assert "Blob" in describe(thing)
-
-
-def test_tensors_are_concatenated_by_the_given_function(monkeypatch):
-    given = []
-
-    def concatenate(tensors, dim=0):
-        given.append(len(tensors))
-        return torch.cat(tensors, dim)
-
-    monkeypatch.setattr(batch, "_concatenate", None)
-    monkeypatch.setattr(batch, "_concatenate_least", 0)
-    batch.concatenate_tensors_with(concatenate)
-    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
-    joined = join([{"a": torch.ones(2), "b": jagged, "c": TensorDict({"d": torch.ones(2)}, [2])}] * 3)
-    assert sorted(map(len, joined.values())) == [6, 6, 6] and given.count(3) >= 3
 
 
 def test_values_can_be_measured_before_torch_is_imported(monkeypatch):
