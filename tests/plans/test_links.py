@@ -117,6 +117,24 @@ def answered(replies, seconds=20):
     return all(reply.told.wait(max(0.0, end - time.monotonic())) for reply in replies)
 
 
+def heard(sock):
+    """What comes until the other end closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(4096):
+            data += part
+    return data
+
+
+def unanswered(rank, to_rank):
+    """A call that the rank has received and does not answer, and the session of its driver."""
+    rank.delay = 30
+    reply = call(to_rank, b"x")
+    wait_until(lambda: rank.ran)
+    (session,) = rank.listener._sessions.values()
+    return reply, session
+
+
 class TestHandshake:
     def test_both_sides_prove_that_they_know_the_key(self):
         key, of_rank, of_driver, session = b"k" * 32, new_nonce(), new_nonce(), new_nonce()
@@ -167,11 +185,9 @@ class TestHandshake:
     )
     def test_strangers_are_dropped_and_others_served(self, rank, to_rank, sent):
         with socket.create_connection(rank.listener.address[:2], 5) as sock:
-            sock.settimeout(5)
             with contextlib.suppress(ConnectionError):
                 sock.sendall(sent)
-                while sock.recv(4096):
-                    pass
+            heard(sock)
         assert rank.ran == []
         assert answered([call(to_rank, b"x")])
 
@@ -185,10 +201,7 @@ class TestHandshake:
             assert one.opened.wait(5)
             assert answered([call(one, b"x")])
             for sock in silent:
-                sock.settimeout(5)
-                with contextlib.suppress(ConnectionError):
-                    while sock.recv(4096):
-                        pass
+                heard(sock)
             one.close()
 
 
@@ -344,19 +357,13 @@ class TestLostConnections:
         assert answered(replies) and len(rank.ran) == 50
 
     def test_cancelling_while_there_is_none(self, rank, to_rank):
-        rank.delay = 30
-        waiting = call(to_rank, b"waiting")
-        wait_until(lambda: rank.ran)
+        waiting, session = unanswered(rank, to_rank)
         to_rank._connection._shut()
         assert to_rank.tell(Kind.CANCEL, waiting.number) and not to_rank.tell(Kind.CANCEL, 1 << 20)
-        (session,) = rank.listener._sessions.values()
         wait_until(lambda: session.cancelled == {waiting.number}, 5)
 
     def test_wanted_reply_is_kept_although_it_crosses_a_request_that_is_lost(self, rank, to_rank, monkeypatch):
-        rank.delay = 30
-        reply = call(to_rank, b"x")
-        wait_until(lambda: rank.ran)
-        (session,) = rank.listener._sessions.values()
+        reply, session = unanswered(rank, to_rank)
         with monkeypatch.context() as patch:
             patch.setattr(to_rank._connection, "send", lambda *frame: None)
             assert to_rank.tell(Kind.WANT, reply.number)
@@ -370,10 +377,7 @@ class TestLostConnections:
 
     @pytest.mark.parametrize("replied", [False, True])
     def test_wanted_reply(self, rank, to_rank, replied):
-        rank.delay = 30
-        reply = call(to_rank, b"x")
-        wait_until(lambda: rank.ran)
-        (session,) = rank.listener._sessions.values()
+        reply, session = unanswered(rank, to_rank)
         with to_rank.lock if replied else contextlib.nullcontext():  # the hub cannot take the reply meanwhile
             if replied:
                 session.reply(Kind.REPLY, reply.number, b"x")
@@ -416,12 +420,9 @@ class TestLostConnections:
         assert len(session.replies) <= link.ACK_REPLIES + 1
 
     def test_rank_keeps_no_replies_for_as_long_as_an_earlier_call_runs(self, rank, to_rank):
-        rank.delay = 30
-        long = call(to_rank, b"long")
-        wait_until(lambda: rank.ran)
+        long, session = unanswered(rank, to_rank)
         rank.delay = 0
         assert answered([call(to_rank, b"x" * 1000) for _ in range(100)]) and not long.told.is_set()
-        (session,) = rank.listener._sessions.values()
         wait_until(lambda: not session.replies, 5)
 
     def test_interrupted_call_leaves_no_number_open(self, rank, to_rank, monkeypatch):
@@ -586,13 +587,8 @@ class TestEncryption:
 
     def test_whoever_does_not_encrypt_gets_nowhere(self, rank):
         with socket.create_connection(rank.listener.address[:2], 5) as sock:
-            sock.settimeout(5)
             sock.sendall(connection.HEADER.pack(3, Kind.CALL, 1, 0) + b"now")
-            heard = b""
-            with contextlib.suppress(ConnectionError):
-                while data := sock.recv(4096):
-                    heard += data
-        assert len(heard) < 20 and rank.ran == []  # an alert of TLS, and no nonce
+            assert len(heard(sock)) < 20 and rank.ran == []  # an alert of TLS, and no nonce
 
 
 @pytest.fixture(params=["plain", "encrypted"])
@@ -685,11 +681,7 @@ class TestStreams:
         monkeypatch.setattr(stream, "IDLE_SECONDS", 0.3)
         with socket.create_connection(address[:2], 5) as sock:
             sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            heard = b""
-            with contextlib.suppress(ConnectionError):
-                while data := sock.recv(4096):
-                    heard += data
-        assert len(heard) < 20 and read == ends == []
+            assert len(heard(sock)) < 20 and read == ends == []
 
     def test_strangers_do_not_take_all_threads(self, streams, monkeypatch):
         monkeypatch.setattr(stream, "MAX_STRANGERS", 2)
