@@ -71,14 +71,6 @@ class Probe(Worker):
         return future.done()
 
     @register(Dispatch.ONE_TO_ALL)
-    def where(self):
-        return (self.rank, self.world_size, self.local_rank, self.local_world_size, self.device_ids)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def thread(self):
-        return threading.current_thread().name
-
-    @register(Dispatch.ONE_TO_ALL)
     async def thread_async(self):
         await asyncio.sleep(0)
         return threading.current_thread().name
@@ -86,10 +78,6 @@ class Probe(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def address(self):
         return (self.master_addr, self.master_port)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def environment(self):
-        return [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
 
     @register(Dispatch.ONE_TO_ALL)
     def meet(self):
@@ -466,15 +454,19 @@ def test_hanging_method_does_not_keep_the_process_alive(closes):
 
 
 def test_worker_knows_its_rank_without_environment_variables(make):
-    group = make(world_size=3)
-    assert group.where() == [(rank, 3, rank, 3, ()) for rank in range(3)]
-    assert group.environment() == [[name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]] * 3
+    def place(worker):
+        return (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size, worker.device_ids)
+
+    group, names = make(Counter, world_size=3), ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    assert group.execute_with_func_generator(place) == [(rank, 3, rank, 3, ()) for rank in range(3)]
+    assert group.environment(*names) == [{name: os.environ.get(name) for name in names}] * 3
 
 
 def test_ranks_run_in_the_callers_thread_or_their_own(make, threads):
     group = make(world_size=2)
     here = threading.current_thread().name
-    assert group.thread() == (["local-rank-0", "local-rank-1"] if threads else [here] * 2)
+    names = group.execute_with_func_generator(lambda worker: threading.current_thread().name)
+    assert names == (["local-rank-0", "local-rank-1"] if threads else [here] * 2)
     assert group.thread_async() == ["worker-loop"] * 2
 
 
