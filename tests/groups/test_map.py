@@ -12,6 +12,7 @@ from group_workers import Counter as Adder
 from map_workers import Scorer
 
 from single_controller import (
+    ClassWithInitArgs,
     GroupClosedError,
     LocalWorkerGroup,
     RayClassWithInitArgs,
@@ -213,7 +214,7 @@ def test_calls_of_living_ranks_go_on_after_a_death(tmp_path):
     """What `map` relies on: only calls that wait for the dead rank end."""
     (tmp_path / "in-process").touch()
     (tmp_path / "poison-3").touch()
-    with LocalWorkerGroup(2, _made(tmp_path), threads=True, collectives=False) as group:
+    with LocalWorkerGroup(2, ClassWithInitArgs(Scorer, tmp_path), threads=True, collectives=False) as group:
         spec, options = group.slow._spec, group.slow._options
         plan = group._plan(spec, (0.6,), {}, options)
         killing = group.score.remote([1, 3])
@@ -222,12 +223,6 @@ def test_calls_of_living_ranks_go_on_after_a_death(tmp_path):
             with pytest.raises(WorkerDiedError):
                 future()
         assert group.broken and not lives.settled and lives.value() == [0.6]
-
-
-def _made(folder):
-    from single_controller import ClassWithInitArgs
-
-    return ClassWithInitArgs(Scorer, folder)
 
 
 def test_death_in_the_group_that_makes_the_batches_is_raised(unharmed):

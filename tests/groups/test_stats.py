@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
-from group_workers import Counter
+from group_workers import Counter, Grid, Log
 
 from dispatch.plan import CallPlan
 from dispatch.register import registered_methods
@@ -27,8 +27,6 @@ overlapping = pytest.mark.transports("ray", "local-threads")
 
 @pytest.fixture
 def log(make_group):
-    from group_workers import Log
-
     return make_group(Log)
 
 
@@ -72,7 +70,6 @@ def test_bytes_and_seconds_of_a_call(recorded):
 
 
 def test_only_ranks_that_collect_return_bytes(make_group):
-    from group_workers import Grid
 
     group = make_group(Grid, axes={"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]})
     batch = torch.ones(8, 1000)
@@ -127,8 +124,6 @@ def test_rejected_call_is_not_counted(log):
 @pytest.mark.ray_when_full
 def test_trace_has_a_row_per_rank_and_shows_overlapping_groups(make_group, tmp_path):
     """While the second group works on step n, the first is at step n + 1."""
-    from group_workers import Log
-
     first, second = make_group(Log), make_group(Log)
     first.record_ranks(), second.record_ranks()
     futures = []
