@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
-from host_driver import Driver
+from host_driver import Driver, Outcome
 from host_network import Network
 
 IMPORTS = "import ray, group_workers, single_controller"
@@ -47,6 +49,15 @@ class Cluster:
     def host(self, name: str):
         """The host of that name."""
         return next(host for host in self.network.hosts if host.name == name)
+
+    def meanwhile(
+        self, code: str, fault: Callable[..., object], *args: object, after: float = 1.0, seconds: float = 60
+    ) -> Outcome:
+        """Have the driver run code, and call ``fault`` after a while. Returns the outcome of the code."""
+        self.driver.tell(code)
+        time.sleep(after)
+        fault(*args)
+        return self.driver.hear(seconds)
 
 
 @contextmanager

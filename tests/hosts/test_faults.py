@@ -38,12 +38,11 @@ def group(healthy):
     healthy.driver.do("group.close(); group.resource_pool.close()")
 
 
-def interrupt(network, name, after=1.0):
+def outage(made, name):
     """Cut a host off for a while."""
-    time.sleep(after)
-    network.cut(name)
+    made.network.cut(name)
     time.sleep(OUTAGE)
-    network.heal(name)
+    made.network.heal(name)
 
 
 def connected(driver):
@@ -60,16 +59,15 @@ def show(fault, outcome):
 
 
 def test_outage_while_idle(healthy, group):
-    interrupt(healthy.network, "h2")
+    time.sleep(1)
+    outage(healthy, "h2")
     outcome = healthy.driver.outcome("group.ping()")
     show("cut for 5 s while idle", outcome)
     assert outcome.value == [0, 1, 2], outcome.trace
 
 
 def test_outage_during_a_call(healthy, group):
-    healthy.driver.tell("group.count(seconds=3.0)")
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.hear()
+    outcome = healthy.meanwhile("group.count(seconds=3.0)", outage, healthy, "h2")
     show("cut for 5 s in a call", outcome)
     assert outcome.value == [1, 1, 1], outcome.trace
     assert healthy.driver.do("group.count()") == [2, 2, 2]
@@ -78,8 +76,7 @@ def test_outage_during_a_call(healthy, group):
 
 def test_outage_while_threads_call(healthy, group):
     """Many calls are in flight, and begin, while the link is cut. Each runs once, in the order of its thread."""
-    healthy.driver.tell(
-        """
+    code = """
         from concurrent.futures import ThreadPoolExecutor
         end = time.time() + 9
         def run(_):
@@ -92,9 +89,7 @@ def test_outage_while_threads_call(healthy, group):
         counts = sorted(tuple(found) for of in each for found in of)
         [len(counts), counts == [(k, k, k) for k in range(1, len(counts) + 1)], all(of == sorted(of) for of in each)]
         """
-    )
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.hear()
+    outcome = healthy.meanwhile(code, outage, healthy, "h2")
     show("cut for 5 s while 4 threads call", outcome)
     assert outcome.error is None, outcome.trace
     count, once, in_order = outcome.value
@@ -102,9 +97,7 @@ def test_outage_while_threads_call(healthy, group):
 
 
 def test_outage_during_a_collective(healthy, group):
-    healthy.driver.tell("group.reduce_for(4.0)")
-    interrupt(healthy.network, "h2")
-    outcome = healthy.driver.hear()
+    outcome = healthy.meanwhile("group.reduce_for(4.0)", outage, healthy, "h2")
     show("cut for 5 s in a collective", outcome)
     assert outcome.value == [True] * 3, outcome.trace
 
@@ -125,10 +118,7 @@ def test_reset_connections_during_a_collective(healthy, group):
 
 
 def test_killed_rank(healthy, group):
-    healthy.driver.tell("group.all_reduce(1, absent=0)")
-    time.sleep(1)
-    healthy.host("h2").kill(having="ray::OnHost")
-    outcome = healthy.driver.hear()
+    outcome = healthy.meanwhile("group.all_reduce(1, absent=0)", healthy.host("h2").kill, "ray::OnHost")
     show("a rank killed", outcome)
     assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
     assert outcome.seconds < 5 and "host is gone" not in outcome.text
@@ -138,10 +128,7 @@ def test_killed_rank(healthy, group):
 def test_killed_host(doomed):
     """All of its processes end at once: its connections are closed, and Ray's own word comes later."""
     doomed.driver.do("group = on(3, OnHost); group.join(timeout=60)")
-    doomed.driver.tell("group.all_reduce(1, absent=0)")
-    time.sleep(1)
-    doomed.host("h3").kill()
-    outcome = doomed.driver.hear()
+    outcome = doomed.meanwhile("group.all_reduce(1, absent=0)", doomed.host("h3").kill)
     show("all processes of a host killed", outcome)
     assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [2]), outcome.trace
     assert "its host is gone" in outcome.text and "10.77.0.3" in outcome.text
@@ -152,10 +139,7 @@ def lose_power(made, method, seconds, checks=""):
     """Cut off the host of rank 1 in a call, which must tell the death within some seconds. Returns the host's name."""
     made.driver.do("group = on(2, OnHost); group.join(timeout=60)")
     _, there = made.driver.do("hosts_of(group)")
-    made.driver.tell(f"group.{method}")
-    time.sleep(1)
-    made.network.cut(there)
-    outcome = made.driver.hear()
+    outcome = made.meanwhile(f"group.{method}", made.network.cut, there)
     show(f"power loss in {method.partition('(')[0]}{checks}", outcome)
     assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
     assert "its host is gone" in outcome.text and outcome.seconds < 1 + seconds, outcome.seconds
@@ -183,10 +167,7 @@ def test_rank_of_a_lost_host_is_replaced_on_another_host(doomed, standby):
     do = doomed.driver.do
     do(f"from replace_workers import Member; group = on(2 + {standby}, Member, standby={standby})")
     (first, second), hosts = do("group.me()"), do("hosts_of(group)")
-    doomed.driver.tell("group.total(asleep=[1])")
-    time.sleep(1)
-    doomed.network.cut(hosts[1])
-    died = doomed.driver.hear()
+    died = doomed.meanwhile("group.total(asleep=[1])", doomed.network.cut, hosts[1])
     assert (died.error, died.facts.get("ranks")) == ("WorkerDiedError", [1]), died.trace
     replaced = doomed.driver.outcome("group.replace()", 120)
     show(f"its rank replaced, {standby or 'no'} standby", replaced)
@@ -204,10 +185,7 @@ def test_group_goes_on_without_a_lost_host_and_takes_it_back(doomed):
     do = doomed.driver.do
     do("from replace_workers import Member; group = on(3, Member, on_death='shrink')")
     before, hosts = do("group.me()"), do("hosts_of(group)")
-    doomed.driver.tell("group.total(asleep=[2])")
-    time.sleep(1)
-    doomed.network.cut(hosts[2])
-    died = doomed.driver.hear()
+    died = doomed.meanwhile("group.total(asleep=[2])", doomed.network.cut, hosts[2])
     assert (died.error, died.facts.get("ranks")) == ("WorkerDiedError", [2]), died.trace
     outcome = doomed.driver.outcome("group.total()", 60)
     show("fewer ranks", outcome)
@@ -250,10 +228,7 @@ def test_death_wins_over_its_echo_on_a_healthy_rank(doomed):
     """The healthy rank's collective gives up 10 s before Ray knows that the other rank's host is gone."""
     doomed.driver.do("group = on(2, OnHost); group.join(timeout=2)")
     there = doomed.driver.do("hosts_of(group)")[1]
-    doomed.driver.tell("group.all_reduce(1, absent=1)")
-    time.sleep(0.5)
-    doomed.network.cut(there)
-    outcome = doomed.driver.hear()
+    outcome = doomed.meanwhile("group.all_reduce(1, absent=1)", doomed.network.cut, there, after=0.5)
     show("power loss; a healthy rank gives up first", outcome)
     assert (outcome.error, outcome.facts.get("ranks")) == ("WorkerDiedError", [1]), outcome.trace
     assert "its host is gone" in outcome.text and outcome.seconds < 1 + doomed.window + 2
@@ -336,9 +311,8 @@ def test_weight_sync_with_an_outage(healthy, transport):
         """),
         120,
     )
-    healthy.driver.tell("[train.update(version) for version in range(2, 42)]; rollout.current_weight_version()")
-    interrupt(healthy.network, "h3", after=0.3)
-    outcome = healthy.driver.hear(120)
+    code = "[train.update(version) for version in range(2, 42)]; rollout.current_weight_version()"
+    outcome = healthy.meanwhile(code, outage, healthy, "h3", after=0.3, seconds=120)
     show(f"weight sync by {transport}, cut for 5 s", outcome)
     assert outcome.value == [41] * 3, outcome.trace
     healthy.driver.do("wanted = sync_workers.model(seed=41)")

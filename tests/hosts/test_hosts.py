@@ -30,10 +30,7 @@ def test_reset_connection_between_calls_loses_nothing(two_hosts):
 def test_reset_connection_during_a_call_loses_nothing(two_hosts):
     driver, network = two_hosts.driver, two_hosts.network
     before = driver.do("group.count()")[0]
-    driver.tell("group.count(seconds=1.0)")
-    time.sleep(0.5)
-    network.reset("h1", "h2")
-    counted = driver.hear(20)
+    counted = two_hosts.meanwhile("group.count(seconds=1.0)", network.reset, "h1", "h2", after=0.5, seconds=20)
     assert counted.value == [before + 1] * 2, counted.trace
     assert driver.do("group.count()") == [before + 2] * 2
     assert driver.do("group.broken, group.alive()") == [None, [True, True]]
