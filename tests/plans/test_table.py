@@ -108,21 +108,10 @@ class TestRows:
         made = plan_call(declare("DP_COMPUTE_METRIC", uneven="pad"), FLAT, ([0],), {})
         assert simulate(made, lambda rank, x: (rank, x)) == [(rank, [0]) for rank in range(4)]
 
-    def test_megatron_compute_proto(self):
-        made = plan("MEGATRON_COMPUTE_PROTO", MEGATRON, [0, 1, 2, 3])
-        assert list(received(made).values()) == [[0, 1], [0, 1], [2, 3], [2, 3]] * 2
-        assert made.collecting == (4, 6)
-        assert simulate(made, lambda rank, x: [(rank, row) for row in x]) == [(4, 0), (4, 1), (6, 2), (6, 3)]
-
     def test_megatron_compute_metric_returns_one_result_per_dp_rank(self):
         made = plan_call(declare("MEGATRON_COMPUTE_METRIC", uneven="pad"), MEGATRON, ([0, 1, 2],), {})
         assert list(received(made).values()) == [[0, 1], [0, 1], [2, 0], [2, 0]] * 2
         assert simulate(made, lambda rank, x: (rank, x)) == [(4, [0, 1]), (6, [2, 0])]
-
-    def test_megatron_pp_as_dp_proto(self):
-        made = plan("MEGATRON_PP_AS_DP_PROTO", MEGATRON, [0, 1, 2, 3])
-        assert list(received(made).values()) == [[0], [0], [2], [2], [1], [1], [3], [3]]
-        assert simulate(made, lambda rank, x: [(rank, row) for row in x]) == [(0, 0), (4, 1), (2, 2), (6, 3)]
 
     @pytest.mark.parametrize("mode", ["DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC", "MEGATRON_COMPUTE_PROTO"])
     def test_without_batches_every_rank_gets_the_other_arguments(self, mode):

@@ -168,9 +168,3 @@ def test_object_with_an_invalid_shape_attribute_is_a_dispatch_error():
     blob = type("Blob", (), {"shape": 7})()
     with pytest.raises(DispatchError, match=r"work\(\).*'x'.*Blob"):
         plan_of("DP_COMPUTE_PROTO", plain_layout(2), blob)
-
-
-@pytest.mark.parametrize("uneven", ["pad", "ragged"])
-def test_result_may_have_several_rows_per_input_row(uneven):
-    made = plan_of("DP_COMPUTE_PROTO", plain_layout(3), [1, 2, 3, 4], uneven=uneven)
-    assert simulate(made, lambda rank, x: [v for v in x for _ in "ab"]) == [1, 1, 2, 2, 3, 3, 4, 4]
