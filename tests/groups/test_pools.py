@@ -52,6 +52,12 @@ def wait_free(expected):
     wait_until(lambda: free_crates() == expected, 10, f"{expected} free crates")
 
 
+@pytest.fixture
+def crates(ray_cluster):
+    """Waits for all crates, of which an earlier test's pools may still have some."""
+    wait_free(CRATES)
+
+
 def test_local_ranks_follow_the_entries(ray_cluster):
     with RayResourcePool([2, 1], use_gpu=False) as pool, RayWorkerGroup(pool, counter()) as group:
         places = group.place()
@@ -67,8 +73,7 @@ def test_local_ranks_follow_the_entries(ray_cluster):
         }
 
 
-def test_merged_pools(ray_cluster):
-    wait_free(CRATES)
+def test_merged_pools(crates):
     with (
         RayResourcePool([2], use_gpu=False, resources=CRATE) as first,
         RayResourcePool([1, 1], use_gpu=False, resources=CRATE) as second,
@@ -97,8 +102,7 @@ def test_two_pools_and_two_groups_with_one_prefix(ray_cluster):
         assert all(name.startswith("same_Counter_") for name in one.worker_names)
 
 
-def test_closing_a_pool_frees_its_slots_and_closes_its_groups(ray_cluster):
-    wait_free(CRATES)
+def test_closing_a_pool_frees_its_slots_and_closes_its_groups(crates):
     pool = RayResourcePool([1, 1], use_gpu=False, resources=CRATE)
     assert free_crates() == CRATES  # nothing is reserved before it is needed
     group = RayWorkerGroup(pool, counter())
@@ -112,8 +116,7 @@ def test_closing_a_pool_frees_its_slots_and_closes_its_groups(ray_cluster):
     wait_free(CRATES)
 
 
-def test_dropped_pool_frees_its_slots(ray_cluster):
-    wait_free(CRATES)
+def test_dropped_pool_frees_its_slots(crates):
     for _ in range(20 if depth.full else 5):  # Ray can leak a placement group that is removed while being reserved
         pool = RayResourcePool([2], use_gpu=False, resources=CRATE)
         pool.place()
@@ -178,9 +181,8 @@ def test_impossible_placement_is_rejected_at_once(ray_cluster, pool, missing):
     assert "node" in str(caught.value) and "free/total" in str(caught.value)
 
 
-def test_busy_resources_are_awaited_until_they_are_free_or_the_timeout(ray_cluster, caplog, monkeypatch):
+def test_busy_resources_are_awaited_until_they_are_free_or_the_timeout(crates, caplog, monkeypatch):
     monkeypatch.setattr("single_controller.ray.placement.reservation.SAY_SECONDS", 0.2)
-    wait_free(CRATES)
     all_of_it = RayResourcePool([4], use_gpu=False, resources={"crate": 2})
     all_of_it.place()
     wait_free(0)
@@ -266,11 +268,10 @@ def test_update_options(pair):
         made.update_options({"num_cpu": 1})
 
 
-def test_resources_of_options_are_added_to_the_additional_resource(ray_cluster):
+def test_resources_of_options_are_added_to_the_additional_resource(crates):
     made, head = counter(), {"node:__internal_head__": 0.001}
     made.update_options({"resources": head})
     made.set_additional_resource({"crate": 1})
-    wait_free(CRATES)
     with (
         RayResourcePool([1], use_gpu=False, resources={"crate": 1, **head}) as pool,
         RayWorkerGroup(pool, made) as group,
@@ -290,8 +291,7 @@ def test_merge_keeps_the_accelerator_type(ray_cluster):
 class TestPlan:
     """Plans of real pools, compared with where Ray places them."""
 
-    def test_plan_starts_nothing_and_matches_the_placement(self, ray_cluster):
-        wait_free(CRATES)
+    def test_plan_starts_nothing_and_matches_the_placement(self, crates):
         with RayResourcePool([2, 1], use_gpu=False, resources=CRATE) as pool:
             before = pool.plan()
             assert before.state == "fits" and [r.entry for r in before.ranks] == [0, 0, 1]
@@ -311,8 +311,7 @@ class TestPlan:
         with pytest.raises(GroupClosedError):
             pool.plan()
 
-    def test_two_pools_that_only_fit_alone(self, ray_cluster):
-        wait_free(CRATES)
+    def test_two_pools_that_only_fit_alone(self, crates):
         first, second = (RayResourcePool([6], use_gpu=False, resources=CRATE) for _ in range(2))
         merged = merge_resource_pool(first, second)
         assert (first.plan().state, second.plan().state, merged.plan().state) == ("fits", "fits", "impossible")
@@ -392,8 +391,7 @@ class TestSlices:
     def test_iterating_yields_every_slot(self, six):
         assert [part.world_size for part in six] == [1] * 6
 
-    def test_slice_reserves_the_whole_pool_and_frees_nothing(self, ray_cluster):
-        wait_free(CRATES)
+    def test_slice_reserves_the_whole_pool_and_frees_nothing(self, crates):
         with RayResourcePool([2, 2], use_gpu=False, resources=CRATE) as pool:
             first, second = split_resource_pool(pool, 2)
             assert free_crates() == CRATES
@@ -432,8 +430,7 @@ class TestSlices:
             with RayWorkerGroup(pool[1:3], counter()) as group:
                 assert group.add(0) == [0, 1]
 
-    def test_waiting_slice_ends_with_its_pool(self, ray_cluster):
-        wait_free(CRATES)
+    def test_waiting_slice_ends_with_its_pool(self, crates):
         with RayResourcePool([4], use_gpu=False, resources={"crate": 2}) as all_of_it:
             all_of_it.place()
             wait_free(0)
@@ -629,7 +626,7 @@ def test_workers_share_the_cpus_and_memory_of_their_slot(ray_cluster):
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_ctrl_c_between_two_placement_groups_leaves_none(ray_cluster, monkeypatch, detached):
+def test_ctrl_c_between_two_placement_groups_leaves_none(crates, monkeypatch, detached):
     made = []
 
     def interrupted(*args, **kwargs):
@@ -639,7 +636,6 @@ def test_ctrl_c_between_two_placement_groups_leaves_none(ray_cluster, monkeypatc
             raise KeyboardInterrupt  # the group exists, but the caller never got it
         return group
 
-    wait_free(CRATES)
     monkeypatch.setattr(placement_module, "placement_group", interrupted)
     pool = RayResourcePool([1, 1, 1], use_gpu=False, resources=CRATE, detached=detached)
     with pytest.raises(KeyboardInterrupt):
