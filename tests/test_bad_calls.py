@@ -221,19 +221,6 @@ class Stage:
                 thing.close()
 
 
-@pytest.fixture(scope="module")
-def stage(ray_cluster):
-    stage = Stage()
-    yield stage
-    stage.close()
-
-
-@pytest.fixture
-def row_stage(stage):
-    yield stage
-    stage.leave_row()
-
-
 # fmt: off
 # (Each row of the table is a paragraph in columns; the formatter would put each argument on its own line.)
 
@@ -877,58 +864,43 @@ DEPENDS_ON_RAY = re.compile(
 """Rows whose outcome depends on Ray and that no other test covers: the end of a process, what is pickled, references.
 They run on Ray in `make test`; in `make test-all` all rows do."""
 
-also_on_ray = pytest.mark.full("bad calls on Ray that do not depend on Ray or that another test covers")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row, id=row.id, marks=() if NO_GROUP.match(row.id) or DEPENDS_ON_RAY.match(row.id) else also_on_ray
-        )
-        for row in TABLE
-    ],
-)
-def test_bad_call(row, row_stage):
-    check_row(row, row_stage)
-
-
 WITH_THREADS_ALONE = re.compile("raise-keyboard|closed-under-a-call|constructor-too-slow")
 """Rows whose ranks or calls run at the same time; and Ctrl-C, which is the driver's where it runs the ranks."""
 
-HERE = [row for row in TABLE if not NO_GROUP.match(row.id) and not ONLY_ON_RAY.match(row.id)]
-
+also_on_ray = pytest.mark.full("bad calls on Ray that do not depend on Ray or that another test covers")
 also_with_threads = pytest.mark.full("bad calls that reach no rank, with ranks in threads too")
 
 
+def cases():
+    """All rows on Ray; then those that need no Ray, with the same messages, from the transport without processes: first
+    with ranks that run in turn, then with ranks in threads."""
+    for row in TABLE:
+        there = NO_GROUP.match(row.id) or DEPENDS_ON_RAY.match(row.id)
+        yield pytest.param(None, row, id=row.id, marks=() if there else also_on_ray)
+    here = [row for row in TABLE if not NO_GROUP.match(row.id) and not ONLY_ON_RAY.match(row.id)]
+    for row in here:
+        if not WITH_THREADS_ALONE.match(row.id):
+            yield pytest.param(False, row, id=f"in-turn-{row.id}")
+    for row in here:
+        marks = also_with_threads if row.then is Then.KIT_SAW_NOTHING else ()
+        yield pytest.param(True, row, id=f"threads-{row.id}", marks=marks)
+
+
 @pytest.fixture(scope="module")
-def stage_here(request):
+def stage(request):
+    if request.param is None:
+        request.getfixturevalue("ray_cluster")
     stage = Stage(threads=request.param)
     yield stage
     stage.close()
 
 
-@pytest.mark.parametrize(
-    ("stage_here", "row"),
-    [
-        pytest.param(
-            threads,
-            row,
-            id=f"{'threads' if threads else 'in-turn'}-{row.id}",
-            marks=also_with_threads if threads and row.then is Then.KIT_SAW_NOTHING else (),
-        )
-        for threads in (False, True)
-        for row in HERE
-        if threads or not WITH_THREADS_ALONE.match(row.id)
-    ],
-    indirect=["stage_here"],
-)
-def test_bad_call_in_this_process(stage_here, row):
-    """The same errors, with the same messages, from the transport without processes."""
+@pytest.mark.parametrize(("stage", "row"), cases(), indirect=["stage"])
+def test_bad_call(stage, row):
     try:
-        check_row(row, stage_here)
+        check_row(row, stage)
     finally:
-        stage_here.leave_row()
+        stage.leave_row()
 
 
 def check_row(row, stage):
