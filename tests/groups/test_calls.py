@@ -113,6 +113,10 @@ def test_remote_method_has_the_workers_signature_and_docstring(counters):
     assert counters.methods.first(1) == (0, 1)
 
 
+def rows_and_rank(worker, batch, scale=1):
+    return batch * scale + worker.rank
+
+
 class TestExecute:
     def test_all_sync(self, counters):
         assert counters.execute_all_sync("plain", 1) == [START + 1 + r for r in range(4)]
@@ -140,6 +144,22 @@ class TestExecute:
     def test_direct_handles(self, counters):
         assert ray.get([w.plain.remote(1) for w in counters.workers]) == [START + 1 + r for r in range(4)]
         assert ray.get(counters.workers[2].add.remote(0)) == START + 2
+
+    def test_functions_run_on_every_rank_with_its_worker(self, counters):
+        assert counters.execute_with_func_generator(lambda worker: (worker.rank, worker.value)) == [
+            (rank, START + rank) for rank in range(4)
+        ]
+        assert counters.execute_with_func_generator(lambda worker, x, y=0: x + y, 1, y=2) == [3] * 4
+
+    def test_function_gets_a_shard_and_results_are_joined(self, counters):
+        batch, expected = torch.arange(8), [10 * row + row // 2 for row in range(8)]
+        assert counters.execute_with_func_generator(rows_and_rank, batch, scale=10).tolist() == expected
+        future = counters.execute_with_func_generator.remote(rows_and_rank, batch, scale=10)
+        assert counters.double(future).tolist() == [2 * value for value in expected]
+
+    def test_function_on_rank_zero_gets_the_arguments_unchanged(self, counters):
+        assert counters.execute_func_rank_zero(sorted, [3, 1, 2], reverse=True) == [3, 2, 1]
+        assert counters.execute_func_rank_zero(lambda: "no argument") == "no argument"
 
 
 class TestOrder:
