@@ -112,6 +112,12 @@ def fragile(transport):
         yield group
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder for the files that the workers of a test file obey and write."""
+    return tmp_path_factory.mktemp("workers")
+
+
 @pytest.fixture
 def make_group(transport):
     """Creates groups of four that are closed after the test."""

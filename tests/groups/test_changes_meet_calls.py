@@ -139,8 +139,8 @@ class Slow(Lone):
 
 
 @pytest.fixture(scope="module")
-def fail(tmp_path_factory):
-    return tmp_path_factory.mktemp("loaded") / "fail"
+def fail(folder):
+    return folder / "fail"
 
 
 @pytest.fixture(scope="module")

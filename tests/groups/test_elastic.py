@@ -33,11 +33,6 @@ from single_controller.wire.link import Answer
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("members")
-
-
-@pytest.fixture(scope="module")
 def members(pool, folder):
     with RayWorkerGroup(pool, RayClassWithInitArgs(Member, str(folder)), on_death="shrink") as group:
         group.configure("first")

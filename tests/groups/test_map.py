@@ -38,16 +38,11 @@ def scorers(make_group, tmp_path, transport):
 
 
 @pytest.fixture(scope="module")
-def module_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("scorers")
-
-
-@pytest.fixture(scope="module")
-def unharmed(transport, module_folder):
-    """Groups without and with collectives, which obey files in ``module_folder``. No test ends their processes."""
+def unharmed(transport, folder):
+    """Groups without and with collectives, which obey files in ``folder``. No test ends their processes."""
     with (
-        transport.make(Scorer, module_folder, group_options={"collectives": False}) as apart,
-        transport.make(Scorer, module_folder) as together,
+        transport.make(Scorer, folder, group_options={"collectives": False}) as apart,
+        transport.make(Scorer, folder) as together,
     ):
         yield apart, together
 
@@ -62,9 +57,9 @@ def tens(batches):
     return [[10 * row for row in batch] for batch in batches]
 
 
-def test_results_order_and_back_pressure(unharmed, module_folder):
+def test_results_order_and_back_pressure(unharmed, folder):
     group = unharmed[True]
-    (module_folder / "run").unlink(missing_ok=True)
+    (folder / "run").unlink(missing_ok=True)
     taken = []
 
     def source():
@@ -74,11 +69,11 @@ def test_results_order_and_back_pressure(unharmed, module_folder):
 
     done = []
     mapped = group.map(group.score, source(), in_flight=3, progress=done.append)
-    assert taken == [] and not rows_run(module_folder), "nothing is sent before the first result is wanted"
+    assert taken == [] and not rows_run(folder), "nothing is sent before the first result is wanted"
     for number, result in enumerate(mapped):
         assert result == [10 * row for row in range(10 * number, 10 * number + 7)]
         assert len(taken) <= number + 3 and done == list(range(1, number + 2))
-    assert taken == list(range(6)) and set(rows_run(module_folder).values()) == {1}
+    assert taken == list(range(6)) and set(rows_run(folder).values()) == {1}
     assert list(group.map("score", [])) == []
 
 
@@ -163,9 +158,9 @@ def test_batch_that_kills_its_rank_each_time(transport, scorers, tmp_path):
     assert results == tens(batches)[:1], "what had returned was lost"
 
 
-def test_error_of_the_method_ends_it(unharmed, module_folder):
+def test_error_of_the_method_ends_it(unharmed, folder):
     apart, _ = unharmed
-    (module_folder / "raise-9").touch()
+    (folder / "raise-9").touch()
     mapped = apart.map("score", [[1], [9], [2]], retries=3)
     assert next(mapped) == [10]
     with pytest.raises(WorkerError, match="row 9"):

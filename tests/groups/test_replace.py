@@ -39,11 +39,6 @@ def wide(pool):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("members")
-
-
-@pytest.fixture(scope="module")
 def members(wide, folder):
     """Four ranks with process groups, and a standby."""
     hold = {"HOLD_STANDBY": str(folder / "hold")}
