@@ -144,16 +144,6 @@ class TestDeaths:
 
         assert min(seconds_until_refused() for _ in range(3)) < 0.1  # the other processes of the tests take time, too
 
-    def test_death_is_noticed_during_a_call_nobody_waits_for(self, make_group):
-        group = make_group(Fragile)
-        pids = group.pid()
-        future = group.sleep.remote(60)
-        time.sleep(0.3)
-        os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: group.broken is not None, 5)
-        with within(0.5), pytest.raises(WorkerDiedError, match="rank 0"):
-            future.result()
-
     def test_death_fails_every_running_call(self, make_group):
         group = make_group(Fragile)
         pids = group.pid()

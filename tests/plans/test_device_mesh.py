@@ -58,10 +58,6 @@ def test_ranks_in_nonsequential_order():
     assert mesh.routing.collecting == (3, 0)
 
 
-def test_only_axis_of_an_unnamed_mesh_is_a_data_axis():
-    assert mesh_of(ranks_in((4,)), None, "dp").routing.collecting == (0, 1, 2, 3)
-
-
 class TestErrors:
     def test_unknown_axis(self):
         with pytest.raises(ValueError, match=r"data_axes='data'.*axes dp, tp"):

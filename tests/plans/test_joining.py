@@ -65,15 +65,6 @@ def test_each_consumer_fetches_the_results_that_overlap_its_rows(lengths, consum
         assert fetched == set(owner[mine].tolist()) if len(mine) else len(fetched) == 1
 
 
-@pytest.mark.parametrize(
-    ("producers", "consumers", "each"),
-    [(4, 4, [1, 1, 1, 1]), (4, 2, [2, 2]), (2, 4, [1, 1, 1, 1]), (3, 5, [1, 2, 1, 2, 1])],
-)
-def test_number_of_results_each_consumer_fetches(producers, consumers, each):
-    tensors = list(torch.arange(60).reshape(60, 1).chunk(producers))
-    assert [len(fetched) for _, fetched in fetch(tensors, consumers)] == each
-
-
 def test_fetched_values_belong_to_the_consumer():
     tensors = [torch.zeros(4), torch.zeros(4)]
     for value, _ in fetch(tensors, 2):

@@ -38,11 +38,6 @@ class TestAxes:
         reported[1] = 7
         assert layout.size("dp") == 2
 
-    def test_prints_one_line_per_rank(self):
-        lines = str(Layout({"dp": [0, 11], "tp": [0, 0]})).splitlines()
-        assert [line.split() for line in lines] == [["rank", "dp", "tp"], ["0", "0", "0"], ["1", "11", "0"]]
-        assert len({len(line) for line in lines}) == 1
-
     def test_pickles(self):
         layout = Layout({"dp": [0, 1]}, {"m": Mesh("m", (0, 1), (True, True))})
         layout.by_dp  # noqa: B018 - the cached routing must not prevent pickling

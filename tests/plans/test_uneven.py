@@ -162,9 +162,3 @@ def test_wrong_number_of_chunks_is_a_dispatch_error(chunks):
 
     with pytest.raises(DispatchError, match=r"work\(\).*'x'.*Liar"):
         plan_of("DP_COMPUTE_PROTO", plain_layout(2), Liar([1, 2, 3, 4]))
-
-
-def test_object_with_an_invalid_shape_attribute_is_a_dispatch_error():
-    blob = type("Blob", (), {"shape": 7})()
-    with pytest.raises(DispatchError, match=r"work\(\).*'x'.*Blob"):
-        plan_of("DP_COMPUTE_PROTO", plain_layout(2), blob)
