@@ -232,14 +232,6 @@ def test_future_is_sent_whole_where_arguments_are(counters, smaller):
     assert nothing.result() is None and seen == [None] * 2
 
 
-def test_two_futures_and_a_batch_in_one_call(smaller):
-    a = smaller[3].double.remote(torch.arange(6), 1)
-    b = smaller[2].double.remote(torch.arange(6), 10)
-    out = smaller[3].apply(lambda worker, rows: rows, a)
-    assert torch.equal(out, torch.arange(6))
-    assert torch.equal(smaller[2].double(a) + smaller[2].double(b), torch.arange(6) * 22)
-
-
 @pytest.mark.ray_when_full
 def test_group_with_tp_between_two_groups(make_group, counters):
     grid = make_group(Grid, {"dp": [0, 0, 1, 1], "tp": [0, 1, 0, 1]})

@@ -36,15 +36,6 @@ def custom(dispatch_fn, *args, collect_fn=collect_all_to_all, group=GROUP, **kwa
 
 
 class TestCustomModes:
-    def test_lists_of_world_size_are_split_and_all_ranks_collect(self):
-        def repeat(group, x, y):
-            copies = group.world_size // len(x)
-            return (x * copies,), {"y": y * copies}
-
-        made = custom(repeat, x=[1, 2], y=[5, 6])
-        assert made.collecting == (0, 1, 2, 3)
-        assert simulate(made, lambda rank, x, y: x + y + 2) == [8, 10, 8, 10]
-
     def test_arguments_without_lists_go_to_every_rank(self):
         made = custom(lambda group, x: ((x,), {"key": "k"}), (1, 2))
         assert [arguments(made, rank) for rank in range(4)] == [(((1, 2),), {"key": "k"})] * 4
@@ -148,13 +139,6 @@ class TestCustomModes:
 class TestExecuteAll:
     def made(self, *args, **kwargs):
         return plan_execute(UNREGISTERED, FOUR, args, kwargs)
-
-    def test_lists_are_split_if_all_arguments_are_lists_of_world_size(self):
-        made = self.made([1, 2, 3, 4], y=list("abcd"))
-        assert [arguments(made, rank) for rank in range(4)] == [
-            ((k,), {"y": letter}) for k, letter in zip((1, 2, 3, 4), "abcd", strict=True)
-        ]
-        assert simulate(made, lambda rank, x, y: (rank, x, y))[3] == (3, 4, "d")
 
     @pytest.mark.parametrize("value", [1, "abcd", None, (1, 2, 3, 4), torch.zeros(4), {"a": [1] * 4}], ids=repr)
     def test_without_lists_every_rank_gets_everything(self, value):
