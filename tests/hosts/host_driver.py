@@ -47,12 +47,11 @@ class Driver:
 
     Args:
         host: the host.
-        env: its environment, beside this process's.
         setup: the code that it runs first.
     """
 
-    def __init__(self, host, setup: str = "", env: dict | None = None) -> None:
-        self.process = host.popen([sys.executable, "-u", __file__], env, stdin=-1, stdout=-1, bufsize=0)
+    def __init__(self, host, setup: str = "") -> None:
+        self.process = host.popen([sys.executable, "-u", __file__], stdin=-1, stdout=-1, bufsize=0)
         if setup:
             self.do(setup, 120)
 

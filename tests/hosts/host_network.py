@@ -149,16 +149,15 @@ class Network:
         count: number of hosts.
         resolve: what a host's name stands for on the hosts: "address", its address; "nothing"; or "loopback",
             127.0.1.1 as in Debian's default /etc/hosts.
-        subnet: the first three bytes of the addresses.
 
     Attributes:
         hosts: the hosts. The head of the Ray cluster, if there is one, is on the first.
     """
 
-    def __init__(self, count: int, *, resolve: str = "address", subnet: str = "10.77.0") -> None:
+    def __init__(self, count: int, *, resolve: str = "address") -> None:
         self.hosts: list[Host] = []
         self._everything: list[Host] = []
-        addresses = {f"h{number}": f"{subnet}.{number}" for number in range(1, count + 1)}
+        addresses = {f"h{number}": f"10.77.0.{number}" for number in range(1, count + 1)}
         try:
             self._switch = self._add("switch", None, "127.0.0.1 localhost\n")
             self._ip("link", "add", "bridge", "up", "type", "bridge", "forward_delay", "0")
