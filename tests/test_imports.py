@@ -3,19 +3,13 @@
 import importlib
 import importlib.metadata
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 from import_graph import cycles, import_graph, library_files
+from torch_scripts import python
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def python(code):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
 
 
 def test_import_takes_under_300_ms():

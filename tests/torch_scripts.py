@@ -1,4 +1,4 @@
-"""Scripts in a process of their own that import torch and what is made of it, which takes seconds."""
+"""Scripts in a process of their own; most import torch and what is made of it, which takes seconds."""
 
 import contextlib
 import os
@@ -9,6 +9,13 @@ import textwrap
 
 from fork_workers import fork_script, origin
 from waits import wait_until
+
+
+def python(code, timeout=60, **environment):
+    """Run code in a Python of its own, with variables beside those of this process."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
 
 
 def printed(config, code, folder, environment=None):

@@ -7,7 +7,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from bad_calls_workers import Kit
 from group_workers import Counter, Fragile, Gate, Grid, Log, Model
 from rollout_helpers import EchoEngine
 from torch.distributed.device_mesh import init_device_mesh
+from torch_scripts import python
 from waits import refuse_threads, wait_until, within
 
 from single_controller import (
@@ -195,17 +195,6 @@ class HasItsOwnGroup(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def say(self):
         return (self.rank, self.inner, self.helper.rank)
-
-
-def python(code):
-    """Run a script in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
 
 
 @pytest.fixture(params=[False, True], ids=["no-threads", "threads"])

@@ -2,15 +2,13 @@
 
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 from unittest.mock import Mock
 
 import pytest
 import ray
 from ray.util.client import ray as ray_client
-from torch_scripts import printed
+from torch_scripts import printed, python
 
 from single_controller import RayResourcePool
 from single_controller.ray.runtime import ensure_ray
@@ -26,13 +24,7 @@ def counter(*args):
 
 
 def run(code, timeout=90):
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "RAY_ADDRESS": "local"},
-    )
+    done = python(PREAMBLE + textwrap.dedent(code), timeout, RAY_ADDRESS="local")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return marked(done.stdout)
 
