@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch_scripts
 from env_workers import ONLY_THERE, Constructed, InAnEnvironment, InTheDriversEnvironment, WithPythonVariables
 from test_other_clusters import run
 
@@ -441,21 +442,17 @@ def test_modules_beside_the_drivers_script_and_in_its_directory(ray_cluster, pyt
 
 
 @more_starts
-def test_environment_of_the_job_that_chooses_a_python(ray_cluster, tmp_path):
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        textwrap.dedent(f"""
-            import ray, sys
-            from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
-            job = {{"pip": ["nothing"], "config": {{"eager_install": False}}}}
-            ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False, runtime_env=job)
-            try:
-                RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Worker, python=sys.executable))
-            except ValueError as error:
-                print("refused:", error)
-        """)
-    )
-    done = subprocess.run([sys.executable, str(driver)], capture_output=True, text=True, timeout=60)
+def test_environment_of_the_job_that_chooses_a_python(ray_cluster):
+    done = torch_scripts.python(f"""
+        import ray, sys
+        from single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
+        job = {{"pip": ["nothing"], "config": {{"eager_install": False}}}}
+        ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False, runtime_env=job)
+        try:
+            RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Worker, python=sys.executable))
+        except ValueError as error:
+            print("refused:", error)
+    """)
     assert "refused: group Worker: ray.init(): python=" in done.stdout and "'pip'" in done.stdout, done.stderr
 
 
