@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -398,21 +399,12 @@ def errors_of(*calls):
 
 @contextlib.contextmanager
 def held_by_another_thread(lock):
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with lock:
-            held.set()
-            done.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lock.acquire).result()
+        try:
+            yield
+        finally:
+            thread.submit(lock.release).result()
 
 
 class TestFork:
