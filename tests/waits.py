@@ -5,8 +5,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,25 @@ def interrupt_first_start(patch: Any, name: str) -> list[threading.Thread]:
 
     patch.setattr(threading.Thread, "start", interrupted)
     return started
+
+
+@contextmanager
+def repeated(function: Callable[[], Any], pause: float = 0, threads: int = 1) -> Iterator[None]:
+    """Call a function in other threads, again and again after pauses, until the block ends; its error comes then."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(pause):
+            function()
+
+    with ThreadPoolExecutor(threads) as pool:
+        repeating = [pool.submit(repeat) for _ in range(threads)]
+        try:
+            yield
+        finally:
+            over.set()
+        for one in repeating:
+            one.result()
 
 
 def refuse_threads(patch: Any, refused: Callable[[str], bool] = lambda name: True) -> None:

@@ -17,7 +17,10 @@ class Interrupts:
         self._armed = False
         self._before = signal.signal(signal.SIGUSR1, self._handle)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         signal.signal(signal.SIGUSR1, self._before)
 
     def _handle(self, _, frame):

@@ -59,13 +59,10 @@ def test_direct_calls_keep_their_own_order_and_wait_for_no_call_that_comes_later
 
 def interrupt_two(log):
     """The first of two interrupted calls runs on the ranks, the second has not begun."""
-    interrupts = Interrupts()
-    try:
+    with Interrupts() as interrupts:
         for what, seconds in (("running", 0.4), ("queued", 0.0)):
             with pytest.raises(KeyboardInterrupt), interrupts.after(0.05):
                 log.note(what, seconds)
-    finally:
-        interrupts.close()
 
 
 @pytest.mark.parametrize("how", ["future", "small", "large"])

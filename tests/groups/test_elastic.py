@@ -4,7 +4,6 @@ import contextlib
 import os
 import pickle
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from replace_workers import Lone, Member, Replica
-from waits import wait_until, within
+from waits import repeated, wait_until, within
 
 from single_controller import (
     DispatchError,
@@ -167,20 +166,10 @@ def test_group_without_collectives_grows_while_calls_run(pool):
             group.add(1, kill=0)
         assert group.shrink() == (0,)
         assert group.add(0) == [2, 2]
-        ended, results = threading.Event(), []
-
-        def call():
-            while not ended.is_set():
-                results.append(group.add(0))
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        try:
+        results = []
+        with repeated(lambda: results.append(group.add(0))):
             assert group.grow() == (2,)
             time.sleep(0.1)
-        finally:
-            ended.set()
-            thread.join(10)
         assert results[0] == [2, 2] and results[-1] == [2, 2, 0]
         assert group.rank_and_size() == [(0, 3), (1, 3), (2, 3)]
 

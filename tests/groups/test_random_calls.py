@@ -41,9 +41,8 @@ def lost(ray_cluster):
 
 @pytest.fixture
 def interrupts():
-    made = Interrupts()
-    yield made
-    made.close()
+    with Interrupts() as made:
+        yield made
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import gc
 import os
 import pickle
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ import pytest
 import ray
 import torch
 from interrupted_waits import Interrupts
-from waits import in_fork, wait_until, within
+from waits import in_fork, repeated, wait_until, within
 from wire_workers import Wired
 
 from single_controller import (
@@ -56,18 +55,14 @@ class TestLostConnections:
         cutting = group.cut.options(blocking=False)(times=1)
         before = group.count()[0]
         assert cutting.result() == ["done"] * 2
-        over = threading.Event()
+        futures = []
 
         def cut():
-            while not over.wait(0.01):
-                for one in connections(group):
-                    if one is not None:
-                        one._shut()
+            for one in connections(group):
+                if one is not None:
+                    one._shut()
 
-        cutter = threading.Thread(target=cut)
-        cutter.start()
-        try:
-            futures = []
+        with repeated(cut, pause=0.01):
             for number in range(40):
                 futures.append(group.count.options(blocking=False)())
                 assert group.echo(number) == [number] * 2
@@ -76,9 +71,6 @@ class TestLostConnections:
                     for size in (200_000, 120_000):  # stored, and the largest frames
                         sent = torch.arange(size) + number
                         assert all(torch.equal(one, sent) for one in group.echo(sent))
-        finally:
-            over.set()
-            cutter.join()
         assert [future.result()[0] for future in futures] == list(range(before + 1, before + 41))
 
     def test_a_long_call_outlives_them(self, group):
@@ -155,34 +147,18 @@ class TestThreadsAndProcesses:
             assert [call.result() for call in large] == wanted
 
     def test_another_process_is_served_while_threads_keep_calling(self, group):
-        over = threading.Event()
-
-        def keep_calling():
-            while not over.is_set():
-                group.count(0.02)
-
-        with ThreadPoolExecutor(8) as threads:
-            calling = [threads.submit(keep_calling) for _ in range(8)]
-            try:
-                time.sleep(0.3)
-                with within(6), attach("wired_Wired") as attached:
-                    actor = ray.get_actor(group.worker_names[0])
-                    for value in range(5):
-                        assert attached.echo(value) == [value] * 2
-                        assert ray.get(actor.echo.remote(value), timeout=10) == value
-            finally:
-                over.set()
-            for one in calling:
-                one.result()
+        with repeated(lambda: group.count(0.02), threads=8):
+            time.sleep(0.3)
+            with within(6), attach("wired_Wired") as attached:
+                actor = ray.get_actor(group.worker_names[0])
+                for value in range(5):
+                    assert attached.echo(value) == [value] * 2
+                    assert ray.get(actor.echo.remote(value), timeout=10) == value
 
     def test_interrupted_call_is_not_lost_and_keeps_its_place(self, group):
         before = group.count()[0]
-        interrupts = Interrupts()
-        try:
-            with interrupts.after(0.2), within(0.8), pytest.raises(KeyboardInterrupt):
-                group.count(seconds=1.0)
-        finally:
-            interrupts.close()
+        with Interrupts() as interrupts, interrupts.after(0.2), within(0.8), pytest.raises(KeyboardInterrupt):
+            group.count(seconds=1.0)
         assert group.count() == [before + 2] * 2
 
     def test_fork_of_the_driver_has_no_connection(self, group):

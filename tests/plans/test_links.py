@@ -20,7 +20,7 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waits import in_fork, interrupt_first_start, refuse_threads, wait_until, within
+from waits import in_fork, interrupt_first_start, refuse_threads, repeated, wait_until, within
 
 from dispatch.errors import ResultError
 from single_controller.call.errors import CallTimeoutError, WorkerDiedError
@@ -275,26 +275,21 @@ class TestLostConnections:
             wait_until(lambda: sock not in connection.hub._selector.get_map(), 5)
 
     def test_every_call_runs_once_in_order_and_no_reply_is_lost(self, rank, to_rank):
-        rank.delay, replies, over = 0.001, [], threading.Event()
+        rank.delay, replies = 0.001, []
+        random.seed(3)
 
         def cut():
-            random.seed(3)
-            while not over.wait(random.random() * 0.03):
-                ends = [to_rank._connection, to_rank._dialling, *rank.listener._strangers]
-                ends += [session.connection for session in list(rank.listener._sessions.values())]
-                for one in ends:
-                    if isinstance(one, connection.Connection):
-                        one._shut()
+            time.sleep(random.random() * 0.03)
+            ends = [to_rank._connection, to_rank._dialling, *rank.listener._strangers]
+            ends += [session.connection for session in list(rank.listener._sessions.values())]
+            for one in ends:
+                if isinstance(one, connection.Connection):
+                    one._shut()
 
-        cutting = threading.Thread(target=cut)
-        cutting.start()
-        try:
+        with repeated(cut):
             for number in range(1500):
                 replies.append(call(to_rank, b"%d" % number))
                 time.sleep(0.0003)
-        finally:
-            over.set()
-            cutting.join()
         assert answered(replies)
         assert [reply.payload for reply in replies] == [b"%d" % number for number in range(1500)]
         assert [payload for _, payload in rank.ran] == [b"%d" % number for number in range(1500)]
