@@ -54,18 +54,33 @@ def runs(pid: int) -> bool:
         return False
 
 
-def stop(pid: int) -> None:
-    """Send SIGSTOP, and wait until all threads have stopped: they do so once one of them has handled it."""
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process during the block: all its threads, which stop once one of them has handled the signal."""
     os.kill(pid, signal.SIGSTOP)
 
-    def stopped() -> bool:
+    def all_stopped() -> bool:
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
             with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
                 if stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
                     return False
         return True
 
-    wait_until(stopped, what="the stop of all threads")
+    try:
+        wait_until(all_stopped, what="the stop of all threads")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def existing(file: Path) -> Iterator[None]:
+    """Have a file during the block, by which workers know what to do."""
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
 
 
 def interrupt_first_start(patch: Any, name: str) -> list[threading.Thread]:

@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 from replace_workers import Lone, Member
-from waits import in_fork, wait_gone, wait_until, within
+from waits import existing, in_fork, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -232,17 +232,13 @@ def test_ranks_that_wait_for_an_argument_are_free_for_a_change(pool, three, fail
 
 
 def test_ranks_whose_repeated_calls_failed_get_them_in_the_next_change(three, fail):
-    fail.touch()
-    with pytest.raises(WorkerError, match="cannot be read"):
+    with existing(fail), pytest.raises(WorkerError, match="cannot be read"):
         three.restart()
-    fail.unlink()
     three.replace()  # no rank has died, but none has loaded anything
     assert three.get() == [7] * 4
     kill(three, 2)
-    fail.touch()
-    with pytest.raises(WorkerError, match="cannot be read"):
+    with existing(fail), pytest.raises(WorkerError, match="cannot be read"):
         three.replace()
-    fail.unlink()
     assert three.shrink([3]) == (3,)
     assert three.get() == [7] * 3
 
@@ -339,13 +335,12 @@ def test_retry_does_not_replace_a_rank_again(pool, tmp_path, monkeypatch):
     ):
         wait_until(lambda: [bool(one.memory) for one in group.standbys()] == [True] * 2, 60)
         standbys = {one.location().pid for one in group._transport.standbys}
-        (tmp_path / "hold").touch()  # no standby follows them
-        victim = group.status().ranks[2].process.pid
-        with pytest.raises(WorkerDiedError):
-            group.total(kill=1)
-        assert set(group.replace()) == {1, 2}
-        assert {one["pid"] for one in group.me()} > standbys
-        (tmp_path / "hold").unlink()
+        with existing(tmp_path / "hold"):  # no standby follows them
+            victim = group.status().ranks[2].process.pid
+            with pytest.raises(WorkerDiedError):
+                group.total(kill=1)
+            assert set(group.replace()) == {1, 2}
+            assert {one["pid"] for one in group.me()} > standbys
 
 
 def test_driver_that_dies_while_it_sends_does_not_keep_the_ranks(pool, three):
@@ -368,10 +363,8 @@ def test_ranks_stuck_in_a_repeated_call_are_freed_by_the_next_change(pool, tmp_p
     """Of four new ranks, one raises in a repeated call, in which another one waits for a third."""
     with RayWorkerGroup(pool, RayClassWithInitArgs(Meeting)) as group:
         group.meet(str(tmp_path / "fail"))
-        (tmp_path / "fail").touch()
-        with pytest.raises(OSError, match="cannot be read"):
+        with existing(tmp_path / "fail"), pytest.raises(OSError, match="cannot be read"):
             group.restart()
-        (tmp_path / "fail").unlink()
         with within(60):
             assert group.shrink([3]) == (3,)
         assert group.total() == [6.0] * 3

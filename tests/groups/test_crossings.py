@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 from group_workers import Actor, Critic, Fragile
 from replace_workers import Lone
-from waits import refuse_threads, stop, wait_until, within
+from waits import refuse_threads, stopped, wait_until, within
 
 from dispatch.register import register
 from single_controller import (
@@ -96,15 +96,12 @@ def test_shrink_waits_for_a_busy_rank_instead_of_ending_it(pool, monkeypatch):
     monkeypatch.setattr(replicas, "MAX_STACK_SECONDS", 0.5)  # of one look
     with RayWorkerGroup(pool, RayClassWithInitArgs(Lone), collectives=False) as group:
         pids = [rank.process.pid for rank in group.status().ranks]
-        stop(pids[1])  # as busy as a host can be
-        try:
+        with stopped(pids[1]):  # as busy as a host can be
             with pytest.raises(CallTimeoutError, match="rank 1 did not say"), within(20):
                 group.shrink(ranks=[3], timeout=1.0)
             again = threading.Timer(0.7, os.kill, (pids[1], signal.SIGCONT))
             again.start()
             assert group.shrink(ranks=[3], timeout=60.0) == (3,)
-        finally:
-            os.kill(pids[1], signal.SIGCONT)
         assert [rank.process.pid for rank in group.status().ranks] == pids[:3] and all(group.alive())
 
 

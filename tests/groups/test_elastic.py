@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from replace_workers import Lone, Member, Replica
-from waits import repeated, wait_until, within
+from waits import existing, repeated, wait_until, within
 
 from single_controller import (
     DispatchError,
@@ -204,13 +204,12 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_p
     with RayWorkerGroup(pool[:2], made, collectives=False) as group:
         group.give([0, 5])  # which does not fit one rank
         assert group.shrink(ranks=[1]) == (1,)
-        (tmp_path / "fail").touch()
-        with monkeypatch.context() as patch, pytest.raises(StartError, match="told to fail"):
-            patch.setattr(ray_group, "remove_pools_of", ended.extend)
-            group.grow()
-        assert len(ended) == 1  # the pools that the constructor has made end with it
-        assert group.add(1) == [1] and group.broken is None
-        (tmp_path / "fail").unlink()
+        with existing(tmp_path / "fail"):
+            with monkeypatch.context() as patch, pytest.raises(StartError, match="told to fail"):
+                patch.setattr(ray_group, "remove_pools_of", ended.extend)
+                group.grow()
+            assert len(ended) == 1  # the pools that the constructor has made end with it
+            assert group.add(1) == [1] and group.broken is None
         assert group.grow() == (1,)
         assert group.add(1) == [2, 6]
         assert group.shrink(ranks=[1]) == (1,)
@@ -223,13 +222,10 @@ def test_new_rank_whose_constructor_fails_leaves_the_group_as_it_was(pool, tmp_p
 def test_new_rank_whose_constructor_fails_does_not_disturb_collectives(four, folder):
     assert four.shrink(ranks=[3]) == (3,)
     before = [one["pid"] for one in check_ranks(four, 3)]
-    (folder / "refuse").touch()
-    try:
+    with existing(folder / "refuse"):
         with pytest.raises(StartError, match="no device"):
             four.grow()
         assert [one["pid"] for one in check_ranks(four, 3)] == before
-    finally:
-        (folder / "refuse").unlink()
     assert four.grow() == (3,)
     assert [one["pid"] for one in check_ranks(four, 4)][:3] == before
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 from group_workers import TRACED, Counter, Fragile, Log
 from ray.util.placement_group import placement_group_table
-from waits import in_fork, refuse_threads, stop, wait_collected, wait_gone, wait_until, within
+from waits import in_fork, refuse_threads, stopped, wait_collected, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -161,15 +161,12 @@ class TestDeaths:
         pids = group.pid()
         group.sleep_on.remote([0], 60)
         known = {}
-        try:
-            stop(pids[1])  # until all its threads have, its gRPC server may still respond
+        with stopped(pids[1]):  # until all its threads have, its gRPC server may still respond
             os.kill(pids[2], signal.SIGKILL)
             begin = time.monotonic()
             while (passed := time.monotonic() - begin) < 0.8 or (len(known) < 2 and passed < 10):
                 known.update(group._ray.probe([rank for rank in range(3) if rank not in known]))
                 time.sleep(0.05)
-        finally:
-            os.kill(pids[1], signal.SIGCONT)
         assert known[0] is None and known[2]
         assert 1 not in known  # it may be on a host that has lost its power
 
@@ -303,18 +300,12 @@ class TestTimeouts:
         assert "ranks 0-3 are at:" in str(caught.value) and "in sleep_async\n" in caught.value.stacks[2]
 
     def test_stopped_process_is_named_without_a_stack(self, make_group):
-        group, stopped = make_group(Fragile), 2
-        pid = group.pid()[stopped]
-        stop(pid)
-        try:
-            with (
-                within(6),
-                pytest.raises(CallTimeoutError, match="rank 2 is at:\n  unknown: it did not answer") as caught,
-            ):
-                group.sleep_on.options(timeout=0.3)([0], 60)
-            assert "in sleep_on\n" in caught.value.stacks[0] and f"--pid {pid}" in caught.value.stacks[stopped]
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        group = make_group(Fragile)
+        pid = group.pid()[2]
+        unknown = "rank 2 is at:\n  unknown: it did not answer"
+        with stopped(pid), within(6), pytest.raises(CallTimeoutError, match=unknown) as caught:
+            group.sleep_on.options(timeout=0.3)([0], 60)
+        assert "in sleep_on\n" in caught.value.stacks[0] and f"--pid {pid}" in caught.value.stacks[2]
 
     @overlapping
     @pytest.mark.ray_when_full

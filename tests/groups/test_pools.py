@@ -218,14 +218,11 @@ def test_groups_sharing_a_slot_have_separate_environments(pair):
 
 
 def test_ports_never_clash(pair):
-    groups = [RayWorkerGroup(pair, RayClassWithInitArgs(Fragile)) for _ in range(2)]
-    try:
-        assert groups[0].master_port != groups[1].master_port
-        joining = [group.join_process_group.remote() for group in groups]
+    made = RayClassWithInitArgs(Fragile)
+    with RayWorkerGroup(pair, made) as one, RayWorkerGroup(pair, made) as other:
+        assert one.master_port != other.master_port
+        joining = [group.join_process_group.remote() for group in (one, other)]
         assert [future.result() for future in joining] == [[(rank, 2) for rank in range(2)]] * 2
-    finally:
-        for group in groups:
-            group.close()
 
 
 def test_custom_master_address_and_port(pair):

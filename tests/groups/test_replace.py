@@ -11,7 +11,7 @@ import pytest
 import ray
 from replace_workers import Lone, Member, Sulky
 from torch.distributed import TCPStore
-from waits import wait_gone, wait_until, within
+from waits import existing, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -146,27 +146,21 @@ def test_standby_that_cannot_be_prepared_is_ended_and_started_again(wide):
 def test_ranks_wait_together_for_a_standby(members, folder, monkeypatch):
     monkeypatch.setattr(start, "STANDBY_SECONDS", 1.5)
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
-    (folder / "hold").touch()
-    try:
+    with existing(folder / "hold"):
         members.replace([1])  # takes the standby; the next one is held
         with within(2.9 * start.STANDBY_SECONDS):  # otherwise three times as long, and what it takes besides
             members.replace([0, 1, 2])
-    finally:
-        (folder / "hold").unlink()
 
 
 def test_standby_that_dies_before_it_is_ready_is_started_again(members, folder):
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
     before = members.me()
     die(members, kill=1)
-    (folder / "hold").touch()
-    try:
+    with existing(folder / "hold"):
         members.replace()
         (first,) = members._transport.standbys
         ray.kill(first.actor)  # as if Ray had put it on a host that is gone
         wait_until(lambda: members._transport.standbys not in ([first], []), 10)
-    finally:
-        (folder / "hold").unlink()
     wait_until(lambda: members.standbys() and members.standbys()[0].memory, 20)
     check_replaced(members, before, {1})
 
@@ -183,10 +177,8 @@ def test_plans_show_what_a_standby_costs(members, wide):
 def test_replacement_that_cannot_be_constructed_is_an_error_and_can_be_tried_again(members, folder):
     before = members.me()
     die(members, kill=1)
-    (folder / "refuse").touch()
-    with pytest.raises(SingleControllerError, match="no device"):
+    with existing(folder / "refuse"), pytest.raises(SingleControllerError, match="no device"):
         members.replace()
-    (folder / "refuse").unlink()
     with pytest.raises(GroupBrokenError):
         members.total()
     assert members.replace() == (1,)
