@@ -29,7 +29,7 @@ import ray
 import torch
 from bad_calls_workers import Kit, Starts
 from tensordict import TensorDict
-from waits import wait_until
+from waits import wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -965,10 +965,8 @@ def _hold(then, stage, seen):
             assert stage.made("frail").add.options(timeout=10)(1) == [11, 12]
         case Then.FRAIL_BROKEN:
             group = stage.made("frail")
-            begun = time.monotonic()
-            with pytest.raises(GroupBrokenError, match=r"restart\(\)"):
+            with within(0.5), pytest.raises(GroupBrokenError, match=r"restart\(\)"):
                 group.add(1)
-            assert time.monotonic() - begun < 0.5
             group.restart()
             assert group.add.options(timeout=10)(1) == [11, 12]
         case Then.NOTHING_LEFT:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from served import served_runs
 from synthetic_run import update, write_lines, write_run, write_samples
+from waits import within
 
 from single_controller.__main__ import main
 from single_controller.view.server import PAGE, ViewServer
@@ -337,10 +338,9 @@ class TestRefusals:
     def test_a_folder_from_elsewhere_names_no_cluster(self, tmp_path, address):
         run = write_run(tmp_path / "run", ended=False, ray_address=address)
         with served_runs([run]) as server:
-            begin = time.monotonic()
-            found = api(server, "live")
-            assert "--address" in found["error"] and time.monotonic() - begin < 5
-            assert server._live._address is None
+            with within(5):
+                found = api(server, "live")
+            assert "--address" in found["error"] and server._live._address is None
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
     def test_a_folder_of_another_user_names_no_cluster(self, tmp_path):
@@ -352,11 +352,9 @@ class TestRefusals:
 
     def test_slow_clients_do_not_hold_up_others(self, served):
         url = urllib.parse.urlsplit(served.url)
-        with socket.create_connection((url.hostname, url.port)) as slow:
+        with socket.create_connection((url.hostname, url.port)) as slow, within(2):
             slow.sendall(b"GET /")
-            begin = time.monotonic()
             api(served, "runs")
-            assert time.monotonic() - begin < 2
 
 
 @pytest.mark.full("large runs on the page")
