@@ -13,9 +13,11 @@ def write_lines(path, records, mode="w"):
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def write_run(folder, *, steps=0, metrics=("reward", "loss", "entropy"), ended=True, values=None, **about):
-    """A folder with run.json and ``steps`` lines of metrics, of the given values, (steps, metrics), or any. Returns the
-    folder."""
+def write_run(
+    folder, *, steps=0, metrics=("reward", "loss", "entropy"), ended=True, values=None, vocabulary=(), **about
+):
+    """A folder with run.json, ``steps`` lines of metrics, of the given values, (steps, metrics), or any, and the texts
+    of a vocabulary. Returns the folder."""
     folder = Path(folder)
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     known = {
@@ -29,17 +31,18 @@ def write_run(folder, *, steps=0, metrics=("reward", "loss", "entropy"), ended=T
         "seeds": {"seed": 1},
         "ray_address": None,
         "groups": [],
-        "vocabulary": None,
+        "vocabulary": {"file": "vocabulary.jsonl"} if vocabulary else None,
         "resumed": [],
         "ended": {"time": STARTED + steps, "reason": "finished"} if ended else None,
     }
     (folder / "run.json").write_text(json.dumps(known | about))
     if values is None:
         values = np.random.default_rng(0).standard_normal((steps, len(metrics))).cumsum(0)
-    with open(folder / "metrics.jsonl", "w") as file:
-        for step in range(steps):
-            line = {"step": step, "time": STARTED + step, "metrics": dict(zip(metrics, values[step], strict=True))}
-            file.write(json.dumps(line) + "\n")
+    named = (dict(zip(metrics, row, strict=True)) for row in values)
+    lines = ({"step": step, "time": STARTED + step, "metrics": logged} for step, logged in enumerate(named))
+    write_lines(folder / "metrics.jsonl", lines)
+    if vocabulary:
+        write_lines(folder / "vocabulary.jsonl", [{"id": n, "text": text} for n, text in enumerate(vocabulary)])
     return folder
 
 

@@ -36,15 +36,9 @@ def url(tmp_path_factory):
     """The page of two runs: one with everything, and a short one."""
     folder = tmp_path_factory.mktemp("runs")
     metrics = ("reward", "loss", "entropy", "grad_norm", "staleness/mean", "completion_tokens")
-    run = write_run(
-        folder / "grpo-7b",
-        steps=400,
-        metrics=metrics,
-        values=learning(400, 80),
-        vocabulary={"file": "vocabulary.jsonl"},
-    )
+    tokens = [f"{WORDS[n % len(WORDS)]} " for n in range(100)]
+    run = write_run(folder / "grpo-7b", steps=400, metrics=metrics, values=learning(400, 80), vocabulary=tokens)
     write_run(folder / "grpo-7b-lr2", steps=250, metrics=metrics, values=learning(250, 40))
-    write_lines(run / "vocabulary.jsonl", [{"id": n, "text": f"{WORDS[n % len(WORDS)]} "} for n in range(100)])
     write_lines(
         run / "events.jsonl",
         [
@@ -104,9 +98,8 @@ def test_finished_run(browser, url):
     browser.js("document.querySelectorAll('details')[1].open = true")
     browser.js("document.querySelector('.card').dataset.old = 1")
     browser.wait("document.querySelector('.card').dataset.old === undefined")  # it was drawn again
-    assert browser.js("[...document.querySelectorAll('details')].map((one) => one.open).join()").startswith(
-        "false,true,f"
-    )
+    opened = browser.js("[...document.querySelectorAll('details')].map((one) => one.open).join()")
+    assert opened.startswith("false,true,f")
     assert '"lr": 0.000001' in browser.text()
 
     browser.js("location.hash = '#curves'")
@@ -154,9 +147,8 @@ def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):
     """The clicks of docs/view.md."""
     browser.open(url + "#samples")
     browser.wait("document.querySelector('.grid-row')?.dataset.row")
-    assert "256" not in browser.text("#sample-count") and "128 of 128 samples; 4 of 16 groups" in browser.text(
-        "#sample-count"
-    )
+    count = browser.text("#sample-count")
+    assert "256" not in count and "128 of 128 samples; 4 of 16 groups" in count
     shot(browser, "view_samples")
     first = "document.querySelector('.grid-row')"
     assert browser.js(f"[{first}.dataset.step, {first}.dataset.row]") == ["399", "77"]
@@ -171,12 +163,11 @@ def test_from_the_worst_sample_to_the_digest_of_its_weights(browser, url):
     token = browser.text("#token")
     assert "The update to version 399" in token and f"{399:016x}" in token and "The engine had these weights." in token
     assert "1.67 min" in token
+    colored = "[...document.querySelectorAll('.tokens span')].some((one) => one.style.backgroundColor)"
     for color in ("ratio", "advantage", "mask", "version"):
         browser.js(f"document.querySelector('main select').value = '{color}'")
         browser.js("document.querySelector('main select').onchange()")
-        assert browser.js("[...document.querySelectorAll('.tokens span')].some((one) => one.style.backgroundColor)"), (
-            color
-        )
+        assert browser.js(colored), color
     browser.js("document.querySelector('main select').value = 'advantage'")
     browser.js("document.querySelector('main select').onchange()")
     shot(browser, "view_sample")
@@ -199,11 +190,10 @@ def test_the_table_scrolls_and_filters(browser, url):
 def test_a_session_with_branches_and_experts(browser, tmp_path):
     """From a row to what its session tried besides, and to the experts of a token; beside a run of the same name that
     has nothing yet."""
-    run = write_run(tmp_path / "a" / "run", name="grpo", vocabulary={"file": "vocabulary.jsonl"}, steps=1)
+    run = write_run(tmp_path / "a" / "run", name="grpo", vocabulary=[f"{word} " for word in WORDS[:10]], steps=1)
     write_run(tmp_path / "b" / "run", name="grpo", ended=False, groups=["group a"])
     (tmp_path / "b" / "run" / "metrics.jsonl").unlink()
     ways = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 7, 8], [0, 1, 9, 9]]
-    write_lines(run / "vocabulary.jsonl", [{"id": n, "text": f"{WORDS[n]} "} for n in range(10)])
     turns = [{"start": 0, "end": 2, "kind": "given"}, {"start": 2, "end": 4, "kind": "sampled"}]
     texts = [
         {"turns": [*turns, {"start": 4, "end": len(way), "kind": "sampled"}], "info": {"turns": 2}} for way in ways
@@ -257,56 +247,36 @@ def test_hostile_text_does_nothing(browser, tmp_path):
         groups=texts[:3],
         git={"commit": texts[1], "dirty": True},
         resumed=[{"time": 1, "step": texts[2]}],
-        vocabulary={"file": "vocabulary.jsonl"},
+        vocabulary=[texts[n % len(texts)][:2000] for n in range(100)],
         ended={"time": 1, "reason": texts[1]},
     )
     write_lines(run / "metrics.jsonl", [{"step": 1, "time": 1, "metrics": {text[:200]: 1.0 for text in texts}}])
-    write_lines(run / "vocabulary.jsonl", [{"id": n, "text": texts[n % len(texts)][:2000]} for n in range(100)])
     kinds = ["alarm", "update", *texts[:3]]
-    write_lines(
-        run / "events.jsonl",
-        [
-            {
-                "step": text[:50],
-                "time": 1.0,
-                "kind": kinds[n % 5],
-                "text": text,
-                "advice": text,
-                "version": text,
-                "digest": text,
-            }
-            for n, text in enumerate(texts)
-        ],
-    )
+    events = [{"step": text[:50], "time": 1.0, "kind": kinds[n % 5], "text": text} for n, text in enumerate(texts)]
+    for event in events:
+        event |= dict.fromkeys(("advice", "version", "digest"), event["text"])
+    write_lines(run / "events.jsonl", events)
     write_lines(
         run / "timeline.jsonl",
         [{"group": text[:300], "rank": 1, "method": text[:300], "start": 1, "end": 2} for text in texts],
     )
     row = {"finish": texts[1], "columns": {texts[0]: texts[1]}, "reward_parts": {texts[1]: 1.0}, "info": {"x": texts}}
-    row |= {
-        "prompt": texts[0],
-        "turns": [{"start": texts[1], "end": 3, "kind": texts[0]}],
-        "fingerprints": {"1": texts[0]},
-    }
+    turns = [{"start": texts[1], "end": 3, "kind": texts[0]}]
+    row |= {"prompt": texts[0], "turns": turns, "fingerprints": {"1": texts[0]}}
     write_samples(run, 1, [40] * 12, texts=[row | {"completion": text} for text in texts])
     with served_runs([run]) as server:
         tabs = ["overview", "curves", "timeline", "ranks", "weights", "samples", "events"]
         tabs += ["sample?step=1&row=0&token=9", "sample?step=<script>window.hacked=1</script>&row=0"]
         tabs += ["<img src=x onerror=window.hacked=1>"]
+        elements = "document.querySelectorAll('main script, main img, main svg, main iframe, main style')"
+        loaded = "performance.getEntriesByType('resource')"
         for tab in tabs:
             browser.open(f"{server.url}#{tab}")
             browser.wait("(document.querySelector('main').innerText || 'Loading').startsWith('Loading') === false")
             browser.js("new Promise((done) => setTimeout(done, 50))")
             assert browser.js("window.hacked") is None, tab
-            assert (
-                browser.js(
-                    "document.querySelectorAll('main script, main img, main svg, main iframe, main style').length"
-                )
-                == 0
-            )
-            assert browser.js(
-                "performance.getEntriesByType('resource').every((one) => one.name.startsWith(location.origin))"
-            )
+            assert browser.js(f"{elements}.length") == 0
+            assert browser.js(f"{loaded}.every((one) => one.name.startsWith(location.origin))")
         assert "<script>window.hacked" in browser.js("document.title")
     assert [one for one in browser.log if one["method"] == "Page.javascriptDialogOpening"] == []
 

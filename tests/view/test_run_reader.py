@@ -426,10 +426,8 @@ class TestSamples:
         apart = branches({0: np.array([1, 2]), 1: np.array([3]), 2: np.array([3])}, {})
         assert [(n["parent"], n["ends"]) for n in apart] == [(None, [0]), (None, [1, 2])] and branches({}, {}) == []
 
-    def test_texts_of_tokens(self, run):
-        about = json.loads((run / "run.json").read_text()) | {"vocabulary": {"file": "vocabulary.jsonl"}}
-        (run / "run.json").write_text(json.dumps(about))
-        write_lines(run / "vocabulary.jsonl", [{"id": 1, "text": "a"}])
+    def test_texts_of_tokens(self, tmp_path):
+        run = write_run(tmp_path / "run", vocabulary=["", "a"])
         reader = RunReader(run)
         assert reader.pieces([1, 2]) == ["a", None]
         write_lines(run / "vocabulary.jsonl", [{"id": 2, "text": "<b>"}], "a")
