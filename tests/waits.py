@@ -73,6 +73,18 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+def kill_before(call: Callable[[], Any], pid: int) -> None:
+    """Kill the process of a rank. The call of its group that comes next tells of it."""
+    from single_controller import WorkerDiedError
+
+    os.kill(pid, signal.SIGKILL)
+    try:
+        call()
+    except WorkerDiedError:
+        return
+    raise AssertionError("the call has not told of the death")
+
+
 @contextmanager
 def existing(file: Path) -> Iterator[None]:
     """Have a file during the block, by which workers know what to do."""

@@ -14,7 +14,7 @@ import pytest
 import ray
 from group_workers import TRACED, Counter, Fragile, Log
 from ray.util.placement_group import placement_group_table
-from waits import in_fork, refuse_threads, stopped, wait_collected, wait_gone, wait_until, within
+from waits import in_fork, kill_before, refuse_threads, stopped, wait_collected, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -185,9 +185,7 @@ class TestDeaths:
     def test_other_groups_continue_and_restart_creates_new_workers(self, make_group, counters):
         group = make_group(Fragile)
         before = group.pid()
-        os.kill(before[1], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.ping()
+        kill_before(group.ping, before[1])
         assert counters.add(0) == [100, 101, 102, 103]
         group.restart()
         after = group.pid()

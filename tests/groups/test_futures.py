@@ -25,7 +25,7 @@ from group_workers import Counter, Fragile, Grid, Own, SlowToJoin
 from ray.exceptions import RayError
 from tensordict import TensorDict
 from test_failure import errors_of
-from waits import in_fork, interrupt_first_start, wait_collected, within
+from waits import in_fork, interrupt_first_start, kill_before, wait_collected, within
 
 from single_controller import (
     Broadcast,
@@ -711,9 +711,7 @@ def replaced(transport):
 @pytest.mark.transports("ray")
 def test_event_loop_goes_on_while_ranks_are_replaced(replaced):
     group, pids = replaced, replaced.pid()
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError):
-        group.sleep(1)
+    kill_before(lambda: group.sleep(1), pids[1])
 
     async def calls():
         with pytest.raises(GroupBrokenError, match=r"await group\.areplace\(\)"):
@@ -752,9 +750,7 @@ def test_event_loop_goes_on_while_a_group_shrinks(make_group, counters, caplog):
     group = make_group(Fragile, group_options={"on_death": "shrink", "collectives": False})
     pids, large = group.pid(), group.large.remote()
     large.wait()
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError):
-        group.sleep(1)
+    kill_before(lambda: group.sleep(1), pids[1])
     try:  # nobody has asked for the value, so it dies with its rank, if not all have it by then
         assert counters.echo(large) == [[bytes(1 << 20)] * 4] * 4
     except (ResultError, WorkerDiedError) as error:

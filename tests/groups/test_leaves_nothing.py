@@ -1,6 +1,5 @@
 """However a group ends, it leaves nothing: no actor, process, placement group, port, /dev/shm file, or reserved CPU."""
 
-import os
 import signal
 import time
 
@@ -8,7 +7,7 @@ import depth
 import pytest
 from footprint import Footprint, port_is_free
 from group_workers import Counter, Fragile, Landlord
-from waits import wait_gone, wait_until
+from waits import kill_before, wait_gone, wait_until
 
 from single_controller import (
     RayClassWithInitArgs,
@@ -54,9 +53,7 @@ def test_worker_exception_and_death(before):
     with pool_of(2) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Fragile)) as group:
         with pytest.raises(WorkerError):
             group.fail([1])
-        os.kill(group.pid()[0], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.ping()
+        kill_before(group.ping, group.pid()[0])
     before.wait_same()
 
 
@@ -91,9 +88,7 @@ def test_pool_that_a_worker_made_ends_with_the_worker(before):
             return len(Footprint.now().placement_groups - held)
 
         assert group.let(True) == [[1], [1]] and made() == 2
-        os.kill(group.pid()[0], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.pid()
+        kill_before(group.pid, group.pid()[0])
         group.restart(ranks=[0])
         wait_until(lambda: made() == 1, 5)  # that of rank 1, which goes on
         group.close()

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import ray
 from group_workers import Counter, Fragile, Model
-from waits import interrupt_first_start, refuse_threads, wait_gone, wait_until, within
+from waits import interrupt_first_start, kill_before, refuse_threads, wait_gone, wait_until, within
 
 from single_controller import (
     CallTimeoutError,
@@ -185,9 +185,7 @@ def test_watcher_reports_a_death_that_restart_already_repaired(make_group):
     told = []
     group.watch(told.append, interval=0.7)
     for victim in (2, 0):
-        os.kill(group.pid()[victim], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.ping()
+        kill_before(group.ping, group.pid()[victim])
         group.restart()
     wait_until(lambda: len(told) == 2, 5)
     assert [error.ranks for error in told] == [(2,), (0,)]
@@ -233,9 +231,7 @@ class TestRestart:
         with pytest.raises(WorkerError):
             group.load_checkpoint([-1] * 4)  # a failed call is not replayed
         before = {pid for _, pid, _ in group.read()}
-        os.kill(min(before), signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.train()
+        kill_before(group.train, min(before))
         group.restart()
         results = group.read()
         assert not before & {pid for _, pid, _ in results}
@@ -257,9 +253,7 @@ class TestRestart:
 
     def test_other_threads_wait_and_concurrent_restarts_are_one(self, make_group):
         group = make_group(Model, size=1)
-        os.kill(group.read()[0][1], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.train()
+        kill_before(group.train, group.read()[0][1])
         with ThreadPoolExecutor(2) as threads:
             restarts = [threads.submit(group.restart) for _ in range(2)]
             time.sleep(0.2)
@@ -274,9 +268,7 @@ class TestRestart:
         group.load_checkpoint([1, 2, 3, 4])
         group.train()
         before = group.read()
-        os.kill(before[3][1], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            group.train()
+        kill_before(group.train, before[3][1])
         wait_until(lambda: group.alive() == [True, True, True, False], 5)
         group.restart(ranks=[0])  # and rank 3, which has died
         after = group.read()
