@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -366,11 +367,7 @@ def test_error_cause_keeps_its_frames_for_post_mortem_debugging(make):
         make().stop(ValueError, [2])
     cause = caught.value.__cause__
     assert cause is Probe.raised
-    frames = []
-    trace = cause.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
     assert frames[-1].f_code.co_name == "stop" and frames[-1].f_locals["self"].rank == 2
     told = caught.value.remote_traceback.splitlines()
     assert told[0].startswith("Traceback") and "test_local.py" in told[1] and "in stop" in told[1]
