@@ -151,9 +151,8 @@ def loaded(pool, fail):
 
 
 @pytest.fixture
-def three(loaded, fail):
+def three(loaded):
     """The group with three ranks, and room for one."""
-    fail.unlink(missing_ok=True)
     if loaded.broken is not None:
         loaded.restart()
     if loaded.world_size < 3:
