@@ -345,7 +345,8 @@ class WeightSender:
             of_ranks: list[dict[int, Header]] = []
             keep = of_ranks.extend  # on rank 0; returns nothing to tell
             share: Callable[[list[Any]], Any] = list if self._transport.needs_all_headers else keep
-            gathered = update.agree(f"round {number}", headers, share) or of_ranks or [{}] * update.rank + [headers]
+            known: list[dict[int, Header]] = update.agree(f"round {number}", headers, share) or of_ranks
+            known = known or [{}] * update.rank + [headers]
             nbytes += sum(tensor.nbytes for payload in payloads.values() for tensor in payload.tensors)
             for piece in payloads[0].pieces if 0 in payloads else ():
                 # Experts are stacked along the first dim, and each expert has a separate digest.
@@ -355,7 +356,7 @@ class WeightSender:
                         begin[0] += expert
                     digests.append((piece.name, tuple(begin), one))
             with update.attempt():  # others may be waiting for what this rank did not send
-                self._transport.transfer(update, number, payloads, gathered)
+                self._transport.transfer(update, number, payloads, known)
         with update.attempt():
             self._transport.flush(update)
         fingerprint = update.agree("sent", digests, lambda of_ranks: combine(itertools.chain(*of_ranks)))
