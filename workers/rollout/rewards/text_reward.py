@@ -31,8 +31,9 @@ def text_reward(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
     Raises:
         TypeError: it is no function, or has no parameter for the completion; or the tokenizer cannot decode.
     """
-    for name, given, needed in (("function", function, "__call__"), ("tokenizer", tokenizer, "decode")):
-        if not hasattr(given, needed):
+    usable = {"function": callable(function), "tokenizer": hasattr(tokenizer, "decode")}
+    for name, given in (("function", function), ("tokenizer", tokenizer)):
+        if not usable[name]:
             raise TypeError(f"text_reward(): {name}={given!r:.80}; pass text_reward(number_match, tokenizer)")
     parameters = [*inspect.signature(function).parameters.values()]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
