@@ -139,12 +139,13 @@ class PromptData:
         """
         first = self._position(rollout_id)
         try:
-            return self.batch([self.rows[first + index] for index in range(self.batch_size)])
+            rows = [self.rows[first + index] for index in range(self.batch_size)]
         except IndexError:
             raise DataError(
                 f"rollout {rollout_id} goes beyond the last row of the last epoch; open the rows without `epochs`, or "
                 "end before it: in a RolloutStream, which reads ahead, with SampleBuffer(num_batches=...)"
             ) from None
+        return self.batch(rows)
 
     def batch(self, rows: Sequence[tuple[list[int], Any]]) -> Any:
         """Put what was made of some rows together, as a call returns it."""
