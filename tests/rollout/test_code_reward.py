@@ -92,6 +92,7 @@ def test_input_and_output():
         ("  ", "has no tests"),
         ({}, "has no keys"),
         ({"inputs": ["1"]}, "expected inputs and outputs"),
+        ({"inputs": ["1"], "outputs": None}, "the label has inputs; expected inputs and outputs"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": [], "outputs": []}, "0 inputs"),
     ],

@@ -87,8 +87,9 @@ def _program(completion: str) -> str:
 
 
 def _pairs(label: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    label = {name: value for name, value in label.items() if value is not None}  # Parquet has the keys of all rows
     for given, expected in (("inputs", "outputs"), ("input", "output")):
-        if label.get(given) is not None and label.get(expected) is not None:  # Parquet has the keys of all rows
+        if given in label and expected in label:
             both = [[one] if isinstance(one, str) else one for one in (label[given], label[expected])]
             if not both[0] or len(both[0]) != len(both[1]):
                 raise ValueError(f"the label has {len(both[0])} {given} and {len(both[1])} {expected}")
