@@ -412,7 +412,7 @@ def test_other_columns_reach_the_reward_function():
     assert data(0)[1] == {"label": [1, 3], "level": [2, None], "tests": [None, ["x"]]}
     data = PromptData(open_rows(rows, shuffle=False), 2, byte_tokenizer())
     assert data(0)[1] == {"answer": [1, 3], "level": [2, None], "tests": [None, ["x"]]}
-    data = PromptData(open_rows([[row] for row in rows], shuffle=False), 1, byte_tokenizer())  # of sources apart
+    data = PromptData(open_rows([[row] for row in rows], shuffle=False), 1, byte_tokenizer())  # a source each
     assert data(0)[1] == {"answer": [1], "level": [2], "tests": [None]}
     assert data(1)[1] == {"answer": [3], "level": [None], "tests": [["x"]]}
     data = PromptData(open_rows(rows, shuffle=False), 2, byte_tokenizer(), columns=["answer"])
