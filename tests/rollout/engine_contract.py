@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,6 +152,16 @@ class Subject:
             found = torch.tensor(completion.log_probs, dtype=torch.float64)[chosen]
             torch.testing.assert_close(found, expected[chosen].double(), atol=self.atol, rtol=0)
 
+    def check_all(self, made: Sequence[Any], models: dict[int | None, Any]) -> None:
+        """`check` the completions of `PROMPTS`, or their futures."""
+        for prompt, one in zip(PROMPTS, made, strict=True):
+            self.check(one.result(SECONDS) if isinstance(one, Future) else one, prompt, models)
+
+    def check_next(self, models: dict[int | None, Any]) -> None:
+        """`check` what the engine generates now."""
+        (completion,) = self.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
+        self.check(completion, [5, 9, 2], models)
+
     def submit(
         self, length: int, prompts: Sequence[list[int]] = PROMPTS, seeds: Sequence[int] = SEEDS, **options: Any
     ) -> list[Any]:
@@ -201,15 +211,22 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def first(cls, subject):
+    def loaded(cls, subject):
         """The model of version 1, loaded into the engine."""
         model = subject.model(3)
         subject.update(model, 1)
         return model
 
+    @pytest.fixture
+    def first(self, subject, loaded):
+        """The same. The engine has it again after the test."""
+        yield loaded
+        if subject.engine.weight_version != 1:
+            subject.update(loaded, 1)
+
     @pytest.fixture(scope="class")
     @classmethod
-    def unbroken(cls, subject, first):
+    def unbroken(cls, subject, loaded):
         """The tokens of long requests that nothing interrupts."""
         return [future.result(SECONDS).token_ids for future in subject.submit(cls.long)]
 
@@ -302,7 +319,6 @@ class EngineContract:
         finally:
             agents.close()
             subject.engine.echo_prompts = subject.engine.keep_prefixes = False
-            subject.update(first, 1)
         print(f"{type(subject.engine).__name__}: rollout_log_prob_diff of {len(differences)} turns: {max(differences)}")
         assert len(differences) == 2 * 4 * Talk.turns and max(differences) <= 1e-5
 
@@ -346,8 +362,7 @@ class EngineContract:
         subject.check_read(new)
         engine.finish_update(2)
         subject.check_read(new)
-        for prompt, future in zip(PROMPTS, futures, strict=True):
-            subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
+        subject.check_all(futures, {1: first, 2: new})
         (name, tensor), *_ = reversed(named)
         (alone,) = engine.read_weights([name])
         assert torch.equal(alone.cpu(), tensor.to(alone.dtype)) and engine.read_weights([]) == []
@@ -360,7 +375,6 @@ class EngineContract:
             subject.update(model, number)
             (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(4), [number])
             subject.check(completion, [5, 9, 2], {number: model})
-        subject.update(first, 1)
 
     def test_abandoned_update_refuses_until_a_complete_one(self, subject, first):
         new = subject.model(8)
@@ -373,9 +387,7 @@ class EngineContract:
         with pytest.raises(RolloutError, match=r"no complete weights"):
             subject.engine.submit([1], SamplingParams(4), "refused", seed=0)
         subject.update(new, 2)
-        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-        subject.check(completion, [5, 9, 2], {2: new})
-        subject.update(first, 1)
+        subject.check_next({2: new})
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -424,7 +436,6 @@ class EngineContract:
             assert completion.weight_versions == sorted(completion.weight_versions)
             subject.check(completion, prompt, {1: first, 2: new})
         assert {version for one in completions for version in one.weight_versions} == {1, 2}
-        subject.update(first, 1)
 
     def test_raw_weights_are_taken_back_unchanged(self, subject, first):
         """By another engine, in this case by the same one after an update, and while requests are running."""
@@ -448,17 +459,14 @@ class EngineContract:
         if told:
             subject.check_read(first)
         engine.finish_update(1)
-        for prompt, future in zip(PROMPTS, futures, strict=True):
-            subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
+        subject.check_all(futures, {1: first, 2: new})
         assert all(
             torch.equal(one.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
             for one, (_, tensor) in zip(engine.read_raw(list(kinds)), saved, strict=True)
         )
         assert engine.generate(PROMPTS, SamplingParams(12), SEEDS) == generated
         subject.update(new, 2)  # as usual, after weights that came otherwise
-        (completion,) = engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-        subject.check(completion, [5, 9, 2], {2: new})
-        subject.update(first, 1)
+        subject.check_next({2: new})
 
     def test_pause_keeps_requests_and_resume_continues_them(self, subject, first, unbroken):
         futures = subject.run(self.long)

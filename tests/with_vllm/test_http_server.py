@@ -57,9 +57,7 @@ def test_two_engines_share_a_server(subject, server):
     with pytest.raises(RolloutError, match="somebody else has updated it"):
         other.generate([[1]], SamplingParams(1), [0])
     other.close()
-    completions = subject.engine.generate(PROMPTS, SamplingParams(12), SEEDS)
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        subject.check(completion, prompt, {2: subject.model(4)})
+    subject.check_all(subject.engine.generate(PROMPTS, SamplingParams(12), SEEDS), {2: subject.model(4)})
 
 
 def test_sleeping_server(subject, server):
@@ -69,8 +67,7 @@ def test_sleeping_server(subject, server):
     with pytest.raises(RolloutError, match="asleep"):
         subject.engine.generate([[1]], SamplingParams(1), [0])
     subject.engine.wake_up()
-    (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [0])
-    subject.check(completion, [5, 9, 2], {1: subject.model(3)})
+    subject.check_next({1: subject.model(3)})
 
 
 def test_killed_engine_core_fails_the_requests(subject, server):

@@ -119,9 +119,7 @@ class TestLlama(EngineContract):
             engine.generate([[1]], SamplingParams(), [0])
 
     def test_random_weights_are_those_of_an_hf_engine(self, subject, first):
-        model = make_model(CONFIG, True, 5, False)
-        for prompt, completion in zip(PROMPTS, self.version_0, strict=True):
-            subject.check(completion, prompt, {0: model})
+        subject.check_all(self.version_0, {0: make_model(CONFIG, True, 5, False)})
         assert subject.engine.weight_shapes() == HFEngine(CONFIG, seed=5).weight_shapes()
 
     def test_tensors_belong_to_the_caller(self, subject, first):
@@ -132,9 +130,7 @@ class TestLlama(EngineContract):
             subject.engine.load_weights([(name, tensor)])
             tensor.fill_(1e3)
         subject.engine.finish_update(2)
-        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-        subject.check(completion, [5, 9, 2], {2: new})
-        subject.update(first, 1)
+        subject.check_next({2: new})
 
     def test_more_prompts_than_a_step_computes(self, subject, first):
         prompts = [[1 + (row + place) % 30 for place in range(500)] for row in range(9)]  # a step has 2,048 tokens
@@ -154,7 +150,6 @@ class TestLlama(EngineContract):
         after = subject.engine.generate(PROMPTS, SamplingParams(8), SEEDS)
         assert [one.token_ids for one in after] == [one.token_ids for one in before]
         assert after[0].weight_versions == [7] * 8
-        subject.update(first, 1)
 
     @pytest.mark.parametrize(
         "change, told",
@@ -171,7 +166,6 @@ class TestLlama(EngineContract):
         with pytest.raises(WeightsError, match=told):
             subject.engine.load_weights(change(named))
         subject.engine.abandon_update()
-        subject.update(first, 1)
 
     def test_update_with_missing_tensors_cannot_be_finished(self, subject, first):
         named = subject.weights(subject.model(8))
@@ -197,7 +191,6 @@ class TestLlama(EngineContract):
         with pytest.raises(RolloutError, match=r"the model has no tensor 'lm_head.wait'"):
             subject.engine.read_weights(["lm_head.wait"])
         subject.engine.finish_update(2)
-        subject.update(first, 1)
 
     def test_second_update_begins_over_a_partial_one(self, subject, first):
         """As when the first one's sender has died without a word."""
@@ -206,9 +199,7 @@ class TestLlama(EngineContract):
         subject.engine.begin_update()
         subject.engine.load_weights(subject.weights(subject.model(9))[:-3])
         subject.update(new, 2)
-        for prompt, future in zip(PROMPTS, futures, strict=True):
-            subject.check(future.result(SECONDS), prompt, {1: first, 2: new})
-        subject.update(first, 1)
+        subject.check_all(futures, {1: first, 2: new})
 
     def test_sleeping_engine_keeps_requests_and_weights(self, subject, first):
         futures = subject.run(self.long)
@@ -218,8 +209,7 @@ class TestLlama(EngineContract):
             subject.engine.generate([[1]], SamplingParams(), [0])
         assert subject.engine.keeps_weights
         subject.engine.wake_up()
-        for prompt, future in zip(PROMPTS, futures, strict=True):
-            subject.check(future.result(SECONDS), prompt, {1: first})
+        subject.check_all(futures, {1: first})
         assert subject.engine.load().cache_usage == 0
 
     def test_weights_that_are_not_finite_are_told(self, subject, first):
@@ -230,8 +220,7 @@ class TestLlama(EngineContract):
         with pytest.raises(RolloutError, match="logits are not finite"):
             subject.engine.generate(PROMPTS, SamplingParams(4), SEEDS)
         subject.update(first, 1)
-        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-        subject.check(completion, [5, 9, 2], {1: first})
+        subject.check_next({1: first})
 
     def test_step_that_fails_is_told_and_the_engine_goes_on(self, subject, first, monkeypatch):
         def fails(*args, **kwargs):
@@ -246,10 +235,7 @@ class TestLlama(EngineContract):
             assert isinstance(error, RolloutError) and isinstance(error.__cause__, MemoryError)
             assert "failed: MemoryError: no memory for the hidden states" in str(error)
         subject.until(lambda load: subject.idle)
-        for completion, prompt in zip(
-            subject.engine.generate(PROMPTS, SamplingParams(40), SEEDS), PROMPTS, strict=True
-        ):
-            subject.check(completion, prompt, {1: first})
+        subject.check_all(subject.engine.generate(PROMPTS, SamplingParams(40), SEEDS), {1: first})
 
     def test_keys_and_values_of_a_connector_are_reset_with_an_update(self, subject, first, monkeypatch):
         """Such as those of ``kv_offloading_size``."""
@@ -264,8 +250,7 @@ class TestLlama(EngineContract):
             with pytest.raises(RolloutError, match="could not reset the cache of its KV connector"):
                 subject.engine.generate([[1]], SamplingParams(1), [0])
             subject.until(lambda load: not subject.engine._serving)  # or it may fail once more
-        (completion,) = subject.engine.generate([[5, 9, 2]], SamplingParams(12), [1])
-        subject.check(completion, [5, 9, 2], {1: first})
+        subject.check_next({1: first})
 
     def test_idle_engine_keeps_its_prefix_cache(self, subject, first, monkeypatch):
         """Its thread ends meanwhile."""
@@ -363,8 +348,7 @@ def test_bfloat16():
             model = subject.model(version)
             subject.update(model, version)
             subject.check_read(model)  # float32 was sent
-            for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(12), SEEDS), strict=True):
-                subject.check(completion, prompt, {version: model})
+            subject.check_all(engine.generate(PROMPTS, SamplingParams(12), SEEDS), {version: model})
         generated = engine.generate(PROMPTS, SamplingParams(12), SEEDS)
         saved = [(name, engine.read_raw([name])[0].clone()) for name in engine.raw_weights()]
         subject.update(subject.model(1), 3)
