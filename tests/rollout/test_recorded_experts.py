@@ -59,7 +59,6 @@ def test_batch_of_prompts(model, exact):
     assert len({len(one.token_ids) for one in done}) > 1
     for prompt, completion in zip(PROMPTS, done, strict=True):
         assert_recorded(engine, prompt, completion)
-    engine.close()
 
 
 def test_request_continues_with_other_weights():
@@ -79,8 +78,6 @@ def test_request_continues_with_other_weights():
     with pytest.raises(ValueError, match=r"partial has routed_experts of 3 tokens, but .* are 16"):
         wrong = replace(partial, routed_experts=RoutedExperts.unknown(3, 3, 2))
         other.submit(prompt, how, "third", seed=0, partial=wrong)
-    engine.close()
-    other.close()
 
 
 def test_running_request_survives_an_update():
@@ -106,7 +103,6 @@ def test_running_request_survives_an_update():
     done = future.result()
     assert done.weight_versions == [0] * 3 + [1] * 4
     assert_recorded(engine, PROMPTS[0], done, begin=len(PROMPTS[0]) + 2)
-    engine.close()
 
 
 def test_tokens_whose_keys_and_values_were_kept_have_their_experts():
@@ -125,7 +121,6 @@ def test_tokens_whose_keys_and_values_were_kept_have_their_experts():
             assert_recorded(engine, prompt, done)
         assert max(tokens for _, tokens in computed) < 8
         second = [*second, *done.token_ids, 7]
-    engine.close()
 
 
 def test_without_the_option_nothing_is_recorded():
@@ -133,7 +128,6 @@ def test_without_the_option_nothing_is_recorded():
     assert engine.routed_experts is False
     (done,) = engine.generate([[1]], SamplingParams(2), [0])
     assert done.routed_experts is None
-    engine.close()
 
 
 def test_models_that_cannot_be_recorded():
@@ -160,4 +154,3 @@ def test_replay_is_bitwise_what_was_recorded(model, dtype):
         routers.replayed[3, 2 if model is QWEN else 1] = torch.tensor([7, 6, 5], dtype=torch.int16)[: routers.shape.k]
         changed = net(ids).logits
     assert torch.equal(changed[:, :3], plain[:, :3]) and not torch.equal(changed[:, 3], plain[:, 3])
-    engine.close()

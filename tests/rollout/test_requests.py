@@ -22,6 +22,13 @@ def subject():
     engine.close()
 
 
+@pytest.fixture
+def engine():
+    engine = BigramEngine(delay=0.001)
+    yield engine
+    engine.close()
+
+
 class TestContract(EngineContract):
     long = 100
 
@@ -30,8 +37,7 @@ def submit(engine, name, length=500, **options):
     return engine.submit([1], SamplingParams(length), name, seed=0, **options)
 
 
-def test_error_fails_the_running_requests_and_the_engine_goes_on():
-    engine = BigramEngine(delay=0.001)
+def test_error_fails_the_running_requests_and_the_engine_goes_on(engine):
     futures = [submit(engine, name) for name in "ab"]
     while engine.load().running < 2:
         time.sleep(0.001)
@@ -45,12 +51,10 @@ def test_error_fails_the_running_requests_and_the_engine_goes_on():
     engine.drawn = None
     with pytest.raises(RolloutError, match="the engine failed: TypeError: 'NoneType' object is not callable"):
         submit(engine, "b").result(10)
-    engine.close()
 
 
-def test_hold_lasts_as_long_as_somebody_is_inside_parked():
+def test_hold_lasts_as_long_as_somebody_is_inside_parked(engine):
     """Such as two threads that read the weights at once."""
-    engine = BigramEngine()
     with engine.parked("test"):
         with engine.parked("test"):
             pass
@@ -58,25 +62,21 @@ def test_hold_lasts_as_long_as_somebody_is_inside_parked():
     assert not engine.is_held("test")
 
 
-def test_engine_whose_thread_cannot_begin_fails_its_requests():
-    engine = BigramEngine()
+def test_engine_whose_thread_cannot_begin_fails_its_requests(engine):
     engine.serve = None
     for _ in range(2):
         with pytest.raises(RolloutError, match="the engine failed: TypeError"):
             submit(engine, "a").result(10)
 
 
-def test_engine_whose_serve_returns_early_fails_its_requests():
-    engine = BigramEngine()
+def test_engine_whose_serve_returns_early_fails_its_requests(engine):
     engine.serve = engine.next_step  # one step
     for _ in range(2):
         with pytest.raises(RolloutError, match=r"serve\(\) returned before next_step\(\) had returned None"):
             submit(engine, "a").result(10)
-    engine.close()
 
 
-def test_closed_engine_fails_its_requests():
-    engine = BigramEngine(delay=0.001)
+def test_closed_engine_fails_its_requests(engine):
     futures = [submit(engine, name) for name in "ab"]
     engine.close()
     for future in futures:
@@ -85,21 +85,17 @@ def test_closed_engine_fails_its_requests():
     for generate in (lambda: submit(engine, "c"), lambda: engine.generate([[1]], SamplingParams(), [0])):
         with pytest.raises(RolloutError, match="the engine was closed"):
             generate()
-    engine.close()
 
 
-def test_interrupted_batch_leaves_no_requests():
-    engine = BigramEngine(delay=0.001)
+def test_interrupted_batch_leaves_no_requests(engine):
     engine.check_request = lambda number, prompt, sampling_params: None  # so that the second prompt fails in its step
     with pytest.raises(RolloutError, match="IndexError"):
         engine.generate([[1], [99]], SamplingParams(400), [0, 0])
     assert engine.load() == EngineLoad(0, 0)
-    engine.close()
 
 
-def test_idle_engine_has_no_thread_and_can_be_collected(monkeypatch):
+def test_idle_engine_has_no_thread_and_can_be_collected(engine, monkeypatch):
     monkeypatch.setattr(requests, "IDLE_SECONDS", 0.05)
-    engine = BigramEngine()
     submit(engine, "a", 2).result(10)
     thread = engine._thread
     thread.join(10)
@@ -107,10 +103,9 @@ def test_idle_engine_has_no_thread_and_can_be_collected(monkeypatch):
     assert len(submit(engine, "a", 2).result(10).token_ids) == 2  # another thread serves it
 
 
-def test_held_engine_whose_requests_were_aborted_has_no_thread_either(monkeypatch):
+def test_held_engine_whose_requests_were_aborted_has_no_thread_either(engine, monkeypatch):
     """It took no step any more, and looked again and again for the end of the pause."""
     monkeypatch.setattr(requests, "IDLE_SECONDS", 0.05)
-    engine = BigramEngine(delay=0.001)
     first = submit(engine, "a")
     wait_until(lambda: engine.load().running)
     engine.pause("abort")
@@ -120,11 +115,10 @@ def test_held_engine_whose_requests_were_aborted_has_no_thread_either(monkeypatc
     second = submit(engine, "a", 2)
     engine.resume()
     assert len(second.result(10).token_ids) == 2
-    engine.close()
 
 
-def test_pause_that_waits_lets_new_requests_wait():
-    engine = BigramEngine(delay=0.002)
+def test_pause_that_waits_lets_new_requests_wait(engine):
+    engine.delay = 0.002
     first = submit(engine, "first", 50)
     wait_until(lambda: engine.load().running)
     with ThreadPoolExecutor(1) as pool:
@@ -138,24 +132,21 @@ def test_pause_that_waits_lets_new_requests_wait():
     assert engine.steps == steps and engine.load() == EngineLoad(0, 1)
     engine.resume()
     assert len(second.result(10).token_ids) == 2
-    engine.close()
 
 
-def test_pause_that_could_never_end_is_refused():
-    engine = BigramEngine(delay=0.001)
+def test_pause_that_could_never_end_is_refused(engine):
     submit(engine, "a")
     wait_until(lambda: engine.load().running)
     engine.begin_update()
     with pytest.raises(RolloutError, match=r"requests are running and cannot end \(update\)"):
         engine.pause("wait")
     engine.finish_update(1)
-    engine.close()
 
 
-def test_hanging_step_is_an_error_for_those_who_wait(monkeypatch):
+def test_hanging_step_is_an_error_for_those_who_wait(engine, monkeypatch):
     monkeypatch.setattr(requests, "STEP_SECONDS", 0.1)
     monkeypatch.setattr(requests, "CLOSE_SECONDS", 0.1)
-    engine, go_on = BigramEngine(), threading.Event()
+    go_on = threading.Event()
     engine.drawn = lambda request: go_on.wait(20) and ([1], [0.0], None)
     submit(engine, "a")
     time.sleep(0.05)
@@ -166,11 +157,9 @@ def test_hanging_step_is_an_error_for_those_who_wait(monkeypatch):
     engine.drawn = lambda request: ([1], [0.0], "length")
     go_on.set()
     assert other.result(10).token_ids == [1]  # neither paused nor in an update
-    engine.close()
 
 
-def test_callback_of_a_completion_may_use_the_engine():
-    engine = BigramEngine(delay=0.001)
+def test_callback_of_a_completion_may_use_the_engine(engine):
     other = submit(engine, "other", 100)
     first = submit(engine, "first", 5)
     done = threading.Event()
@@ -183,11 +172,9 @@ def test_callback_of_a_completion_may_use_the_engine():
 
     first.add_done_callback(pause)
     assert done.wait(10) and len(other.result(10).token_ids) == 100
-    engine.close()
 
 
-def test_many_threads_submit_and_abort():
-    engine = BigramEngine(delay=0.0005)
+def test_many_threads_submit_and_abort(engine):
     reference = BigramEngine()
 
     def run(number):
@@ -206,7 +193,6 @@ def test_many_threads_submit_and_abort():
             assert completion.token_ids == expected[: len(completion.token_ids)]
             assert completion.finish_reason == "length" if seed % 3 else completion.finish_reason in ("abort", "length")
     assert engine.load() == EngineLoad(0, 0)
-    engine.close()
 
 
 def test_engine_without_requests_says_so():
