@@ -38,6 +38,13 @@ def buffer_with(version, *args, **kwargs):
     return buffer
 
 
+def in_flight(version, *args, **kwargs):
+    """A buffer whose groups have all begun."""
+    buffer = buffer_with(version, *args, **kwargs)
+    begun(buffer)
+    return buffer
+
+
 # --- Begin, and admission --------------------------------------------------------------------------------------------
 
 
@@ -85,8 +92,7 @@ def test_no_group_begins_for_a_batch_after_the_last():
 
 
 def test_groups_that_were_given_back_begin_first_and_keep_their_partial_completions():
-    buffer = buffer_with(1, 4, max_staleness=1)
-    begun(buffer)
+    buffer = in_flight(1, 4, max_staleness=1)
     buffer.give_back(5, "half of 5", tokens=3)
     buffer.give_back(2)
     assert buffer.begin() == (2, None) and buffer.begin() == (5, "half of 5") and buffer.begin() is None
@@ -110,8 +116,7 @@ def test_begin_looks_through_no_groups_if_none_is_pending():
 
 @pytest.mark.parametrize("edge", [lambda b, n: b.put(n, None, versions=V1), lambda b, n: b.give_back(n)])
 def test_a_number_that_is_not_in_flight_is_an_error(edge):
-    buffer = buffer_with(1, 2)
-    begun(buffer)
+    buffer = in_flight(1, 2)
     ready(buffer, 0)
     with pytest.raises(ValueError, match="group 0 is not in flight: it is ready"):
         edge(buffer, 0)
@@ -125,8 +130,7 @@ def test_a_number_that_is_not_in_flight_is_an_error(edge):
 
 @pytest.mark.parametrize("versions", [(2, 1), (-1, 1)])
 def test_versions_that_are_none_are_an_error_and_change_nothing(versions):
-    buffer = buffer_with(1, 1)
-    begun(buffer)
+    buffer = in_flight(1, 1)
     with pytest.raises(ValueError, match="group 0: versions"):
         buffer.put(0, None, versions=versions)
     ready(buffer, 0)
@@ -147,8 +151,7 @@ def test_arguments_out_of_range(wrong):
 
 
 def test_fifo_waits_for_the_lowest_numbers():
-    buffer = buffer_with(1, 2, max_staleness=1)
-    begun(buffer)
+    buffer = in_flight(1, 2, max_staleness=1)
     ready(buffer, 3, 2, 1)
     with pytest.raises(TimeoutError, match="batch 0 is not complete; groups: 0 pending, 1 in flight, 3 ready"):
         buffer.take(0)
@@ -157,8 +160,7 @@ def test_fifo_waits_for_the_lowest_numbers():
 
 
 def test_window_lets_ready_groups_overtake_within_its_limit():
-    buffer = buffer_with(1, 2, max_staleness=3, order="window", window=3, on_stale="train")
-    begun(buffer)
+    buffer = in_flight(1, 2, max_staleness=3, order="window", window=3, on_stale="train")
     ready(buffer, 3, 2)  # 3 is three numbers after 0, which is not ready
     with pytest.raises(TimeoutError):
         buffer.take(0)
@@ -187,8 +189,7 @@ def test_wait_leaves_no_group_behind_that_would_become_too_old():
 
 
 def test_drop_begins_groups_again_that_have_become_too_old():
-    buffer = buffer_with(1, 2, max_staleness=1, order="window", window=5, on_stale="drop")
-    begun(buffer)
+    buffer = in_flight(1, 2, max_staleness=1, order="window", window=5, on_stale="drop")
     ready(buffer, 1, 2)
     assert taken(buffer) == [1, 2]
     buffer.set_version(2)
@@ -208,8 +209,7 @@ def test_drop_begins_groups_again_that_have_become_too_old():
 
 
 def test_train_takes_groups_however_old():
-    buffer = buffer_with(1, 1, max_staleness=0, on_stale="train")
-    begun(buffer)
+    buffer = in_flight(1, 1, max_staleness=0, on_stale="train")
     for version in (2, 3, 4):
         buffer.set_version(version)
     assert buffer.expired() == []
@@ -221,8 +221,7 @@ def test_train_takes_groups_however_old():
 
 
 def test_the_same_weights_sent_again_make_nothing_older():
-    buffer = buffer_with(3, 1, max_staleness=0)
-    begun(buffer)
+    buffer = in_flight(3, 1, max_staleness=0)
     buffer.set_version(4, same_weights=True)
     buffer.put(0, None, versions=(3, 4))
     assert buffer.staleness(3) == buffer.staleness(4) == 0
@@ -242,8 +241,7 @@ def test_versions_only_grow():
 
 
 def test_a_flat_group_that_is_dropped_comes_back_with_other_rewards():
-    buffer = buffer_with(1, 2, max_filtered=1)
-    begun(buffer)
+    buffer = in_flight(1, 2, max_filtered=1)
     ready(buffer, 1, flat=True)  # kept if 0 is flat, too
     buffer.set_version(2)  # an update that was not declared: 1 is dropped
     buffer.give_back(0)
@@ -417,8 +415,7 @@ def test_several_producers_and_one_consumer(how):
 
 def test_resume():
     """Ready groups keep their payload, pending ones their partial completions, those in flight begin again."""
-    buffer = buffer_with(1, 2, max_staleness=2)
-    begun(buffer)
+    buffer = in_flight(1, 2, max_staleness=2)
     ready(buffer, 0, 1, 4)
     buffer.give_back(3, "half of 3", tokens=1)
     assert taken(buffer) == [0, 1]
@@ -437,8 +434,7 @@ def test_resume():
 
 def test_first_update_of_a_resumed_run_may_have_a_later_number():
     """Such as after one that has failed. The samples are no older than if it had succeeded."""
-    buffer = buffer_with(1, 1, max_staleness=1)
-    begun(buffer)
+    buffer = in_flight(1, 1, max_staleness=1)
     ready(buffer, 0, 1)
     assert taken(buffer) == [0]
     other = SampleBuffer(1, max_staleness=1)
@@ -453,8 +449,7 @@ def test_first_update_of_a_resumed_run_may_have_a_later_number():
 @pytest.mark.parametrize("interval", [1, 2])
 def test_first_update_of_a_run_that_was_saved_after_an_update_has_the_same_weights(interval):
     """Train, update, save. If the weights were trained since the update, those of the first update are new."""
-    buffer = buffer_with(1, 1, max_staleness=1, update_interval=interval)
-    begun(buffer)
+    buffer = in_flight(1, 1, max_staleness=1, update_interval=interval)
     ready(buffer, 0, 1)
     assert taken(buffer) == [0]
     if interval == 1:
@@ -469,8 +464,7 @@ def test_first_update_of_a_run_that_was_saved_after_an_update_has_the_same_weigh
 
 
 def test_resume_from_before_the_batch_that_was_taken_last_was_trained():
-    buffer = buffer_with(1, 2, max_staleness=1)
-    begun(buffer)
+    buffer = in_flight(1, 2, max_staleness=1)
     ready(buffer, 0, 1, 2)
     assert taken(buffer) == [0, 1]
     other = SampleBuffer(2, max_staleness=1)
@@ -485,8 +479,7 @@ def test_resume_from_before_the_batch_that_was_taken_last_was_trained():
 
 
 def test_resume_keeps_the_order_of_numbers():
-    buffer = buffer_with(1, 1, max_staleness=1, order="window", on_stale="train")
-    begun(buffer)
+    buffer = in_flight(1, 1, max_staleness=1, order="window", on_stale="train")
     ready(buffer, 1)
     assert taken(buffer) == [1]
     other = SampleBuffer(1, max_staleness=1)
@@ -497,8 +490,7 @@ def test_resume_keeps_the_order_of_numbers():
 
 
 def test_a_partial_completion_that_cannot_be_trained_in_time_is_not_continued():
-    buffer = buffer_with(1, 1, max_staleness=1, order="window", window=3, on_stale="drop")
-    begun(buffer)
+    buffer = in_flight(1, 1, max_staleness=1, order="window", window=3, on_stale="drop")
     ready(buffer, 1)
     taken(buffer)
     buffer.set_version(2)
@@ -512,8 +504,7 @@ def test_a_partial_completion_that_cannot_be_trained_in_time_is_not_continued():
 
 
 def test_resume_with_a_lower_max_staleness_drops_what_is_too_old():
-    buffer = buffer_with(1, 1, max_staleness=2)
-    begun(buffer)
+    buffer = in_flight(1, 1, max_staleness=2)
     ready(buffer, 0, 1, 2)
     taken(buffer)
     other = SampleBuffer(1, max_staleness=0)
@@ -562,8 +553,7 @@ def test_batches_are_taken_again_after_the_trainer_went_back():
 
 
 def test_a_batch_that_was_not_taken_cannot_be_taken_again():
-    buffer = buffer_with(1, 1)
-    begun(buffer)
+    buffer = in_flight(1, 1)
     ready(buffer, 0)
     taken(buffer)
     buffer.rewind(1)  # nothing to do
