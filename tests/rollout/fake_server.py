@@ -148,10 +148,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.error(fault, "this was asked for")
         if server.api_key is not None and self.headers.get("Authorization") != f"Bearer {server.api_key}":
             return self.answer({"error": "Unauthorized"}, 401)
-        method = ROUTES.get((self.command, parts.path))
-        if method is None or (parts.path in TRAINING and not server.training):
+        if parts.path not in ROUTES[self.command] or not (server.training or parts.path.startswith("/v1/")):
             return self.answer({"detail": "Not Found"}, 404)
-        method(self, body or {}, query)
+        getattr(self, parts.path.rpartition("/")[2])(body or {}, query)
 
     def answer(self, content, status=200):
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
@@ -275,20 +274,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 ROUTES = {
-    ("GET", "/v1/models"): Handler.models,
-    ("POST", "/v1/completions"): Handler.completions,
-    ("POST", "/pause"): Handler.pause,
-    ("POST", "/resume"): Handler.resume,
-    ("GET", "/is_paused"): Handler.is_paused,
-    ("POST", "/collective_rpc"): Handler.collective_rpc,
-    ("POST", "/reset_prefix_cache"): Handler.reset_prefix_cache,
-    ("POST", "/update_weight_version"): Handler.update_weight_version,
-    ("GET", "/weight_info"): Handler.weight_info,
-    ("POST", "/sleep"): Handler.sleep,
-    ("POST", "/wake_up"): Handler.wake_up,
-}
-TRAINING = {"/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version",
-            "/weight_info", "/sleep", "/wake_up"}  # fmt: skip
+    "GET": {"/v1/models", "/is_paused", "/weight_info"},
+    "POST": {"/v1/completions", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/sleep", "/wake_up",
+             "/update_weight_version"},
+}  # fmt: skip
+"""The handler's methods have the names of their paths. Those of vLLM's development mode are not below /v1."""
 
 
 def serving(*options):
