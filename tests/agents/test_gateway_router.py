@@ -194,9 +194,9 @@ def test_a_session_of_a_state_does_not_expire_during_a_call_that_began_before(mo
 
 @contextmanager
 def gateways(kind=Gateway):
-    """A gateway of this process behind a router."""
+    """A gateway of this process behind a router, and the token of a session."""
     with serving(ScriptEngine(lambda *_: "fine"), kind=kind) as gateway, routing(gateway.endpoint) as router:
-        yield gateway, router
+        yield gateway, router, router.open("mine", seed=1)[1]
 
 
 BREAKS = "/health HTTP/1.1\r\nhost: x\r\n\r\nPUT /private/sessions"
@@ -205,8 +205,7 @@ BREAKS = "/health HTTP/1.1\r\nhost: x\r\n\r\nPUT /private/sessions"
 @pytest.mark.parametrize("path", ["/private/sessions", BREAKS], ids=["private", "line breaks"])
 def test_a_client_reaches_nothing_but_its_sessions_calls(path):
     """With the router's key it could choose how to sample, write its own tokens, or answer others' calls."""
-    with gateways() as (gateway, router):
-        _, token = router.open("mine", seed=1)
+    with gateways() as (gateway, router, token):
         assert chat(router, token, [user("a")]).status_code == 200
         head = {"row_id": "forged", "seed": 2, "sampling_params": {"temperature": 5.0}, "token_ids": False}
         for method in ("PUT", "POST", "DELETE"):
@@ -224,8 +223,7 @@ def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there
             time.sleep(0.3)
             return super()._of_router(call)
 
-    with gateways(SlowToOpen) as (gateway, router), ThreadPoolExecutor() as pool:
-        _, token = router.open()
+    with gateways(SlowToOpen) as (gateway, router, token), ThreadPoolExecutor() as pool:
         call = pool.submit(chat, router, token, [user("a")])
         time.sleep(0.15)
         router.close(token)
@@ -235,7 +233,7 @@ def test_a_session_that_is_closed_while_it_is_opened_at_a_worker_is_closed_there
 
 
 def test_a_session_that_is_closed_as_its_worker_is_noted_is_closed_there():
-    with gateways() as (gateway, router), ThreadPoolExecutor() as pool:
+    with gateways() as (gateway, router, token), ThreadPoolExecutor() as pool:
 
         class Closing(dict):
             def get(self, token):
@@ -244,7 +242,6 @@ def test_a_session_that_is_closed_as_its_worker_is_noted_is_closed_there():
                     pool.submit(router.close, token).result()
                 return found
 
-        _, token = router.open()
         router._sessions = Closing(router._sessions)
         assert chat(router, token, [user("a")]).status_code == 401
         wait_until(lambda: not gateway.sessions, 10)
@@ -262,8 +259,7 @@ def test_a_reply_that_comes_after_its_session_was_closed_is_an_error():
                 await asyncio.to_thread(closed.wait, 10)
             return reply
 
-    with gateways(SlowToReply) as (_, router), ThreadPoolExecutor() as pool:
-        _, token = router.open()
+    with gateways(SlowToReply) as (_, router, token), ThreadPoolExecutor() as pool:
         call = pool.submit(chat, router, token, [user("a")])
         assert made.wait(10)
         assert router.close(token).nodes == []
@@ -280,8 +276,7 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
             time.sleep(0.3)
             return super()._of_router(call)
 
-    with gateways(SlowToOpen) as (gateway, router):
-        _, token = router.open()
+    with gateways(SlowToOpen) as (gateway, router, token):
         with pytest.raises(httpx.TimeoutException):
             chat(router, token, [user("a")], timeout=0.15)
         assert chat(router, token, [user("a")]).status_code == 200
@@ -290,7 +285,7 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_one_session():
 
 def test_a_worker_that_comes_back_forgets_the_sessions_that_have_moved(monkeypatch):
     monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
-    with gateways() as (gateway, router), serving(fast()) as other:
+    with gateways() as (gateway, router, _), serving(fast()) as other:
         tokens = [router.open()[1] for _ in range(3)]
         messages = [user("a")]
         for token in tokens:
@@ -304,34 +299,28 @@ def test_a_worker_that_comes_back_forgets_the_sessions_that_have_moved(monkeypat
 
 
 def test_a_session_that_its_worker_has_forgotten_is_opened_there_again_and_has_not_moved():
-    with gateways() as (gateway, router):
-        _, token = router.open()
+    with gateways() as (gateway, router, token):
         for text in "ab":
             assert chat(router, token, [user(text)]).status_code == 200
             gateway.close(token)
         assert len(router.close(token).nodes) == 4 and router.moved == 0
 
 
-def test_sessions_can_be_closed_after_the_router_was_stopped():
-    with gateways() as (_, router):
-        _, token = router.open()
+@pytest.mark.parametrize("closing", [False, True])
+def test_sessions_can_be_closed_after_the_router_was_stopped(monkeypatch, closing):
+    """Also as if its loop were closed between a check and the call."""
+    with gateways() as (_, router, token):
         assert chat(router, token, [user("a")]).status_code == 200
         router.stop()
-        assert len(router.close(token).nodes) == 2
-
-
-def test_a_session_that_is_closed_while_the_router_stops_keeps_its_tokens(monkeypatch):
-    with gateways() as (_, router):
-        _, token = router.open()
-        assert chat(router, token, [user("a")]).status_code == 200
-        router.stop()
-        # As if the loop were closed between a check and the call.
-        monkeypatch.setattr(router._front.loop, "is_closed", lambda: False)
+        if closing:
+            monkeypatch.setattr(router._front.loop, "is_closed", lambda: False)
         assert len(router.close(token).nodes) == 2
 
 
 class Mortal:
     """A worker that opens sessions, answers "fine", and ends its connections when it reads "poison"."""
+
+    headers = ""
 
     def __init__(self):
         self.read, self.connections, self.started = 0, 0, threading.Event()
@@ -360,11 +349,14 @@ class Mortal:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 body = await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
-                self.read += b"poison" in body
-                if b"poison" in body:
+                if (status := self.status(head, body)) is None:
                     break
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nfine")
+                writer.write(f"HTTP/1.1 {status}\r\n{self.headers}content-length: 4\r\n\r\nfine".encode())
         writer.close()
+
+    def status(self, head, body):
+        self.read += b"poison" in body
+        return None if b"poison" in body else "200 OK"
 
 
 def test_a_call_that_its_workers_die_of_is_not_given_to_all():
@@ -393,16 +385,12 @@ def test_a_call_that_breaks_the_connection_of_the_only_worker_gets_an_error(monk
 class Full(Mortal):
     """Has no connection left for calls, nor for the first request to forget a session, as uvicorn says it."""
 
-    async def answer(self, reader, writer):
-        with suppress(EOFError, ConnectionError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
-                self.read += head.startswith("DELETE")
-                taken = head.startswith(("PUT", "GET")) or self.read > 1
-                status = "200 OK" if taken else "503 Service Unavailable"
-                writer.write(f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\ncontent-length: 4\r\n\r\nfull".encode())
-        writer.close()
+    headers = "content-type: text/plain\r\n"
+
+    def status(self, head, body):
+        self.read += head.startswith("DELETE")
+        taken = head.startswith(("PUT", "GET")) or self.read > 1
+        return "200 OK" if taken else "503 Service Unavailable"
 
 
 def test_a_worker_without_a_connection_left_is_asked_again():
@@ -491,8 +479,7 @@ def test_a_call_does_not_look_at_all_idle_connections():
 
 
 def test_a_head_request_costs_no_worker():
-    with gateways() as (_, router):
-        _, token = router.open("mine", seed=1)
+    with gateways() as (_, router, token):
         for method in ("HEAD", "POST"):
             url, headers = f"{router.address}/v1/models", {"x-api-key": token}
             assert CLIENT.request(method, url, headers=headers, timeout=5).status_code == 405
