@@ -3,6 +3,7 @@ reorders experts for its kernels on the CPU. Run by `make test-vllm`."""
 
 import copy
 import re
+from contextlib import contextmanager
 
 import pytest
 
@@ -66,31 +67,36 @@ def holds(engine, state):
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_of_experts_are_computed_with_and_proved(kind):
+@contextmanager
+def updated(kind, **options):
+    """An engine and an `HFEngine` after two updates that were proved, the sender to the first, and the last weights."""
     config = config_of(kind)
     plain = HFEngine(copy.deepcopy(config), random_weights=True, seed=1)
-    engine = VLLMEngine(copy.deepcopy(config), random_weights=True, seed=1, max_model_len=64)
-    receiver = Receiver(engine)
+    engine = VLLMEngine(copy.deepcopy(config), random_weights=True, seed=1, max_model_len=64, **options)
     try:
         same_completions(engine, plain)
-        receivers = [WeightSender("device", neighbour=one, verify="full") for one in (receiver, Receiver(plain))]
+        senders = [WeightSender("device", neighbour=Receiver(one), verify="full") for one in (engine, plain)]
         for version in (1, 2):
             state = state_of(config, version)
-            proofs = [sender.send(version, state.items()).proved for sender in receivers]
-            assert proofs == ["engine"] * 2
+            assert [sender.send(version, state.items()).proved for sender in senders] == ["engine"] * 2
             same_completions(engine, plain)
             holds(engine, state)
+        yield engine, plain, senders[0], state
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_of_experts_are_computed_with_and_proved(kind):
+    with updated(kind) as (engine, plain, sender, state):
         raw = list(engine.raw_weights())
         kept = [(name, tensor.clone()) for name, tensor in zip(raw, engine.read_raw(raw), strict=True)]
-        receivers[0].send(3, state_of(config, 3).items())
+        sender.send(3, state_of(config_of(kind), 3).items())
         engine.begin_update()
         engine.load_raw(kept)  # as a copy from another worker
         engine.finish_update(4)
         same_completions(engine, plain)
         holds(engine, state)
-    finally:
-        engine.close()
 
 
 def test_experts_that_vllm_exchanges_are_both_named(monkeypatch):
@@ -124,17 +130,5 @@ def test_experts_that_vllm_exchanges_are_both_named(monkeypatch):
 
 def test_two_processes_share_experts():
     """Each has half of every expert."""
-    config = config_of("qwen3_moe")
-    plain = HFEngine(copy.deepcopy(config), random_weights=True, seed=1)
-    engine = VLLMEngine(copy.deepcopy(config), random_weights=True, seed=1, max_model_len=64, tensor_parallel_size=2)
-    try:
-        same_completions(engine, plain)
-        for version in (1, 2):
-            state = state_of(config, version)
-            for one in (engine, plain):
-                proof = WeightSender("device", neighbour=Receiver(one), verify="full").send(version, state.items())
-                assert proof.proved == "engine"
-            same_completions(engine, plain)
-            holds(engine, state)
-    finally:
-        engine.close()
+    with updated("qwen3_moe", tensor_parallel_size=2):
+        pass
