@@ -45,9 +45,9 @@ async def asks_twice(row, base_url, api_key):
     return {"reward": float(len(messages)), "said": messages[-1]["content"]}
 
 
-def engine_of(agent, script=lambda prompt, seed: f"{len(prompt)}", limits=None, **options):
-    inner = ScriptEngine(script, **options)
-    return AgentEngine(inner, environment=AgentProgram(agent), renderer=TokenRenderer(Characters()), limits=limits)
+def engine_of(agent, script=lambda prompt, seed: f"{len(prompt)}", kind=ScriptEngine, of_gateway=None, **options):
+    program = AgentProgram(agent, limits=of_gateway)
+    return AgentEngine(kind, script, environment=program, renderer=TokenRenderer(Characters()), **options)
 
 
 def play(engine, rows):
@@ -144,18 +144,14 @@ def test_verification_compares_each_turns_prompt(wrong):
             self.left -= 1
             return Step([30, 31], reward=1.0, done=not self.left)
 
-    kind = Careless if wrong else ScriptEngine
-    engine = AgentEngine(kind(lambda *_: "ab"), environment=Twice, verify=True)
-    try:
-        if wrong:
-            with pytest.raises(PromptMismatchError, match="position 6"):
-                engine.generate([PROMPT], SamplingParams(50, stop_token_ids=(1,)), [0])
-        else:
-            (done,) = engine.generate([PROMPT], SamplingParams(50, stop_token_ids=(1,)), [0])
-            assert done.info["reward"] == 2.0 and done.prompt_ids is None
-            json.dumps(done.token_ids)
-    finally:
-        engine.close()
+    engine = AgentEngine(Careless if wrong else ScriptEngine, lambda *_: "ab", environment=Twice, verify=True)
+    if wrong:
+        with pytest.raises(PromptMismatchError, match="position 6"):
+            play(engine, [{"row": 0}])
+    else:
+        (done,) = play(engine, [{"row": 0}])
+        assert done.info["reward"] == 2.0 and done.prompt_ids is None
+        json.dumps(done.token_ids)
 
 
 def test_verification_of_a_programs_calls_fails_the_rollout():
@@ -164,17 +160,15 @@ def test_verification_of_a_programs_calls_fails_the_rollout():
             await ask(base_url, api_key)
         return 1.0
 
-    renderer = TokenRenderer(Characters())
-    engine = AgentEngine(Careless(lambda *_: "ab"), environment=AgentProgram(agent), renderer=renderer, verify=True)
     with pytest.raises(PromptMismatchError, match="position 3"):
-        play(engine, [{"row": 0}])
+        play(engine_of(agent, lambda *_: "ab", Careless, verify=True), [{"row": 0}])
 
 
 def test_a_program_whose_engine_loses_its_weights_fails_the_rollout():
     """Which is generated again, with others, whatever the program has made of the error that its call got."""
 
     def script(prompt, seed):
-        inner.abandon_update()  # as HTTPEngine does when its server was restarted
+        engine.engine.abandon_update()  # as HTTPEngine does when its server was restarted
         raise RolloutError("the server was restarted")
 
     async def agent(row, base_url, api_key):
@@ -182,9 +176,7 @@ def test_a_program_whose_engine_loses_its_weights_fails_the_rollout():
             await ask(base_url, api_key)
         return 0.0
 
-    inner = ScriptEngine(script)
-    program = AgentProgram(agent, limits=GatewayLimits(wait_seconds=0.1))
-    engine = AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters()))
+    engine = engine_of(agent, script, of_gateway=GatewayLimits(wait_seconds=0.1))
     with pytest.raises(RolloutError, match="has lost its weights meanwhile: an update was abandoned"):
         play(engine, [{"row": 0}])
 
@@ -270,9 +262,7 @@ def test_a_program_that_raises_behind_the_last_node_of_its_tree_has_used_its_tok
         await ask(base_url, api_key)
         await ask(base_url, api_key, "y")
 
-    program = AgentProgram(agent, limits=GatewayLimits(nodes=2))
-    engine = AgentEngine(ScriptEngine(lambda *_: "a"), environment=program, renderer=TokenRenderer(Characters()))
-    (done,) = play(engine, [{"row": 0}])
+    (done,) = play(engine_of(agent, lambda *_: "a", of_gateway=GatewayLimits(nodes=2)), [{"row": 0}])
     assert (done.info["end_reason"], done.info["turns"], done.info["reward"]) == ("tokens", 1, 0.0)
 
 
@@ -349,9 +339,7 @@ def test_limits_of_other_peoples_sessions_are_none_of_a_rollouts_programs():
             await ask(base_url, api_key, str(number))
         return 1
 
-    inner = ScriptEngine(lambda *_: "a")
-    program = AgentProgram(agent, limits=GatewayLimits(idle_seconds=0.1, sessions=1))
-    engine = AgentEngine(inner, environment=program, renderer=TokenRenderer(Characters()))
+    engine = engine_of(agent, lambda *_: "a", of_gateway=GatewayLimits(idle_seconds=0.1, sessions=1))
     for done in play(engine, [{"question": "x"}] * 2):
         assert done.info["end_reason"] == "done" and done.info["turns"] == 2
 
