@@ -432,31 +432,23 @@ def test_resume():
     assert [group.payload for group in other.take(0)] == ["payload 4", "payload 5"]
 
 
-def test_first_update_of_a_resumed_run_may_have_a_later_number():
-    """Such as after one that has failed. The samples are no older than if it had succeeded."""
-    buffer = in_flight(1, 1, max_staleness=1)
-    ready(buffer, 0, 1)
-    assert taken(buffer) == [0]
-    other = SampleBuffer(1, max_staleness=1)
-    other.load_state_dict(buffer.state_dict())
-    assert other.version == 2
-    other.set_version(3)
-    assert other.staleness(1) == 1 and taken(other) == [1]
-    other.set_version(4)  # of new weights
-    assert other.staleness(3) == 1
-
-
-@pytest.mark.parametrize("interval", [1, 2])
-def test_first_update_of_a_run_that_was_saved_after_an_update_has_the_same_weights(interval):
-    """Train, update, save. If the weights were trained since the update, those of the first update are new."""
+@pytest.mark.parametrize(
+    ("interval", "updated", "version"),
+    [
+        (1, False, 2),  # the update was due, and has failed: the samples are no older than if it had succeeded
+        (1, True, 2),  # the weights have not been trained since, so those of the next update are the same
+        (2, False, 1),  # they have
+    ],
+)
+def test_first_update_of_a_resumed_run_may_have_a_later_number(interval, updated, version):
     buffer = in_flight(1, 1, max_staleness=1, update_interval=interval)
     ready(buffer, 0, 1)
     assert taken(buffer) == [0]
-    if interval == 1:
+    if updated:
         buffer.set_version(2)
     other = SampleBuffer(1, max_staleness=1, update_interval=interval)
     other.load_state_dict(buffer.state_dict())
-    assert other.version == (2 if interval == 1 else 1)
+    assert other.version == version
     other.set_version(3)
     assert other.staleness(1) == 1 and taken(other) == [1]
     other.set_version(4)  # of new weights
