@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,6 +183,26 @@ class Subject:
             for future in futures:
                 future.result(SECONDS)
         raise AssertionError("the requests never ran all at once")
+
+    def check_threads(self, count: int) -> None:
+        """Requests that many threads submit, abort and pause at once get the beginning of their completions."""
+        engine, how = self.engine, SamplingParams(15)
+        expected = engine.generate([[number % 32] for number in range(count)], how, range(count))
+
+        def run(number: int) -> Completion:
+            future = engine.submit([number % 32], how, f"of-{number}", seed=number)
+            if number % 3 == 0:
+                engine.abort([f"of-{number}"])
+            elif number % 7 == 0:
+                engine.pause()
+                engine.resume()
+            return future.result(SECONDS)
+
+        with ThreadPoolExecutor(16) as pool:
+            for number, completion in enumerate(pool.map(run, range(count))):
+                assert completion.token_ids == expected[number].token_ids[: len(completion.token_ids)]
+                assert completion.finish_reason in (("length",) if number % 3 else ("length", "abort"))
+        assert self.idle
 
     @property
     def idle(self) -> bool:

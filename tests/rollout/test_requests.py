@@ -175,24 +175,7 @@ def test_callback_of_a_completion_may_use_the_engine(engine):
 
 
 def test_many_threads_submit_and_abort(engine):
-    reference = BigramEngine()
-
-    def run(number):
-        prompt, how = [number % 32], SamplingParams(15)
-        future = engine.submit(prompt, how, f"of-{number}", seed=number)
-        if number % 3 == 0:
-            engine.abort([f"of-{number}"])
-        elif number % 7 == 0:
-            engine.pause()
-            engine.resume()
-        return prompt, how, number, future.result(20)
-
-    with ThreadPoolExecutor(16) as pool:
-        for prompt, how, seed, completion in pool.map(run, range(60)):
-            expected = reference.generate([prompt], how, [seed])[0].token_ids
-            assert completion.token_ids == expected[: len(completion.token_ids)]
-            assert completion.finish_reason == "length" if seed % 3 else completion.finish_reason in ("abort", "length")
-    assert engine.load() == EngineLoad(0, 0)
+    Subject(engine).check_threads(60)
 
 
 def test_engine_without_requests_says_so():
