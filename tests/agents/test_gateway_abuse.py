@@ -65,6 +65,12 @@ def request(token, body=b"", **headers):
     return "\r\n".join(lines).encode() + body
 
 
+def status(gateway, data):
+    """Of the reply to some bytes."""
+    with raw(gateway, data) as connection:
+        return connection.recv(4096).split()[1]
+
+
 def test_a_body_of_100_mb_is_not_read():
     with attacked() as (gateway, others_go_on, (token,)):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -106,19 +112,16 @@ def test_garbage():
                 connection.settimeout(0.2)
                 connection.recv(1000)
         for body in (b"\x00" * 1000, b'{"messages": "' + b"\\ud800" * 100 + b'"}', b'{"a":' * 50_000, b"1" * 100_000):
-            with raw(gateway, request(token, body)) as connection:
-                assert connection.recv(1000).split()[1] == b"400"
+            assert status(gateway, request(token, body)) == b"400"
         surrogate = json.dumps({"messages": [user("\ud800")]}).encode()
-        with raw(gateway, request(token, surrogate)) as connection:
-            assert connection.recv(1000).split()[1] == b"200"
+        assert status(gateway, request(token, surrogate)) == b"200"
         others_go_on()
 
 
 def test_headers_without_end_and_a_key_of_strange_letters():
     """Also with httptools installed, which `HTTPFront` does not use."""
     with attacked() as (gateway, others_go_on, _):
-        with raw(gateway, request("x", **{"x-gateway-key": "\xe9"})) as connection:
-            assert connection.recv(1000).split()[1] == b"401"
+        assert status(gateway, request("x", **{"x-gateway-key": "\xe9"})) == b"401"
         with raw(gateway, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") as connection:
             assert connection.recv(1000).split()[1] == b"200"
             with suppress(OSError):  # it closes the connection
@@ -185,8 +188,7 @@ def test_too_many_connections_are_refused():
     with attacked(GatewayLimits(connections=50, read_seconds=0.5)) as (gateway, others_go_on, (token,)):
         connections = [raw(gateway) for _ in range(60)]
         time.sleep(0.2)
-        with raw(gateway, request(token, b"{}")) as connection:
-            assert connection.recv(1000).split()[1] == b"503"
+        assert status(gateway, request(token, b"{}")) == b"503"
         for connection in connections:  # those that send nothing are dropped, and there is room again
             with suppress(ConnectionResetError):
                 connection.recv(10)
@@ -221,8 +223,7 @@ def test_a_tool_that_never_returns_holds_nothing_but_its_session():
         for _ in range(50):
             _, token = gateway.open()
             body = json.dumps({"messages": [user("hi")]}).encode()
-            with raw(gateway, request(token, body)) as connection:
-                assert connection.recv(4096).split()[1] == b"200"
+            assert status(gateway, request(token, body)) == b"200"
         time.sleep(0.2)
         tasks = asyncio.run_coroutine_threadsafe(_tasks(), gateway._front.loop).result()
         assert tasks <= 4 and threading.active_count() <= threads and open_files() <= files + 2

@@ -14,6 +14,7 @@ import torch
 from waits import wait_until
 
 from workers.algorithms.advantages import overlong_penalty
+from workers.rollout.rewards import math_process
 from workers.rollout.rewards.answers import exact_match, math_match, number_match, soft_overlong
 
 needs_math = functools.partial(pytest.importorskip, "math_verify", reason="the extra `math` is not installed")
@@ -259,8 +260,6 @@ def test_time_limit_of_nothing_is_refused():
 
 def test_process_that_has_died_is_replaced():
     needs_math()
-    from workers.rollout.rewards import math_process
-
     assert math_match("4", 4, timeout=20) == 1.0
     group = os.getpgid(math_process._PROCESS._process.pid)
     assert group != os.getpgrp()  # to which a terminal sends Ctrl-C, that this process may survive
@@ -270,8 +269,6 @@ def test_process_that_has_died_is_replaced():
 
 
 def test_a_fork_does_not_wait_for_a_comparison_of_its_parent(monkeypatch):
-    from workers.rollout.rewards import math_process
-
     process = math_process._MathProcess()
     process._process = of_parent = object()
     monkeypatch.setattr(math_process, "_PROCESS", process)
@@ -285,8 +282,6 @@ def test_a_fork_does_not_wait_for_a_comparison_of_its_parent(monkeypatch):
 
 
 def test_math_verify_that_is_not_installed_is_named(monkeypatch, tmp_path):
-    from workers.rollout.rewards import math_process
-
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(name='math_verify')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(math_process, "_PROCESS", math_process._MathProcess())
