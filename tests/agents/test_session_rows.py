@@ -2,6 +2,7 @@
 
 import depth
 import pytest
+from rollout_helpers import kept_sets
 from trees import paths, random_tree
 
 from workers.rollout.agents.rows import completion_of, drop_retries, rows, sampled_leaves
@@ -11,13 +12,8 @@ from workers.rollout.engines.rollout_engine import Completion, Row
 
 def masks_of(masks, count):
     """The set at each of ``count`` positions."""
-    if masks is None:
-        return [[]] * count
-    made, at = [], 0
-    for length in masks.lengths:
-        made.append(list(masks.token_ids[at : at + length]))
-        at += length
-    assert at == len(masks.token_ids) and len(made) == count
+    made = [[]] * count if masks is None else kept_sets(masks)
+    assert len(made) == count and (masks is None or sum(masks.lengths) == len(masks.token_ids))
     return made
 
 
