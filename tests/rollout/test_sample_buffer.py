@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sample_buffer_model import History, settings_of_a_buffer
 
 from workers import SampleBuffer
-from workers.rollout.stream.flat_filter import FlatFilter
 
 V1 = (1, 1)
 
@@ -251,65 +250,13 @@ def test_a_flat_group_that_is_dropped_comes_back_with_other_rewards():
     assert taken(buffer) == [0, 1]
 
 
-def decisions(flat, order, size, limit):
-    """Feed groups in an order; number -> the step at which it was filtered."""
-    filter, found = FlatFilter(size, limit), {}
-    for step, number in enumerate(order):
-        for filtered in filter.arrive(number, flat[number]):
-            assert found.setdefault(filtered, step) == step and number <= max(order[: step + 1])
-        filter = restored(filter, size, limit) if step % 3 == 0 else filter
-    assert not filter.undecided
-    return found
-
-
-def restored(filter, size, limit):
-    other = FlatFilter(size, limit)
-    other.load_state_dict(pickle.loads(pickle.dumps(filter.state_dict())))
-    return other
-
-
-@examples(50, 2000)
-@given(
-    flat=st.lists(st.booleans(), max_size=20),
-    size=st.integers(1, 4),
-    limit=st.none() | st.integers(0, 4),
-    seed=st.integers(0, 2**32),
-)
-def test_which_flat_groups_are_filtered_does_not_depend_on_the_order_of_arrival(flat, size, limit, seed):
-    expected, kept, filtered = set(), 0, 0
-    for number, is_flat in enumerate(flat):
-        if is_flat and (limit is None or filtered < limit):
-            expected.add(number)
-            filtered += 1
-        else:
-            kept += 1
-            if kept % size == 0:
-                filtered = 0
-    order = list(range(len(flat)))
-    random.Random(seed).shuffle(order)
-    found = decisions(flat, order, size, limit)
-    assert set(found) == expected
-    if limit is None:
-        assert all(order[step] == number for number, step in found.items())  # at once
-
-
 def test_a_flat_group_is_filtered_before_lower_numbers_arrive_if_that_is_certain():
-    filter = FlatFilter(4, 2)
-    assert filter.arrive(3, True) == []  # 0, 1 and 2 may all be flat
-    assert filter.arrive(1, False) == []
-    assert filter.arrive(2, False) == [3]  # only 0 may be
-
-
-def test_a_flat_group_that_is_dropped_and_generated_again():
-    filter = FlatFilter(2, 1)
-    assert filter.arrive(1, True) == [] and filter.undecided == {1}
-    filter.drop(1)
-    assert filter.arrive(1, False) == [] and not filter.undecided  # with other rewards
-    filter.drop(1)
-    assert filter.arrive(1, True) == []  # others were decided on the ground that it is not flat
-    assert filter.arrive(2, True) == [] and filter.undecided == {2}
-    assert filter.arrive(0, True) == [0] and not filter.undecided
-    assert filter.arrive(0, True) == []
+    buffer = in_flight(1, 4, max_filtered=2)
+    ready(buffer, 3, flat=True)  # 0, 1 and 2 may all be flat
+    ready(buffer, 1)
+    assert begun(buffer) == []
+    ready(buffer, 2)  # only 0 may be
+    assert begun(buffer) == [4]
 
 
 # --- Errors, timeouts, threads ---------------------------------------------------------------------------------------
