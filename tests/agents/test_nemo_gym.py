@@ -5,7 +5,7 @@ import json
 import secrets
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -141,10 +141,8 @@ def play(server, script, rows, limits=None, **client):
         limits=limits,
     )
     extras = {name: [one[name] for one in rows] for name in rows[0]}
-    try:
+    with closing(engine):
         return engine.generate([[20]] * len(rows), SamplingParams(200), [0] * len(rows), extras=extras)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(("seconds", "reason"), [(10.0, "done"), (0.2, "error")])

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import gateway_helpers  # noqa: F401 - a gateway ends at once
 import pytest
@@ -51,11 +51,9 @@ def engine_of(agent, script=lambda prompt, seed: f"{len(prompt)}", kind=ScriptEn
 
 
 def play(engine, rows):
-    try:
+    with closing(engine):
         extras = {name: [row[name] for row in rows] for name in rows[0]}
         return engine.generate([PROMPT] * len(rows), SamplingParams(200), list(range(len(rows))), extras=extras)
-    finally:
-        engine.close()
 
 
 def test_a_program_is_a_rollout_with_a_row_for_each_leaf():

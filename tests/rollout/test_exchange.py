@@ -3,6 +3,7 @@
 import re
 import time
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
@@ -53,11 +54,8 @@ def until_finished(group, **orders):
 
 def expected(group, number, prompt=(3, 4), how=HOW, samples=3):
     """The same completions from a call of the engine's own `generate`."""
-    engine = BigramEngine()
-    try:
+    with closing(BigramEngine()) as engine:
         return engine.generate([list(prompt)] * samples, how, [100 * number + sample for sample in range(samples)])
-    finally:
-        engine.close()
 
 
 @pytest.fixture

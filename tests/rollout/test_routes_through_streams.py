@@ -4,6 +4,7 @@ sampling, checkpoints of their buffers, and sessions of agents."""
 import pickle
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_session_that_was_aborted_in_a_later_turn_continues(folder):
         record(*args, **options)
 
     first.engine.record = slowly
-    try:
+    with closing(first), closing(second):
         future = first.submit([1, 2], how, "a", seed=5)
         wait_until(lambda: Once.begun.is_set() and any(len(one.token_ids) for one in running(first.engine)), seconds)
         first.abort()
@@ -167,9 +168,6 @@ def test_session_that_was_aborted_in_a_later_turn_continues(folder):
         again = second.submit([1, 2], how, "a", seed=5, partial=partial).result(seconds)
         assert again.token_ids[: len(partial.token_ids)] == partial.token_ids and again.info["turns"] == 3
         assert len(again.routed_experts) == 2 + len(again.token_ids)
-    finally:
-        first.close()
-        second.close()
 
 
 def running(engine):

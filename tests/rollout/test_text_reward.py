@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from contextlib import closing
 
 import pytest
 from byte_tokens import byte_tokenizer
@@ -29,11 +30,8 @@ PROMPT, COMPLETION = [258, *b"2+2?", 257, 259], [*"4é".encode(), 257]
 
 
 def compute(function, extras=None, info=None, **options):
-    runner = RewardRunner(text_reward(function, TOKENIZER), **options)
-    try:
+    with closing(RewardRunner(text_reward(function, TOKENIZER), **options)) as runner:
         return runner.compute([Sample(0, 0, PROMPT, COMPLETION, info)], extras or {})
-    finally:
-        runner.close()
 
 
 def test_function_gets_what_its_parameters_name():

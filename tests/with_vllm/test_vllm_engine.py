@@ -3,6 +3,7 @@
 import re
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,9 @@ def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, told):
 
 
 def test_attention_heads_without_a_kernel_are_told():
-    engine = VLLMEngine(LlamaConfig(**{**CONFIG.to_diff_dict(), "head_dim": 16}))
-    try:
+    with closing(VLLMEngine(LlamaConfig(**{**CONFIG.to_diff_dict(), "head_dim": 16}))) as engine:
         with pytest.raises(RolloutError, match="head"):
             engine.generate([[1]], SamplingParams(4), [0])
-    finally:
-        engine.close()
 
 
 # --- a running engine ----------------------------------------------------------------------------------------
@@ -325,8 +323,7 @@ def test_bfloat16():
                     parameter.normal_(std=0.02)
         return model
 
-    engine = VLLMEngine(config, param_dtype="bf16")
-    try:
+    with closing(VLLMEngine(config, param_dtype="bf16")) as engine:
         subject = Subject(engine, config, model_of=model_of, atol=0.02)
         for version in (1, 2):
             model = subject.model(version)
@@ -343,5 +340,3 @@ def test_bfloat16():
         engine.finish_update(2)
         assert engine.generate(PROMPTS, SamplingParams(12), SEEDS) == generated
         assert all(torch.equal(tensor, *engine.read_raw([name])) for name, tensor in saved)
-    finally:
-        engine.close()

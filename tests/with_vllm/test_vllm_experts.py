@@ -3,7 +3,7 @@ reorders experts for its kernels on the CPU. Run by `make test-vllm`."""
 
 import copy
 import re
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -72,8 +72,7 @@ def updated(kind, **options):
     """An engine and an `HFEngine` after two updates that were proved, the sender to the first, and the last weights."""
     config = config_of(kind)
     plain = HFEngine(copy.deepcopy(config), random_weights=True, seed=1)
-    engine = VLLMEngine(copy.deepcopy(config), random_weights=True, seed=1, max_model_len=64, **options)
-    try:
+    with closing(VLLMEngine(copy.deepcopy(config), random_weights=True, seed=1, max_model_len=64, **options)) as engine:
         same_completions(engine, plain)
         senders = [WeightSender("device", neighbour=Receiver(one), verify="full") for one in (engine, plain)]
         for version in (1, 2):
@@ -82,8 +81,6 @@ def updated(kind, **options):
             same_completions(engine, plain)
             holds(engine, state)
         yield engine, plain, senders[0], state
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +109,7 @@ def test_experts_that_vllm_exchanges_are_both_named(monkeypatch):
             number = re.search(r"experts(\.\d+\.)", own)[1]
             yield own.replace(f"experts{number}", f"experts{swap.get(number, number)}"), part
 
-    try:
+    with closing(engine):
         assert sender.send(1, state_of(config, 1).items()).proved == "engine"
         monkeypatch.setattr(vllm_worker, "one_by_one", wrong)
         with pytest.raises(WeightSyncError, match=r"VLLMEngine does not hold .*version 2: 4 tensors differ") as caught:
@@ -124,8 +121,6 @@ def test_experts_that_vllm_exchanges_are_both_named(monkeypatch):
         assert receiver.weight_version is None
         monkeypatch.setattr(vllm_worker, "one_by_one", right)
         assert sender.send(3, state_of(config, 3).items()).proved == "engine"
-    finally:
-        engine.close()
 
 
 def test_two_processes_share_experts():

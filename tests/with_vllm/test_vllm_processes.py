@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,7 @@ class TestTwoProcesses(EngineContract):
 def test_key_value_head_in_both_processes_is_read_back():
     """With an output layer, norms of queries and keys, and in bfloat16."""
     config = Qwen3Config(**{**FIELDS, "model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32})
-    engine = VLLMEngine(config, tensor_parallel_size=2, param_dtype="bf16")
-    try:
+    with closing(VLLMEngine(config, tensor_parallel_size=2, param_dtype="bf16")) as engine:
         subject = Subject(engine, config)
         for seed in (1, 2):
             model = make_model(config, True, seed, False)
@@ -94,8 +94,6 @@ def test_key_value_head_in_both_processes_is_read_back():
                 engine.read_weights(list(engine.weight_shapes()))
             subject.update(model, 4)
             subject.check_read(model)
-    finally:
-        engine.close()
 
 
 def test_death_of_a_process_fails_the_requests_and_leaves_no_process():
