@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_helpers import chosen_log_probs, kept_sets, left_to_choose, plain_distributions, plain_model
+from waits import wait_until
 
 from workers.rollout.agents.agent_engine import AgentEngine
 from workers.rollout.agents.environment import Environment, Step
@@ -210,10 +211,7 @@ class Subject:
         return load.running == load.waiting == 0
 
     def until(self, condition: Callable[[EngineLoad], bool]) -> None:
-        end = time.monotonic() + SECONDS
-        while not condition(self.engine.load()):
-            assert time.monotonic() < end, self.engine.load()
-            time.sleep(0.001)
+        wait_until(lambda: condition(self.engine.load()), SECONDS)
 
 
 class EngineContract:

@@ -1,9 +1,9 @@
 """GroupRecovery: what is done when workers of a stream die, and how long it tries. On stand-ins for groups."""
 
 import threading
-import time
 
 import pytest
+from waits import wait_until
 
 from single_controller import GroupBrokenError, GroupClosedError, PlacementError, StartError, WorkerDiedError
 from workers.recovery import rollout_recovery as recovery
@@ -59,12 +59,8 @@ def died(*ranks):
     return WorkerDiedError("died", rank=ranks[0], ranks=ranks)
 
 
-def grow(of, until, seconds=10):
-    end = time.monotonic() + seconds
-    while not until():
-        of.grow()
-        assert time.monotonic() < end
-        time.sleep(0.001)
+def grow(of, until):
+    wait_until(lambda: until() or of.grow(), 10)
 
 
 @pytest.fixture(autouse=True)

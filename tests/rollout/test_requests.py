@@ -39,8 +39,7 @@ def submit(engine, name, length=500, **options):
 
 def test_error_fails_the_running_requests_and_the_engine_goes_on(engine):
     futures = [submit(engine, name) for name in "ab"]
-    while engine.load().running < 2:
-        time.sleep(0.001)
+    wait_until(lambda: engine.load().running == 2)
     with engine.parked("test"):
         engine.load_weights([("bias", torch.full((32,), torch.nan))])
     errors = [future.exception(10) for future in futures]

@@ -11,6 +11,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from rollout_helpers import plain_model
 from transformers import LlamaConfig
 
@@ -91,15 +92,8 @@ class VLLMServer:
 
     def engine_cores(self):
         """The processes that have the model, found among the server's children."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                name, rest = stat.read_text().split("(", 1)[1].rsplit(")", 1)
-            except OSError:
-                continue
-            if int(rest.split()[3]) == self.process.pid and "EngineCor" in name:  # its session is the server's
-                found.append(int(stat.parent.name))
-        return found
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [one.pid for one in children if "EngineCor" in one.name()]
 
     def close(self):
         with suppress(ProcessLookupError):
