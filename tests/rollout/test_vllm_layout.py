@@ -21,11 +21,6 @@ class Layer(torch.nn.Module):
         self.__dict__.update(attributes)
 
 
-class Indices:
-    def __init__(self, begin, end):
-        self.org_vocab_start_index, self.org_vocab_end_index = begin, end
-
-
 def checkpoint(kv_heads, vocabulary=70):
     shapes = {
         "model.embed_tokens.weight": (vocabulary, HIDDEN),
@@ -64,30 +59,24 @@ def model_of(full, rank, ranks, kv_heads):
     padded = torch.zeros(each, HIDDEN)
     padded[: end - begin] = words[begin:end]
     (weight, sizes), (bias, _) = attention("weight"), attention("bias")
+    embed = Layer(
+        padded,
+        shard_indices=SimpleNamespace(org_vocab_start_index=begin, org_vocab_end_index=end),
+        org_vocab_size=len(words),
+        output_partition_sizes=[each],
+    )
+    own = full["model.attn.o_proj.weight"].chunk(ranks, 1)[rank].contiguous()
+    attn = {
+        "qkv_proj": Layer(weight, bias, output_partition_sizes=sizes, **here),
+        "o_proj": Layer(own, full["model.attn.o_proj.bias"], output_partition_sizes=[HIDDEN], **here),
+    }
+    mlp = {"gate_up_proj": Layer(torch.cat(gates), output_partition_sizes=[16 // ranks] * 2, **here)}
+    norm = Layer(full["model.norm.weight"].clone())
     model = torch.nn.Module()
     model.packed_modules_mapping = PACKED
     model.scale = torch.nn.Parameter(full["scale"].clone())
     model.model = torch.nn.ModuleDict(
-        {
-            "embed_tokens": Layer(
-                padded, shard_indices=Indices(begin, end), org_vocab_size=len(words), output_partition_sizes=[each]
-            ),
-            "attn": torch.nn.ModuleDict(
-                {
-                    "qkv_proj": Layer(weight, bias, output_partition_sizes=sizes, **here),
-                    "o_proj": Layer(
-                        full["model.attn.o_proj.weight"].chunk(ranks, 1)[rank].contiguous(),
-                        full["model.attn.o_proj.bias"],
-                        output_partition_sizes=[HIDDEN],
-                        **here,
-                    ),
-                }
-            ),
-            "mlp": torch.nn.ModuleDict(
-                {"gate_up_proj": Layer(torch.cat(gates), output_partition_sizes=[16 // ranks] * 2, **here)}
-            ),
-            "norm": Layer(full["model.norm.weight"].clone()),
-        }
+        {"embed_tokens": embed, "attn": torch.nn.ModuleDict(attn), "mlp": torch.nn.ModuleDict(mlp), "norm": norm}
     )
     return model
 
