@@ -23,17 +23,10 @@ from workers.rollout.rollout_errors import RolloutError, WeightsError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,  # vLLM has no kernel for heads smaller than 32
-    num_key_value_heads=1,
-    vocab_size=32,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+# vLLM has no kernel for heads smaller than 32.
+CONFIG = LlamaConfig(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                     num_key_value_heads=1, vocab_size=32, max_position_embeddings=512, bos_token_id=1,
+                     eos_token_id=2)  # fmt: skip
 TIED = Qwen2Config(**{**CONFIG.to_diff_dict(), "tie_word_embeddings": True})
 SECONDS = 60
 

@@ -31,18 +31,9 @@ from workers.weight_sync import WeightSender, WeightSyncError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
-FIELDS = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 32,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+FIELDS = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 2048,
+          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1], [11, 4]]
 
 

@@ -28,18 +28,9 @@ from workers.rollout.rollout_errors import RolloutError
 
 pytestmark = pytest.mark.timeout(300)  # vLLM starts in 10 s, or in minutes on a busy machine
 
-FIELDS = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+FIELDS = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 512,
+          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 # Biases, and 96 rows of embeddings, which vLLM pads to 128: the second process has 32 and as many padded ones.
 TIED = {**FIELDS, "model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 96}
 SECONDS = 60

@@ -17,16 +17,9 @@ from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 400
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,  # vLLM has no heads of less than 32 on the CPU
-    num_key_value_heads=1,
-    vocab_size=64,
-    max_position_embeddings=512,
-    dtype="float32",
-)
+# vLLM has no heads of less than 32 on the CPU.
+CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                     num_key_value_heads=1, vocab_size=64, max_position_embeddings=512, dtype="float32")  # fmt: skip
 
 
 def _begin():
