@@ -180,11 +180,7 @@ def test_a_session_of_a_state_does_not_expire_during_a_call_that_began_before(mo
     monkeypatch.setattr(gateway_router, "HEALTH_SECONDS", 0.05)
     engine = ScriptEngine(lambda *_: "fine" * 50, tokens=1, delay=0.01)  # more than two seconds
     limits = gateway_router.GatewayLimits(idle_seconds=0.6)
-    with (
-        serving(engine) as gateway,
-        routing(gateway.endpoint, limits=limits) as router,
-        ThreadPoolExecutor() as pool,
-    ):
+    with serving(engine) as gateway, routing(gateway.endpoint, limits=limits) as router, ThreadPoolExecutor() as pool:
         _, token = router.open()
         call = pool.submit(chat, router, token, [user("a")])
         wait_until(lambda: engine.load().running, 10)

@@ -110,24 +110,10 @@ def test_number_in_a_text(text, value):
     assert number_match(text, str(Fraction(value) + 1)) == 0.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "none",
-        "v2",
-        "x_2",
-        "1/0",
-        r"\frac{1}{0}",
-        r"\boxed{}",
-        r"3 \boxed{12",
-        r"3 \boxed{none}",
-        "3 ####",
-        "1e999999999",
-        "1" * 301,
-        "½",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", "none", "v2", "x_2", "1/0", r"\frac{1}{0}", r"\boxed{}", r"3 \boxed{12", r"3 \boxed{none}", "3 ####",
+    "1e999999999", "1" * 301, "½",
+])  # fmt: skip
 def test_text_without_a_number_is_wrong(text):
     assert number_match(text, 0) == number_match(text, 3) == number_match(text, 2) == 0.0
 
@@ -165,15 +151,8 @@ def test_tolerance_against_its_definition():
 
 
 def test_long_texts_take_no_time():
-    for text in (
-        "1" * 200_000,
-        "1 " * 100_000,
-        "1," * 100_000,
-        "1/" * 100_000,
-        r"\boxed{" * 30_000,
-        "-" * 200_000,
-        "$" * 99_999,
-    ):
+    texts = ["1" * 200_000, "1 " * 100_000, "1," * 100_000, "1/" * 100_000, "-" * 200_000, "$" * 99_999]
+    for text in [*texts, r"\boxed{" * 30_000]:
         began = time.monotonic()
         number_match(text, 5)
         assert time.monotonic() - began < 5

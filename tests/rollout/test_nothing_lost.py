@@ -17,14 +17,8 @@ SCRIPT = Path(__file__).parent / "nothing_lost.py"
 def batch(rollout_id, before, after, first=None):
     first = BATCH * rollout_id if first is None else first
     prompts = [number for number in range(first, first + BATCH) for _ in range(SAMPLES)]
-    return {
-        "rollout_id": rollout_id,
-        "prompts": prompts,
-        "group_ids": prompts,
-        "staleness": 1,
-        "before": before,
-        "after": after,
-    }
+    line = {"rollout_id": rollout_id, "prompts": prompts, "group_ids": prompts, "staleness": 1}
+    return line | {"before": before, "after": after}
 
 
 @pytest.fixture
