@@ -78,7 +78,7 @@ class FakeServer(ThreadingHTTPServer):
             rows = [numbers[k : k + VOCABULARY] for k in range(0, len(numbers), VOCABULARY)]
             setattr(self, name, rows if name == "following" else rows[0])
 
-    def tokens(self, prompt, count, temperature, top_p, top_k, draw, stops=(), min_p=0.0):
+    def tokens(self, prompt, count, draw, stops, temperature, top_p, top_k, min_p):
         """Yield (token, its log-probability, log-probabilities of all tokens) at temperature 1 or as configured."""
         last = prompt[-1]
         for _ in range(count):
@@ -88,8 +88,7 @@ class FakeServer(ThreadingHTTPServer):
                 logits = [a + b for a, b in zip(self.following[last], self.bias, strict=True)]
             raw, tempered = log_softmax(logits), log_softmax([one / (temperature or 1.0) for one in logits])
             kept = truncated(tempered, top_p, 1 if temperature == 0 else top_k, min_p)
-            weights = [math.exp(one) for one in kept]
-            token = draw(weights)
+            (token,) = draw.choices(range(VOCABULARY), [math.exp(one) for one in kept])
             whole = {
                 "raw": raw,
                 "processed": tempered if temperature == 0 else kept,
@@ -206,16 +205,8 @@ class Handler(BaseHTTPRequestHandler):
 
         def events():
             stops = body["stop_token_ids"]
-            tokens = server.tokens(
-                body["prompt"],
-                length,
-                body["temperature"],
-                body["top_p"],
-                body.get("top_k", 0),
-                lambda weights: state.choices(range(VOCABULARY), weights)[0],
-                stops,
-                body.get("min_p", 0.0),
-            )
+            how = body["temperature"], body["top_p"], body.get("top_k", 0), body.get("min_p", 0.0)
+            tokens = server.tokens(body["prompt"], length, state, stops, *how)
             for number, (token, log_prob, whole) in enumerate(tokens, 1):
                 order = sorted(range(VOCABULARY), key=lambda one: -whole[one])[:top]
                 reason = "stop" if token in stops else "length" if number == length else None
