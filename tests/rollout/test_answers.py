@@ -50,61 +50,40 @@ def test_exact_match_without_case():
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("7", 7),
-        ("The answer is 7.", 7),
-        ("It is 7, not 8? No: 7", 7),
-        ("1,234", 1234),
-        ("1,234,567.5", 1234567.5),
-        ("1{,}234", 1234),
-        (r"1\,234", 1234),
-        ("-3", -3),
-        ("\u22123", -3),
-        ("+3", 3),
-        ("x=-3", -3),
-        ("10-3", 3),
-        ("10 - 3", 3),
-        ("- 3 apples", 3),  # an item of a list
-        (".5", Fraction(1, 2)),
-        ("-0.5", Fraction(-1, 2)),
-        ("0.1", Fraction(1, 10)),
-        ("1e3", 1000),
-        ("2.5E-2", Fraction(1, 40)),
-        ("3/4", Fraction(3, 4)),
-        ("-3 / 4", Fraction(-3, 4)),
-        ("1 1/2", Fraction(3, 2)),
-        ("-4 4/9", Fraction(-40, 9)),
-        ("0 4/9", Fraction(4, 9)),
-        ("11 7/6", Fraction(7, 6)),  # no mixed number
-        ("11\n5/6", Fraction(5, 6)),
-        (r"\frac{3}{4}", Fraction(3, 4)),
-        (r"\dfrac{ 3 }{ 4 }", Fraction(3, 4)),
-        (r"1\frac{3}{4}", Fraction(7, 4)),
-        (r"-2 \dfrac{1}{2}", Fraction(-5, 2)),
-        (r"x_1\frac{3}{4}", Fraction(3, 4)),
-        ("11\n\\frac{5}{6}", Fraction(5, 6)),
-        (r"-\frac{3}{4}", Fraction(-3, 4)),
-        (r"\frac{-3}{4}", Fraction(-3, 4)),
-        (r"-\frac{-3}{4}", Fraction(3, 4)),
-        (r"\frac{1.5}{3}", Fraction(1, 2)),
-        ("$5", 5),
-        ("-$1,234.50", Fraction(-2469, 2)),
-        (r"\$12", 12),
-        ("033", 33),
-        ("-0", 0),
-        ("5 apples", 5),
-        ("12 and 3,4", 4),  # two numbers, since 3,4 has no group of three digits
-        ("5/6/2024", 2024),
-        (r"so 12 + 1 is \boxed{13}, as 9 said", 13),
-        (r"\boxed{1} or \boxed{\frac{1}{2}}", Fraction(1, 2)),
-        (r"\fbox{x}\boxed {x = {7}}", 7),
-        ("5 + 5 = 10\n#### 11", 11),
-        ("#### 11\n#### 12 apples", 12),
-        ("1" * 300, int("1" * 300)),
-    ],
-)
+NUMBERS = {
+    7: ["7", "The answer is 7.", "It is 7, not 8? No: 7", r"\fbox{x}\boxed {x = {7}}"],
+    1234: ["1,234", "1{,}234", r"1\,234"],
+    1234567.5: ["1,234,567.5"],
+    -3: ["-3", "\u22123", "x=-3"],
+    3: ["+3", "10-3", "10 - 3", "- 3 apples"],  # the last one is an item of a list
+    Fraction(1, 2): [".5", r"\frac{1.5}{3}", r"\boxed{1} or \boxed{\frac{1}{2}}"],
+    Fraction(-1, 2): ["-0.5"],
+    Fraction(1, 10): ["0.1"],
+    1000: ["1e3"],
+    Fraction(1, 40): ["2.5E-2"],
+    Fraction(3, 4): ["3/4", r"\frac{3}{4}", r"\dfrac{ 3 }{ 4 }", r"x_1\frac{3}{4}", r"-\frac{-3}{4}"],
+    Fraction(-3, 4): ["-3 / 4", r"-\frac{3}{4}", r"\frac{-3}{4}"],
+    Fraction(3, 2): ["1 1/2"],
+    Fraction(7, 4): [r"1\frac{3}{4}"],
+    Fraction(-5, 2): [r"-2 \dfrac{1}{2}"],
+    Fraction(-40, 9): ["-4 4/9"],
+    Fraction(4, 9): ["0 4/9"],
+    Fraction(7, 6): ["11 7/6"],  # no mixed number
+    Fraction(5, 6): ["11\n5/6", "11\n\\frac{5}{6}"],
+    5: ["$5", "5 apples"],
+    Fraction(-2469, 2): ["-$1,234.50"],
+    12: [r"\$12", "#### 11\n#### 12 apples"],
+    33: ["033"],
+    0: ["-0"],
+    4: ["12 and 3,4"],  # two numbers, since 3,4 has no group of three digits
+    2024: ["5/6/2024"],
+    13: [r"so 12 + 1 is \boxed{13}, as 9 said"],
+    11: ["5 + 5 = 10\n#### 11"],
+    int("1" * 300): ["1" * 300],
+}
+
+
+@pytest.mark.parametrize(("text", "value"), [(text, value) for value, texts in NUMBERS.items() for text in texts])
 def test_number_in_a_text(text, value):
     assert number_match(text, value if isinstance(value, int) else str(value)) == 1.0
     assert number_match(text, str(Fraction(value) + 1)) == 0.0
