@@ -82,19 +82,13 @@ def test_group_goes_on_and_gets_its_size_back():
 
 
 def test_group_that_cannot_shrink_is_restarted():
-    nobody_left, collective, local, fixed, standby = (
-        Group(1),
-        Group(collectives=True),
-        Group(shrinks=False),
-        Group(),
-        Group(),
-    )
+    nobody_left, fixed, standby = Group(1), Group(), Group()
     standby.standbys = lambda: ["a process on another host"]
     nobody_left.alive = lambda: [False]
     for group, calls in (
         (nobody_left, [("shrink", [0]), ("restart", [0])]),
-        (collective, [("restart", [1]), ("restart", None)]),
-        (local, [("restart", [1])]),
+        (Group(collectives=True), [("restart", [1]), ("restart", None)]),
+        (Group(shrinks=False), [("restart", [1])]),
         (fixed, [("restart", [1])]),
         (standby, [("restart", [1])]),
     ):
