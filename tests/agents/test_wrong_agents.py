@@ -112,11 +112,8 @@ async def quits_async() -> str:
 @pytest.mark.parametrize("tool", [quits, quits_async])
 def test_exit_of_a_tool_is_its_result(make, tool):
     def script(prompt, seed):
-        return (
-            "done"
-            if "<|tool|>Error: SystemExit: bye" in prompt
-            else f'<tool_call>{{"name": "{tool.__name__}"}}</tool_call>'
-        )
+        called = "<|tool|>Error: SystemExit: bye" in prompt
+        return "done" if called else f'<tool_call>{{"name": "{tool.__name__}"}}</tool_call>'
 
     engine = make(lambda: ToolEnvironment([tool]), lambda: ScriptEngine(script), renderer=RENDERER)
     (made,) = engine.generate([Characters().encode("a")], SamplingParams(100), [0])

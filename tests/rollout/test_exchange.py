@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
-import torch
 from devices import ON_DEVICE
+from engine_contract import Subject
 from rollout_helpers import Bigram, BigramEngine, EchoEngine, Toy
 
 from single_controller import (
@@ -101,9 +101,7 @@ def test_aborted_groups_continue_from_their_tokens_with_other_weights(group):
         count = len(before.token_ids)
         assert after.token_ids[:count] == before.token_ids and after.log_probs[:count] == before.log_probs
         assert after.weight_versions == [0] * count + [1] * (400 - count) and after.finish_reason == "length"
-        of = {version: model.log_probs([3, 4], after.token_ids) for version, model in models.items()}
-        log_probs = torch.stack([of[version][k] for k, version in enumerate(after.weight_versions)])
-        torch.testing.assert_close(torch.tensor(after.log_probs).double(), log_probs, atol=1e-5, rtol=0)
+        Subject(None, distributions=Bigram.distributions, atol=1e-5).check(after, [3, 4], models)
 
 
 def test_complete_samples_of_a_partial_group_are_not_generated_again(group):

@@ -100,8 +100,10 @@ def verl_actor_metrics(rows, log_probs):
     }
 
 
-def step(tmp_path, names):
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory):
     """Train a step and log it. Returns what the json logger got, and the log-probabilities, as verl pads them."""
+    tmp_path = tmp_path_factory.mktemp("verl")
     rows, args = draw(), read_args(ARGS)
     batch = collate(
         [prompt for prompt, *_ in rows],
@@ -112,7 +114,7 @@ def step(tmp_path, names):
     with LocalWorkerGroup(1, ClassWithInitArgs(FSDPTrainWorker)) as group:
         group.init(args, "actor", False)
         log_probs = group.compute_log_prob(batch)
-        with RunLog(run_dir=tmp_path, loggers=["json"], metric_names=names, args=args) as log:
+        with RunLog(run_dir=tmp_path, loggers=["json"], metric_names="verl", args=args) as log:
             with log.timed("rollout"), log.timed("train"):
                 metrics = group.train(0, batch)[0]
             own = log.log(0, metrics, batch)
@@ -121,11 +123,6 @@ def step(tmp_path, names):
     begin = max(len(prompt) for prompt, *_ in rows)
     padded[:, : log_probs.shape[1] - begin] = log_probs[:, begin:]
     return rows, padded, own, told
-
-
-@pytest.fixture(scope="module")
-def stepped(tmp_path_factory):
-    return step(tmp_path_factory.mktemp("verl"), "verl")
 
 
 @pytest.mark.parametrize(
