@@ -56,21 +56,12 @@ def test_a_digest_counts_what_a_message_says():
     assert len({digest(message) for message in same}) == 1
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert digest(user("one two")) == digest(user(parts))
-    others = [
-        user("one"),
-        user("two"),
-        {"role": "system", "content": "one"},
-        {"role": "assistant", "content": "one"},
-        {"role": "assistant", "content": "one", "reasoning_content": "r"},
-        {"role": "assistant", "content": "one", "reasoning_content": "s"},
-        {"role": "assistant", "content": "one", "tool_calls": [call("f", "{}")]},
-        {"role": "assistant", "content": "one", "tool_calls": [call("f", "[1]")]},
-        {"role": "assistant", "content": "one", "tool_calls": [call("f", "no json")]},
-        {"role": "assistant", "content": "one", "tool_calls": [call("f", '{"a": 1}')]},
-        {"role": "assistant", "content": "one", "tool_calls": [call("f", '{"a": 1.5}')]},
-        {"role": "assistant", "content": "one", "tool_calls": [call("g", "{}")]},
-        {"role": "assistant", "content": "one", "tool_calls": [call("g", "{}"), call("g", "{}")]},
-    ]
+    said = {"role": "assistant", "content": "one"}
+    others = [user("one"), user("two"), {"role": "system", "content": "one"}, said]
+    others += [said | {"reasoning_content": text} for text in "rs"]
+    for arguments in ("{}", "[1]", "no json", '{"a": 1}', '{"a": 1.5}'):
+        others.append(said | {"tool_calls": [call("f", arguments)]})
+    others += [said | {"tool_calls": [call("g", "{}")] * count} for count in (1, 2)]
     assert len({digest(message) for message in others}) == len(others)
 
 
