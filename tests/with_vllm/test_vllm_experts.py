@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs .venv-vllm: run make test-vllm")
 
 import torch
-from engine_contract import PROMPTS, SEEDS
+from engine_contract import PROMPTS, SEEDS, Subject
 from test_vllm_engine import CONFIG
 from transformers import AutoConfig
 
@@ -46,11 +46,11 @@ def config_of(kind):
     return AutoConfig.for_model(kind, **USUAL, **KINDS[kind])
 
 
-def state_of(config, seed):
-    """The tensors of another random model, with negative zeros, which take part in the proof."""
-    state = make_model(copy.deepcopy(config), True, seed, False).state_dict()
-    state["model.layers.0.mlp.experts.gate_up_proj"][1, 3, 4:9] = -0.0
-    return state
+def model_of(config, seed):
+    """Another random model, with negative zeros, which take part in the proof."""
+    model = make_model(copy.deepcopy(config), True, seed, False)
+    model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"][1, 3, 4:9] = -0.0
+    return model
 
 
 def same_completions(engine, plain, atol=1e-5):
@@ -59,41 +59,33 @@ def same_completions(engine, plain, atol=1e-5):
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=atol, rtol=0)
 
 
-def holds(engine, state):
-    names = list(engine.weight_shapes())
-    for name, tensor in zip(names, engine.read_weights(names), strict=True):
-        expected = state[name].to(tensor.dtype)
-        one, other = (of.contiguous().view(-1).view(torch.uint8) for of in (tensor, expected))
-        assert torch.equal(one, other), name
-
-
 @contextmanager
 def updated(kind, **options):
-    """An engine and an `HFEngine` after two updates that were proved, the sender to the first, and the last weights."""
+    """An engine and an `HFEngine` after two updates that were proved, the sender to the first, and the last model."""
     config = config_of(kind)
     plain = HFEngine(copy.deepcopy(config), random_weights=True, seed=1)
     with closing(VLLMEngine(copy.deepcopy(config), random_weights=True, seed=1, max_model_len=64, **options)) as engine:
         same_completions(engine, plain)
         senders = [WeightSender("device", neighbour=Receiver(one), verify="full") for one in (engine, plain)]
         for version in (1, 2):
-            state = state_of(config, version)
-            assert [sender.send(version, state.items()).proved for sender in senders] == ["engine"] * 2
+            model = model_of(config, version)
+            assert [sender.send(version, model.state_dict().items()).proved for sender in senders] == ["engine"] * 2
             same_completions(engine, plain)
-            holds(engine, state)
-        yield engine, plain, senders[0], state
+            Subject(engine).check_read(model)
+        yield engine, plain, senders[0], model
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_of_experts_are_computed_with_and_proved(kind):
-    with updated(kind) as (engine, plain, sender, state):
+    with updated(kind) as (engine, plain, sender, model):
         raw = list(engine.raw_weights())
         kept = [(name, tensor.clone()) for name, tensor in zip(raw, engine.read_raw(raw), strict=True)]
-        sender.send(3, state_of(config_of(kind), 3).items())
+        sender.send(3, model_of(config_of(kind), 3).state_dict().items())
         engine.begin_update()
         engine.load_raw(kept)  # as a copy from another worker
         engine.finish_update(4)
         same_completions(engine, plain)
-        holds(engine, state)
+        Subject(engine).check_read(model)
 
 
 def test_experts_that_vllm_exchanges_are_both_named(monkeypatch):
@@ -110,17 +102,17 @@ def test_experts_that_vllm_exchanges_are_both_named(monkeypatch):
             yield own.replace(f"experts{number}", f"experts{swap.get(number, number)}"), part
 
     with closing(engine):
-        assert sender.send(1, state_of(config, 1).items()).proved == "engine"
+        assert sender.send(1, model_of(config, 1).state_dict().items()).proved == "engine"
         monkeypatch.setattr(vllm_worker, "one_by_one", wrong)
         with pytest.raises(WeightSyncError, match=r"VLLMEngine does not hold .*version 2: 4 tensors differ") as caught:
-            sender.send(2, state_of(config, 2).items())
+            sender.send(2, model_of(config, 2).state_dict().items())
         for part in ("gate_up_proj", "down_proj"):
             name = f"model.layers.1.mlp.experts.{part}"
             assert f"{name}[2] (has the bytes of {name}[4])" in str(caught.value)
             assert f"{name}[4] (has the bytes of {name}[2])" in str(caught.value)
         assert receiver.weight_version is None
         monkeypatch.setattr(vllm_worker, "one_by_one", right)
-        assert sender.send(3, state_of(config, 3).items()).proved == "engine"
+        assert sender.send(3, model_of(config, 3).state_dict().items()).proved == "engine"
 
 
 def test_two_processes_share_experts():
