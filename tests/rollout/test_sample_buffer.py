@@ -158,35 +158,6 @@ def test_fifo_waits_for_the_lowest_numbers():
     assert [tuple(group) for group in buffer.take(0)] == [(0, "payload 0"), (1, "payload 1")]
 
 
-def test_window_lets_ready_groups_overtake_within_its_limit():
-    buffer = in_flight(1, 2, max_staleness=3, order="window", window=3, on_stale="train")
-    ready(buffer, 3, 2)  # 3 is three numbers after 0, which is not ready
-    with pytest.raises(TimeoutError):
-        buffer.take(0)
-    ready(buffer, 1)
-    assert taken(buffer) == [1, 2]
-    ready(buffer, 4, 5)
-    with pytest.raises(TimeoutError):
-        buffer.take(0)  # however many are ready, they wait for 0: it cannot starve
-    ready(buffer, 0)
-    assert taken(buffer) == [0, 3]
-
-
-def test_wait_leaves_no_group_behind_that_would_become_too_old():
-    buffer = buffer_with(1, 2, max_staleness=1, order="window", window=100)
-    assert begun(buffer) == [0, 1, 2, 3]
-    ready(buffer, 1, 2, 3)
-    assert taken(buffer) == [1, 2]  # 0 can be in batch 1, with staleness 1
-    buffer.set_version(2)
-    assert begun(buffer) == [4, 5]
-    ready(buffer, 4, 5)
-    with pytest.raises(TimeoutError):
-        buffer.take(0)  # 3 and 4 are ready, but in batch 2 group 0 would have staleness 2
-    ready(buffer, 0, versions=V1)
-    assert taken(buffer) == [0, 3]
-    assert buffer.metrics()["buffer/dropped"] == 0
-
-
 def test_drop_begins_groups_again_that_have_become_too_old():
     buffer = in_flight(1, 2, max_staleness=1, order="window", window=5, on_stale="drop")
     ready(buffer, 1, 2)
