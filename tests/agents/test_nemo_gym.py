@@ -5,7 +5,7 @@ import json
 import secrets
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -28,6 +28,11 @@ class Server(ThreadingHTTPServer):
         self.counters, self.verified, self.broken, self.seconds, self.tool_seconds = {}, [], False, 0.0, 0.0
         self.down = False
         self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), name="nemo-gym", daemon=True).start()
+
+    def close(self):
+        self.shutdown()
+        self.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,17 +71,6 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(text)
 
 
-@contextmanager
-def serving():
-    server = Server()
-    threading.Thread(target=server.serve_forever, args=(0.01,), name="nemo-gym", daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def tool(name, properties):
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "name": name, "description": name, "parameters": parameters, "strict": True}
@@ -110,7 +104,7 @@ def counts(prompt, seed):
 
 def test_sessions_of_a_resources_server(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no use for servers of the cluster
-    with serving() as server:
+    with closing(Server()) as server:
         done = play(
             server, counts, [row(3, 8, 5), row(0, 1, 2), row(1, 14, 13), *(row(n, 2 * n, n) for n in range(20, 40))]
         )
@@ -147,28 +141,28 @@ def play(server, script, rows, limits=None, **client):
 
 @pytest.mark.parametrize(("seconds", "reason"), [(10.0, "done"), (0.2, "error")])
 def test_verifying_has_a_limit_of_its_own(seconds, reason):
-    with serving() as server:
+    with closing(Server()) as server:
         server.seconds = 0.9
         (done,) = play(server, lambda *_: "8", [row(3, 8, 5)], SessionLimits(silence=0.6), verify_seconds=seconds)
     assert done.info["end_reason"] == reason
 
 
 def test_tools_may_take_longer_than_verifying():
-    with serving() as server:
+    with closing(Server()) as server:
         server.tool_seconds = 1.2
         (done,) = play(server, counts, [row(3, 8, 5)], verify_seconds=0.8)
     assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)
 
 
 def test_a_server_that_fails_ends_its_session_with_a_reason():
-    with serving() as server:
+    with closing(Server()) as server:
         server.broken = True
         (done,) = play(server, lambda *_: "8", [row(3, 8, 5)])
     assert done.info["end_reason"] == "error" and "/verify: 500" in done.info["error"]
 
 
 def test_a_tool_that_fails_at_the_server_is_no_invalid_call():
-    with serving() as server:
+    with closing(Server()) as server:
         server.down = True
         (done,) = play(server, counts, [row(3, 8, 5)], SessionLimits(invalid=1))
     assert (done.info["end_reason"], done.info["reward"]) == ("done", 1.0)
@@ -182,6 +176,6 @@ def test_the_server_judges_any_arguments_that_the_policy_writes():
         given = next(arguments, None)
         return f'<tool_call>{{"name": "increment_counter", "arguments": {given}}}</tool_call>' if given else "3"
 
-    with serving() as server:
+    with closing(Server()) as server:
         (done,) = play(server, script, [row(3, 3, 0)])
     assert (done.info["end_reason"], done.info["reward"], done.info["turns"]) == ("done", 1.0, 3)

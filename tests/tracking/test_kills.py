@@ -34,7 +34,11 @@ def drive(folder, checkpoint, pause):
             time.sleep(pause)
 
 
-def kill_and_resume(tmp_path, kills, seed):
+MANY = pytest.mark.full("kills of a driver while it records"), pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(50, 1, marks=MANY)])
+def test_killed_runs_leave_whole_folders(tmp_path, kills, seed):
     folder, checkpoint = tmp_path / "run", tmp_path / "checkpoint"
     draw, context = random.Random(seed), multiprocessing.get_context("fork")
     batch_of(0)  # so that the forks need not import torch
@@ -67,14 +71,4 @@ def kill_and_resume(tmp_path, kills, seed):
     steps = [line["step"] for line in read_lines(folder / EVENTS) if line["kind"] == "resume"]
     noted = iter(one["step"] for one in run["resumed"])
     assert all(step in noted for step in steps) and len(run["resumed"]) - len(steps) <= kills
-    return most
-
-
-def test_killed_runs_leave_whole_folders(tmp_path):
-    assert kill_and_resume(tmp_path, 3, seed=0) > 0
-
-
-@pytest.mark.full("kills of a driver while it records")
-@pytest.mark.timeout(300)
-def test_fifty_kills_at_random_moments(tmp_path):
-    assert kill_and_resume(tmp_path, 50, seed=1) > 0
+    assert most > 0
