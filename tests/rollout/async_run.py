@@ -161,13 +161,8 @@ def run(folder, config, phase):
         rollout = RayWorkerGroup(
             placement.rollout, RayClassWithInitArgs(RolloutWorker, Paced, MODEL, **engine), collectives=False
         )
-        manager = RolloutManager(
-            rollout,
-            SamplingParams.from_args(args),
-            reward,
-            samples_per_prompt=args.n_samples_per_prompt,
-            seed=args.seed,
-        )
+        how = SamplingParams.from_args(args)
+        manager = RolloutManager(rollout, how, reward, samples_per_prompt=args.n_samples_per_prompt, seed=args.seed)
         actor.set_rollout_manager(manager)
         batch = args.rollout_batch_size
         stream = RolloutStream.from_args(

@@ -22,14 +22,11 @@ class Layer(torch.nn.Module):
 
 
 def checkpoint(kv_heads, vocabulary=70):
+    attention = {"q": HEADS * HEAD, "k": kv_heads * HEAD, "v": kv_heads * HEAD}
     shapes = {
         "model.embed_tokens.weight": (vocabulary, HIDDEN),
-        "model.attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
-        "model.attn.k_proj.weight": (kv_heads * HEAD, HIDDEN),
-        "model.attn.v_proj.weight": (kv_heads * HEAD, HIDDEN),
-        "model.attn.q_proj.bias": (HEADS * HEAD,),
-        "model.attn.k_proj.bias": (kv_heads * HEAD,),
-        "model.attn.v_proj.bias": (kv_heads * HEAD,),
+        **{f"model.attn.{one}_proj.weight": (size, HIDDEN) for one, size in attention.items()},
+        **{f"model.attn.{one}_proj.bias": (size,) for one, size in attention.items()},
         "model.attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
         "model.attn.o_proj.bias": (HIDDEN,),
         "model.mlp.gate_proj.weight": (16, HIDDEN),
