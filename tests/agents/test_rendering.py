@@ -197,13 +197,6 @@ def test_the_same_words_after_other_thoughts_are_two_turns():
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 3, 4] and counters == {}
 
 
-def test_nothing_to_answer():
-    with pytest.raises(RenderError):
-        extend(Trajectory(), TokenRenderer(Characters()), [])
-    with pytest.raises(RenderError, match="ends with the assistant"):
-        extend(Trajectory(), TokenRenderer(Characters()), [user("a"), {"role": "assistant", "content": "b"}])
-
-
 def test_a_bridge_that_does_not_extend_is_not_taken(caplog):
     """A renderer that breaks its contract: the whole conversation is rendered, counted, and logged once."""
 
