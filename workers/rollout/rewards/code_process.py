@@ -159,8 +159,6 @@ def _launch(folder: str, limits: CodeLimits) -> None:
     pid = os.fork()
     if not pid:
         os.close(inside)
-        if separate:
-            os.setsid()  # or a program that signals its process group would reach the launcher outside of the namespace
         if hasattr(libc, "prctl"):
             # Set this after the fork, which clears it. The supervisor dies with the launcher, and the namespace with
             # the supervisor.
@@ -185,6 +183,10 @@ def _supervise(folder: str, limits: CodeLimits, report: int, separate: bool, hid
     if not program:
         # The launcher reads until all writers have closed the pipe, so the program must not inherit it.
         os.close(report)
+        if separate:
+            # A signal to its process group then reaches neither this process nor the launcher. Without namespaces, the
+            # program stays in the group of the launcher, which `run_python` can kill.
+            os.setsid()
         _become(folder, limits)
     status: int | None = None
     while time.monotonic() < end:
