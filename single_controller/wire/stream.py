@@ -145,6 +145,8 @@ class StreamListener:
                 self._serve(stream)
         except (OSError, ValueError) as error:  # the sender learns of it by the closed connection
             logger.warning("a %s of another rank was not received: %s: %s", self._name, type(error).__name__, error)
+        finally:
+            self._strangers.discard(sock)  # at once: a record of the log may keep the error, and with it this frame
 
 
 def connect(address: WireAddress, end: float) -> Stream:
