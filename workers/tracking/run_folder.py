@@ -104,10 +104,12 @@ class _Lines:
     def replace(self, data: bytes) -> None:
         """Replace the whole content."""
         _write(self._path, data)
-        replaced = self._file  # closed last: what fails here leaves an open file, and `add` tries it again
+        # The descriptor is that of the file that was replaced. If the new one cannot be opened, `add` tries again.
+        replaced = self._file
         self._open()
         self.size = len(data)
-        os.close(replaced)
+        with suppress(OSError):  # the file is deleted, so nothing gets lost
+            os.close(replaced)
 
     def close(self) -> None:
         file, self._file = self._file, -1  # first: the number is free also if closing fails, as on a full network disk
