@@ -40,7 +40,8 @@ def without_secrets(value: Any, name: str = "") -> Any:
     environment with such a name have.
 
     Args:
-        value: of mappings, lists and tuples of any depth, or a text. Of another object, the text that JSON gets counts.
+        value: of mappings, lists and tuples of any depth, or a text. Another object is searched as text, and
+            returned as text if that has a secret.
         name: of the value.
     """
     number = isinstance(value, (bool, int, float))
