@@ -278,13 +278,14 @@ class ViewServer(Closing):
     def _sample(self, query: Query) -> Any:
         run = self._run(query)
         step, row = query.integer("step", -1), query.integer("row", 0)
+        first, count = query.integer("first", 0), query.integer("count", MAX_TOKENS)
         table = run.table(step)
         if not 0 <= row < len(table.finish):
             raise RequestError(404, f"step {step} has no row {row}")
         with run.arrays(step) as arrays, telling(f"the samples of step {step}"):
             start, stop = _ends(arrays, row)
-            begin = start + max(0, min(query.integer("first", 0), stop - start))
-            end = min(stop, begin + max(1, min(query.integer("count", MAX_TOKENS), MAX_TOKENS)))
+            begin = start + max(0, min(first, stop - start))
+            end = min(stop, begin + max(1, min(count, MAX_TOKENS)))
             per_token, per_row, several = {}, {}, []
             for name in arrays:
                 if name == "offsets" or name.endswith("/offsets"):
@@ -352,9 +353,8 @@ class ViewServer(Closing):
         found = {}
         with run.arrays(step) as arrays, telling(f"the samples of step {step}"):
             start, stop = _ends(arrays, row)
-            if not 0 <= token < stop - start:
-                raise RequestError(404, f"row {row} of step {step} has no token {token}")
-            for name in arrays:
+            there = 0 <= token < stop - start
+            for name in list(arrays) if there else []:
                 kind, _, short = name.partition("/")
                 if kind == "token" and len(arrays.shape(name)) > 1:
                     found[short] = arrays.rows(name, start + token, start + token + 1)[0]
@@ -366,6 +366,8 @@ class ViewServer(Closing):
                         found[short] = arrays.rows(name, begin, min(last, begin + int(lengths[token])))
                     elif last - first == stop - start:
                         found[short] = arrays.rows(name, first + token, first + token + 1)[0]
+        if not there:
+            raise RequestError(404, f"row {row} of step {step} has no token {token}")
         return {
             name: {"shape": list(values.shape), "values": _plain(values.reshape(-1)[:MAX_VALUES])}
             for name, values in found.items()

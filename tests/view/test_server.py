@@ -312,6 +312,14 @@ class TestRefusals:
         code, _, body = request(served, path)
         assert 400 <= code < 500 and SECRET.encode() not in body and b"root:" not in body and b"Traceback" not in body
 
+    def test_a_wrong_argument_is_no_damaged_file(self, served):
+        for path, status, said in (
+            ("sample?step=5&row=0&first=x", 400, "first is not a number"),
+            ("token?step=5&row=0&token=99", 404, "row 0 of step 5 has no token 99"),
+        ):
+            code, _, body = request(served, f"api/{path}")
+            assert (code, json.loads(body)) == (status, {"error": said})
+
     @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
     def test_hostile_texts_arrive_as_they_are(self, tmp_path, text):
         run = write_run(tmp_path / "run", name=text[:1000], ended=False, config={"x": text})
