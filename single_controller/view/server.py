@@ -395,10 +395,10 @@ class ViewServer(Closing):
         with self._reading:
             run = self._run(query)
             address, ended, groups = run.about.get("ray_address"), run.about.get("ended"), run.about["groups"]
+            theirs = run.owner not in (0, os.geteuid())
         address = self._address or address
         if ended and self._address is None:
             return {"ended": ended, "groups": [], "problems": []}
-        theirs = run.owner not in (0, os.geteuid())
         if address is None or (self._address is None and (theirs or not is_own(address))):
             # A folder from elsewhere must not decide whom this process trusts: records of groups are pickles.
             where = "is named by another user" if theirs else "is on another host"
