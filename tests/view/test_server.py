@@ -264,7 +264,7 @@ class TestRefusals:
             "GET {path}api/runs?%zz=%00&[=] HTTP/1.1",
             "GET {path}" + "a" * 70_000 + " HTTP/1.1",
             "GET /%s%00{path} HTTP/1.1",
-            "GET {path} HTTP/1.1\r\nHost: evil.example",
+            "GET {path} HTTP/1.1\r\nHost: localhost\r\nHost: evil.example",
         ],
         ids=range(9),
     )
