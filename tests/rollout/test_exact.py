@@ -19,6 +19,7 @@ from transformers import (
     OPTConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 from waits import wait_until
 
@@ -233,11 +234,12 @@ def test_the_probe_finds_what_differs(monkeypatch):
         (BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4), "cannot replace the attention of Bloom"),
         (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=32), "dropout of this 'gpt2' config"),
         (LlamaConfig(**SIZES, attention_dropout=0.1), "dropout of this 'llama' config"),
-        # Neither has a module for it.
+        # None of these has a module for it.
         (OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=32), "'opt'"),
+        (Starcoder2Config(**SIZES, residual_dropout=0.1), "'starcoder2'"),
         (MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1), "'mixtral' config, or jitter"),
     ],
-    ids=["mamba", "bloom", "dropout", "attention dropout", "functional dropout", "jitter"],
+    ids=["mamba", "bloom", "dropout", "attention dropout", "functional dropout", "of residuals", "jitter"],
 )
 def test_what_cannot_be_exact_is_refused(config, why):
     with pytest.raises(ExactError, match=why):

@@ -21,8 +21,8 @@ from workers.rollout.engines.rollout_engine import SamplingParams
 
 PROBE_LAYERS = 2
 
-_RANDOM_FIELDS = ("attention_dropout", "hidden_dropout", "activation_dropout", "dropout", "layerdrop",
-                  "router_jitter_noise", "input_jitter_noise")  # fmt: skip
+_RANDOM_FIELDS = ("attention_dropout", "residual_dropout", "hidden_dropout", "embedding_dropout", "activation_dropout",
+                  "resid_pdrop", "dropout", "layerdrop", "router_jitter_noise", "input_jitter_noise")  # fmt: skip
 """Fields of configs that make training random without a module for dropout."""
 
 _Move = tuple[torch.Tensor, torch.Tensor, slice]
