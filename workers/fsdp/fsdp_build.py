@@ -70,7 +70,8 @@ def build(
 
     Raises:
         ModelFilesError: on all ranks, if transformers has no such model with that head, if its tokens see those after
-            them, or if the folder has another model, lacks weights, or has two that its config ties.
+            them, or if the folder has another model, lacks weights, has two that differ although its config ties them,
+            or has some that cannot be dequantized.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
