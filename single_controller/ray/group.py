@@ -511,20 +511,20 @@ class RayWorkerGroup(WorkerGroup):
         with self._state.sending:  # no other thread may choose the same slots
             self._check()
             transport = self._ray
-            transport.standbys = living_standbys(transport)
             slots = vacant_slots(plan, transport)
             most = plan.pool.world_size - plan.standby - transport.world_size - len(transport.recruits)
             added = number_to_add(self._state, transport, count, min(len(slots), most), end)
             self._check_replays(added)
             check_python(plan, slots[:added])
-            recruits = recruit(plan, transport, slots[:added], encoded)
-            transport.recruits += recruits
-            lost = plan.standby - len(transport.standbys)
-            if lost > 0:
-                transport.standbys += recruit(plan, transport, slots[added:][-lost:], encoded)
+            standbys = living_standbys(transport)
+            lost = plan.standby - len(standbys)
+            if lost > 0 and len(slots) > added:  # before the new ranks, which an error here would leave behind
+                transport.standbys = standbys + recruit(plan, transport, slots[added:][-lost:], encoded)
                 if self.closed:  # meanwhile, which has not ended these
                     transport.kill()
                 self._keep_standbys()
+            recruits = recruit(plan, transport, slots[:added], encoded)
+            transport.recruits += recruits
         if not recruits:
             return ()
         try:

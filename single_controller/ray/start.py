@@ -160,8 +160,9 @@ def recruit(plan: StartPlan, transport: RayTransport, slots: Sequence[Slot], enc
 
 
 def vacant_slots(plan: StartPlan, transport: RayTransport) -> list[Slot]:
-    """Return the slots on living nodes in which the group has no process."""
-    used = {(one.slot.placement_group, one.slot.bundle) for one in transport.everyone if one.slot is not None}
+    """Return the slots on living nodes in which the group has no process, or a standby that has died."""
+    processes: list[Rank | Standby] = [*transport.ranks, *living_standbys(transport), *transport.recruits]
+    used = {(one.slot.placement_group, one.slot.bundle) for one in processes if one.slot is not None}
     alive = {node.node_id for node in nodes()}
     free = [slot for slot in plan.pool.slots() if (slot.placement_group, slot.bundle) not in used]
     return [
