@@ -182,11 +182,12 @@ def read() -> Records:
     in_use = {actor.group for actor in found.actors.values() if actor.alive and actor.detached} - others
     for key, (record, known) in records.items():
         if not any(actor is not None and (actor.alive or actor.group in in_use) for actor in known):
-            left = (one.placement_group for one in known if one and one.detached and one.group not in others)
-            tables = (ask_store(placement_group_table).get(number, {}) for number in left)
-            if not found.driver_runs(record) and all(table.get("state", "REMOVED") == "REMOVED" for table in tables):
-                delete(key)
-                continue
+            if not found.driver_runs(record):
+                left = {one.placement_group for one in known if one and one.detached and one.group not in others}
+                tables: dict[str, Any] = ask_store(placement_group_table) if left else {}
+                if all(tables.get(number, {}).get("state", "REMOVED") == "REMOVED" for number in left):
+                    delete(key)
+                    continue
             if record.broken is None and all(actor is None or actor.ended_on_purpose for actor in known):
                 continue  # its driver has dropped it without closing it
         found.groups[key] = record
