@@ -187,7 +187,7 @@ class RayTrainGroup:
 
     def _leave(self) -> None:
         """Leave what `attach` needs for the driver that takes the group over."""
-        if self._detached and self._group is not None:
+        if self._detached and self._group is not None and self._with_ref is not None:
             fields = {name: getattr(self, name) for name in FIELDS}
             self._group.takeover_data = {**fields, "weight_version": max(self.weight_version, self._tried)}
 
