@@ -114,7 +114,7 @@ class Update:
         self._agreed += 1
         name = f"{self._name}/{self._agreed}"
         if self.rank:
-            self._delete_written()  # of the step before, which rank 0 has read. It would delete all, one by one
+            self._delete_written()  # of the step before, which rank 0 has read, and need not delete for all ranks
             self._write(f"{name}/{self.rank}", value)
             if not self._arrived([name], self.budget.remaining + 2 * _GRACE_SECONDS):
                 raise self._late("0", step)
