@@ -210,6 +210,16 @@ def test_versions_only_grow():
 # --- Dynamic sampling ------------------------------------------------------------------------------------------------
 
 
+def test_flat_groups_are_replaced():
+    buffer = buffer_with(1, 2)
+    assert begun(buffer) == [0, 1]
+    ready(buffer, 1, flat=True)
+    assert begun(buffer) == [2]
+    ready(buffer, 0, 2)
+    assert taken(buffer) == [0, 2]
+    assert buffer.metrics()["buffer/filtered"] == 1
+
+
 def test_a_flat_group_that_is_dropped_comes_back_with_other_rewards():
     buffer = in_flight(1, 2, max_filtered=1)
     ready(buffer, 1, flat=True)  # kept if 0 is flat, too
