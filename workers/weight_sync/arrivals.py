@@ -37,7 +37,7 @@ class Arrivals:
         self._keep = False
 
     def begin(self, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Box], *, keep: bool) -> None:
-        """Begin an update of tensors of such ``shapes``, of some only ``slices``. ``keep``: the tensors stay."""
+        """Begin an update of whole tensors of these ``shapes``, or ``slices`` of some. With ``keep``, they stay."""
         self._boxes = {name: slices.get(name) or whole(shape) for name, shape in shapes.items()}
         self._keep = keep
         self.missing = {name: volume(box) for name, box in self._boxes.items() if volume(box)}

@@ -73,7 +73,7 @@ class Receivers:
         return [getattr(group.methods, method).options(timeout=left).remote(*arguments) for group in self._groups]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all receivers and wait. Returns the results in order of group and rank. Raises as a call."""
+        """Call a method on all receivers, and return the results in order of group and rank. Raises as a group does."""
         if self.neighbour is not None:
             return [getattr(self.neighbour, method)(*arguments)]
         return [result for future in self.start(method, *arguments) for result in future.result()]

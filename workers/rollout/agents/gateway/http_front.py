@@ -139,10 +139,10 @@ class Player(Protocol):
     """Answers requests."""
 
     def admit(self, call: Call) -> int:
-        """How many bytes the call's body, not yet read, may have; a `GatewayError`, such as for an unknown token."""
+        """Return how many bytes the call's unread body may have. Raises a `GatewayError`, such as "token"."""
 
     async def play(self, call: Call) -> Reply:
-        """Answer. Cancelled if the client leaves, who gets a `GatewayError` instead if this raises one."""
+        """Answer. Cancelled if the client leaves. If it raises a `GatewayError`, the client gets that."""
 
     def expire(self) -> None:
         """Close the sessions that have been idle for too long. Called now and then, in the server's thread."""
