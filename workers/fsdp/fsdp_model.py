@@ -38,7 +38,7 @@ from workers.fsdp.fsdp_build import build, mesh_of, one_sequence_per_row, shard,
 from workers.fsdp.fsdp_checkpoint import FSDPCheckpoints
 from workers.fsdp.load_balancing import LoadBalancing
 from workers.fsdp.packed_attention import run_packed, use_packed_attention, why_not_packed
-from workers.fsdp.sequence_parallel import check_sliceable, forget_lengths, gather_slices, rope_of_length
+from workers.fsdp.sequence_parallel import check_sliceable, forget_lengths, gather_slices
 from workers.hf_files import ModelFilesError, compute_output_in_float32, compute_values_in_float32
 from workers.hf_routing import Routers, RoutingError
 from workers.lora import BASE_DIGEST, LoraSettings, adapter_config, adapter_tensors
@@ -202,7 +202,6 @@ class FSDPTrainModel(TrainModel):
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)  # the sum: to scale float32 by 3 and back would round
-        self._dynamic_rope = rope_of_length(hf_config.get_text_config()) == "dynamic"
         # Whether the model can be packed is found out when it has its weights.
         self._packed = False if options.exact or (options.sequence_packing is False and ranks == 1) else None
         # Sequence parallelism needs packing. If packing is not possible, raise now instead of in the first step.
@@ -392,8 +391,7 @@ class FSDPTrainModel(TrainModel):
             of_tokens, of_others = token_log_probs, candidate_log_probs
             ids = None if ids is None else ids.flatten(0, 1)[owners]
         else:
-            if self._dynamic_rope:
-                forget_lengths(self.module)
+            forget_lengths(self.module)
             # Padding is on the right, so the model's own causal mask hides it from real tokens.
             padded = {"input_ids": part.input_ids, "position_ids": part.position_ids}
             with one_sequence_per_row():
