@@ -382,7 +382,7 @@ class Call:
 
     def _decide(self, now: float, *, ask: bool = True) -> None:
         """Settle the call if its outcome is known by ``now``. A death wins over errors, which may be its echoes.
-        ``ask``: whether to ask if a call has failed whose future is an argument.
+        ``ask``: whether to look at the calls whose futures are arguments; one of them may have failed.
 
         The caller holds the lock. It is the thread that tells a result, or the monitor.
         """

@@ -35,8 +35,9 @@ class WorkerFuture(Deferred, Generic[R_co]):
     """What ``group.m.remote(x)`` returns.
 
     A future holds references, one per collecting rank, and no data. Pass it to a method of the same or another group:
-    each rank then fetches the rows of its own shard, and nothing passes through the driver. A method registered with
-    ``materialize_futures=False`` receives the future itself and can wait for it, or pass it to a group of its own.
+    each rank then fetches the rows of its own shard, and large results never pass through the driver. A method
+    registered with ``materialize_futures=False`` receives the future itself and can wait for it, or pass it to a group
+    of its own.
 
     Args:
         call: the call, in the process that sent it.

@@ -531,8 +531,8 @@ class WorkerGroup(VerlGroup, Closing):
         blocking = spec.registration.blocking if options.blocking is None else options.blocking
         if not (blocking or as_call) and self._in_loop():
             return self._invoke_in_loop(spec, args, kwargs, options)
-        # Not ``as_call``: the thread "send-later" does not wait for itself, and an event loop, which has found that no
-        # call waits, holds ``sending``: a call that another loop has left to the thread meanwhile waits for that.
+        # Not ``as_call``: the thread "send-later" must not wait for itself. Nor must an event loop that has found no
+        # call waiting: it holds ``sending``, for which a call waits that another loop has left to the thread since.
         if self._state.unsent and not as_call:
             self._wait_for_unsent()
         must_not_wait = as_call and in_event_loop()
@@ -715,7 +715,7 @@ class WorkerGroup(VerlGroup, Closing):
             Resized: the plan is for another number of ranks.
         """
         state = self._state
-        for future in plan.deferred:  # before the lock, which the thread that sends or computes it may need
+        for future in plan.deferred:  # before the lock, which the thread that sends or computes the future may need
             if isinstance(future, WorkerFuture):
                 try:
                     future._sent()
@@ -1059,7 +1059,8 @@ class RoleGroup(WorkerGroup):
 
 
 def _send_all(state: GroupState, first: weakref.ref[Callable[[], None]]) -> None:
-    """The thread "send-later": send the calls that event loops have left to it, in their order, from ``first`` on."""
+    """The thread "send-later": send the calls that event loops have left to it, in their order, from ``first`` on. It
+    ends when none is left."""
     with state.lock:
         if not state.unsent or state.unsent[0] is not first():
             return  # Ctrl-C came before it was queued, and another thread may send what was queued since

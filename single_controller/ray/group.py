@@ -678,7 +678,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _keep_standbys(self, tries: int = TRIES) -> None:
         """Start standbys again that die before they are ready: Ray may have put one on a host that is gone, of which it
-        does not know yet. A thread "standby-again" does that, once Ray has told the death in a thread of its own."""
+        does not know yet. A thread "standby-again" does that, once Ray has told the death in a thread of its own. It
+        ends when it has started the standby."""
         group = weakref.ref(self)  # standbys end with the group, not the other way round
 
         def when_prepared(standby: Standby, done: Future[Any]) -> None:

@@ -1,8 +1,8 @@
 """Connection: one end of a TCP connection that carries frames. Hub: the thread that reads all of them.
 
-Thread: a daemon thread named "wire", one per process, started with the first connection, reads every connection and
-runs timers. What it calls must be short and must not wait, because nobody reads meanwhile. Any thread may send: bytes
-that the system does not take at once are sent by the hub when there is room.
+Thread: a daemon thread named "wire", one per process, reads every connection and runs timers. It starts with the first
+socket, and ends with the process. What it calls must be short and must not wait, because nobody reads meanwhile. Any
+thread may send: bytes that the system does not take at once are sent by the hub when there is room.
 
 With ``RAY_USE_TLS=1`` the connections use the certificates with which Ray encrypts its own.
 """

@@ -22,11 +22,18 @@ MAX_HANDSHAKE_BYTES = 128
 
 
 class Kind:
-    """Kinds of frames. ``KEPT``: a reply whose value is large and stays on the rank, or of which the rank keeps a copy
-    because of a ``WANT`` frame. ``BESIDE``: a reply that stays there whole."""
+    """Kinds of frames. The numbers are those of calls or commands."""
 
-    NONCE, HELLO, WELCOME, CALL, CONCURRENT, JOIN = range(6)
-    REPLY, KEPT, BESIDE, ACK, CANCEL, DROP, WANT, INPUTS, COMMAND, ANSWER = range(6, 16)
+    NONCE, HELLO, WELCOME = range(3)  # the handshake: from the rank, from the driver, from the rank
+    # To the rank: a method, one that runs beside others, or a rank's place in the group and its constructors
+    CALL, CONCURRENT, JOIN = range(3, 6)
+    # To the driver: a reply; one whose value is large and stays on the rank, or of which the rank keeps a copy because
+    # of ``WANT``; one that stays there whole
+    REPLY, KEPT, BESIDE = range(6, 9)
+    # To the rank: forget the reply to one call; do not wait for the arguments of a call, which are lost; drop what was
+    # kept of a call; keep a copy of its reply, for a task that fetches it; the deferred arguments of a call
+    ACK, CANCEL, DROP, WANT, INPUTS = range(9, 14)
+    COMMAND, ANSWER = range(14, 16)  # to the rank and back
 
 
 _RECEIVED = struct.Struct("<q")

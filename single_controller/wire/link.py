@@ -84,7 +84,7 @@ class Reply:
     payload: bytes = field(default=b"", init=False)  # the frame that has arrived
 
     def arrive(self) -> None:
-        """It has arrived."""
+        """Called when ``kind`` and ``payload`` are set."""
         raise NotImplementedError
 
     def lose(self, reason: str, *, dead: bool) -> None:
@@ -368,7 +368,7 @@ class Link:
                 return
             welcomed_before = connection is self._connection
             self._connection = self._dialling = None
-            # A reset shows that the host lives; silence, that it has not for as long.
+            # If it was reset, the host was alive just now; after silence, nothing was heard of it for as long.
             self._heard = time.monotonic() - (SILENCE_SECONDS if connection.timed_out else 0)
             asked, self._asked = self._asked, {}
             if not self._closed:

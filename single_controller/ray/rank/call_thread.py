@@ -29,7 +29,7 @@ class CallThread:
     """Runs functions.
 
     Threads: a daemon thread named "worker-calls", which ends with the process, or when a function raises SystemExit;
-    and up to `MAX_CONCURRENT_CALLS` named "concurrent-calls": one, and more when they are needed.
+    and up to `MAX_CONCURRENT_CALLS` named "concurrent-calls", one of them from the start, which end with the process.
 
     Args:
         end: ends the process with a SystemExit that a call has raised.
