@@ -303,14 +303,17 @@ def _keep_alive(sock: socket.socket) -> None:
 
 def encrypted(sock: socket.socket, *, server: bool) -> socket.socket:
     """The socket to use in place of a connected one: encrypted with Ray's certificates, before its handshake, in which
-    each side checks the other's; or the same one, unless Ray uses TLS."""
+    each side checks the other's; or the same one, unless Ray uses TLS. An OSError if they cannot be read."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return sock
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # Ray's certificates need not name the addresses of the hosts
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
-    context.load_verify_locations(os.environ["RAY_TLS_CA_CERT"])
+    try:
+        context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
+        context.load_verify_locations(os.environ["RAY_TLS_CA_CERT"])
+    except (KeyError, OSError) as error:  # the text of the second does not say which files
+        raise OSError(f"Ray's TLS files cannot be read: {type(error).__name__}: {error}") from error
     wrapped = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     hub.sockets.add(wrapped)
     return wrapped

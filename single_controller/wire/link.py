@@ -315,7 +315,11 @@ class Link:
                 self._dial_failed(sock, code)
                 return
             self._heard, self._refused_since = time.monotonic(), None
-            self._dialling = self._greeting(sock)
+            try:
+                self._dialling = self._greeting(sock)
+            except OSError as error:  # `encrypted` cannot read its files, for example
+                self._dial_failed(sock, 0, str(error))
+                return
             hub.later(2 * CONNECT_SECONDS, _if_alive(self._abort, self._dialling))
 
     def _greeting(self, sock: socket.socket) -> Connection:
@@ -376,7 +380,7 @@ class Link:
         for answer in asked.values():
             _no_answer(answer, f"the connection was lost: {reason}")
 
-    def _dial_failed(self, sock: socket.socket, code: int) -> None:
+    def _dial_failed(self, sock: socket.socket, code: int, reason: str = "") -> None:
         sock.close()
         with self.lock:
             if self._dialling is sock:
@@ -386,7 +390,7 @@ class Link:
                     self._refused_since = self._refused_since or self._heard
                 else:
                     self._refused_since = None
-                self._redial(os.strerror(code), tried=True)
+                self._redial(reason or os.strerror(code), tried=True)
 
     def _redial(self, reason: str, *, tried: bool) -> None:
         logger.debug("no connection to port %d of %s: %s", self.address.port, self.address.host, reason)

@@ -585,6 +585,15 @@ class TestEncryption:
             sock.sendall(connection.HEADER.pack(3, Kind.CALL, 1, 0) + b"now")
             assert len(heard(sock)) < 20 and rank.ran == []  # an alert of TLS, and no nonce
 
+    def test_files_that_cannot_be_read_are_why_there_is_no_connection(self, monkeypatch):
+        with socket.create_server(("127.0.0.1", 0)) as listening, monkeypatch.context() as patch:
+            patch.delenv("RAY_TLS_CA_CERT")
+            one = Link(link.WireAddress(*listening.getsockname(), b"k" * 32, 1))
+            wait_until(lambda: "KeyError: 'RAY_TLS_CA_CERT'" in one.last_error)
+            patch.setenv("RAY_TLS_CA_CERT", "/missing")
+            wait_until(lambda: "FileNotFoundError" in one.last_error)
+            one.close()
+
 
 @pytest.fixture(params=["plain", "encrypted"])
 def streams(request):
