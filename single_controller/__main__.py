@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             ray.shutdown()
     except (LookupError, ValueError, OSError, SingleControllerError) as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(1, _printable(f"{error}\n"))
     except KeyboardInterrupt:
         sys.exit(0 if getattr(given, "watch", False) else 130)
 
@@ -106,11 +106,11 @@ def _view(given: argparse.Namespace) -> None:
 def _look(given: argparse.Namespace) -> int:
     """Run a command about groups. Returns the exit code."""
     if given.command == "stacks":
-        sys.stdout.write(f"{inspect_groups.stacks(given.group, given.ranks, native=given.native)}\n")
+        sys.stdout.write(_printable(f"{inspect_groups.stacks(given.group, given.ranks, native=given.native)}\n"))
         return 0
     given.once = given.once or given.json or (given.run is not None and not given.watch)
     if not (given.watch or given.once):
-        sys.stdout.write(f"{inspect_groups.status(given.group)}\n")
+        sys.stdout.write(_printable(f"{inspect_groups.status(given.group)}\n"))
         return 0
     run = None if given.run is None else RunReader(given.run)
     with GroupWatch(given.group) as watch:
@@ -156,8 +156,12 @@ def _text(seen: dict[str, Any], *, problems_first: bool = False) -> str:
     if seen["problems"]:
         said = "\n".join(["Problems", *(f"  {problem}" for problem in seen["problems"])])
         parts.insert(0 if problems_first else len(parts), said)
-    # Texts of a run may have what moves a terminal's cursor, or worse.
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in "\n\n".join(parts))
+    return _printable("\n\n".join(parts))
+
+
+def _printable(text: str) -> str:
+    """Text of ranks and runs without what moves a terminal's cursor, or worse."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
 def _redraw(text: str) -> None:

@@ -19,7 +19,7 @@ from waits import wait_until, within
 from single_controller import ControlStoreError, GroupMetrics, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from single_controller.__main__ import main
 from single_controller.call.transport import RunningCall
-from single_controller.ray import compat, group_records
+from single_controller.ray import compat, group_records, inspect_groups
 from single_controller.ray.inspect_groups import living_ranks, status_from
 from single_controller.ray.rank.frames import frames_of
 from single_controller.wire.link import ask_at
@@ -41,12 +41,12 @@ def finish(process):
     return process.returncode, out, err
 
 
-def status_here(monkeypatch, capsys, *arguments):
-    """Run the command `status` in this process, which is connected. Returns its exit code, and what it prints."""
+def run_here(monkeypatch, capsys, *arguments):
+    """Run a command in this process, which is connected. Returns its exit code, and what it prints."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr("single_controller.__main__.connect", lambda address: None)
         patch.setattr(ray, "shutdown", lambda: None)
-        main(["status", *arguments])
+        main(arguments)
     return exit.value.code, *capsys.readouterr()
 
 
@@ -178,6 +178,12 @@ def test_local_group(make_group):
         future.result()
 
 
+@pytest.mark.parametrize("command", ["status", "stacks"])
+def test_texts_of_ranks_have_no_control_characters(monkeypatch, capsys, command):
+    monkeypatch.setattr(inspect_groups, command, lambda *_, **__: "a\x1b[2J\nb")
+    assert run_here(monkeypatch, capsys, command, "group")[:2] == (0, "a?[2J\nb\n")
+
+
 def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
     for arguments, told in (
         (["status", "--late", "0"], "argument --late: expected a positive number of seconds, got '0'"),
@@ -187,7 +193,7 @@ def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main(arguments)
         assert told in capsys.readouterr().err
-    code, _, err = status_here(monkeypatch, capsys, "nobody")
+    code, _, err = run_here(monkeypatch, capsys, "status", "nobody")
     assert code == 1 and "no group is called 'nobody'" in err
 
     for name, error, told in (
@@ -196,7 +202,7 @@ def test_commands_explain_what_is_missing(ray_cluster, capsys, monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setattr(compat, name, Mock(side_effect=error))
-            code, _, err = status_here(patch, capsys)
+            code, _, err = run_here(patch, capsys, "status")
         assert code == 1 and told in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

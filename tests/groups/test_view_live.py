@@ -12,7 +12,7 @@ from browser import Browser
 from group_workers import Counter, Fragile
 from served import served_runs
 from synthetic_run import write_run
-from test_status import finish, start, status_here
+from test_status import finish, run_here, start
 from waits import wait_until, within
 
 from single_controller import RayClassWithInitArgs, RayWorkerGroup
@@ -49,7 +49,7 @@ class TestStuckGroup:
     """One group, in this order; the last test kills a rank of it."""
 
     def test_status_of_a_healthy_group(self, stuck, monkeypatch, capsys):
-        code, out, _ = status_here(monkeypatch, capsys, "stuck_", "--json")
+        code, out, _ = run_here(monkeypatch, capsys, "status", "stuck_", "--json")
         found = json.loads(out)
         assert (code, found["ok"], found["problems"]) == (0, True, [])
         assert [rank["doing"] for rank in found["groups"][0]["ranks"]] == ["idle"] * 4
@@ -140,7 +140,7 @@ class TestStuckGroup:
     def test_status_says_who_is_late(self, hung, tmp_path, monkeypatch, capsys):
         time.sleep(0.5)  # of the call, for the rank to be late
         run = str(write_run(tmp_path / "run", steps=3))
-        code, out, _ = status_here(monkeypatch, capsys, "stuck_", "--late", "0.5", "--run", run)
+        code, out, _ = run_here(monkeypatch, capsys, "status", "stuck_", "--late", "0.5", "--run", run)
         assert code == 1
         assert re.search(r"^  rank 2 of group stuck_Fragile is late: all_reduce\(\) for .*wait for it$", out, re.M)
         assert re.search(r"^run: ended: finished, step 2$", out, re.M)
