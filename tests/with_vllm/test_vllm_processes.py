@@ -165,6 +165,9 @@ def test_folders_of_killed_processes_are_removed_and_those_of_others_are_not(mon
     os.utime(first.path, (0, 0))
     second = vllm_options.EngineFolder()  # of the same process
     assert set(tmp_path.iterdir()) == {first.path, too_new} and second.path == first.path
+    with monkeypatch.context() as patch, pytest.raises(RolloutError, match="another user"):
+        patch.setattr(vllm_options, "_folder_of", lambda pid: (first.path, first.path.stat().st_uid + 1))
+        vllm_options.EngineFolder()
     first.remove()
     assert set(tmp_path.iterdir()) == {too_new}
     vllm_options._folder_of.cache_clear()

@@ -161,15 +161,18 @@ def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 class EngineFolder:
     """A folder for the files of an engine and of vLLM. What killed processes have left of theirs is removed.
 
-    It has the same name for all engines of a process, because vLLM reads the variable `SOCKETS` only once.
+    It has the same name for all engines of a process, because vLLM reads the variable `SOCKETS` only once. Between two
+    engines, another user can create it; a `RolloutError` then.
 
     Attributes:
         path: of the folder.
     """
 
     def __init__(self) -> None:
-        self.path = _folder_of(os.getpid())
+        self.path, owner = _folder_of(os.getpid())
         self.path.mkdir(mode=0o700, exist_ok=True)
+        if self.path.lstat().st_uid != owner:
+            raise RolloutError(f"VLLMEngine: another user has created {self.path}; start the engine in a new process")
         self._lock = os.open(self.path, os.O_RDONLY)
         # Use a shared lock, because an engine that is being closed may hold it too. The kernel always releases it.
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # until this process ends
@@ -182,8 +185,9 @@ class EngineFolder:
 
 
 @functools.cache
-def _folder_of(pid: int) -> Path:
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SOCKETS)))
+def _folder_of(pid: int) -> tuple[Path, int]:
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SOCKETS)))
+    return path, path.lstat().st_uid
 
 
 def _remove_abandoned(parent: Path) -> None:
