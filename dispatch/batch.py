@@ -314,6 +314,9 @@ def shard(value: Any, shares: Sequence[Share], made: Made | None = None) -> list
         cuts = jagged.split(value, ranges, made)
     elif splits and all(sizes) and sum(sizes) == found.length(value):
         cuts = list(value.split(sizes))
+    elif found is _OWN:
+        one_by_one: list[Any] = []  # single rows, which the first range that needs them puts there
+        cuts = [_own_rows(value, start, stop, one_by_one) for start, stop in ranges]
     else:
         cuts = [found.cut(value, start, stop) for start, stop in ranges]
     if len(ranges) == len(shares):
@@ -631,8 +634,8 @@ def _own_concat(value: Any) -> Callable[[list[Any]], Any] | None:
     return getattr(type(value), "concat", None) or getattr(type(value), "cat", None)
 
 
-def _own_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows by the type's own slicing, if that gives them, else row by row with its ``chunk``."""
+def _own_rows(value: Any, start: int, stop: int, one_by_one: list[Any]) -> Any:
+    """Rows by the type's own slicing, if that gives them, else row by row with its ``chunk``, which is called once."""
     if start == 0 and stop == len(value):
         return value
     try:
@@ -646,8 +649,9 @@ def _own_rows(value: Any, start: int, stop: int) -> Any:
             f"{describe(value)} has state of its own beside its items, and slicing it does not give its rows. Tell how "
             f"to cut it with register_batch_type({type(value).__name__}, ...)"
         )
-    chunks = list(value.chunk(len(value)))[start:stop]
-    if not chunks:
+    if not one_by_one:
+        one_by_one += value.chunk(len(value))
+    if not (chunks := one_by_one[start:stop]):
         raise BatchError(f"{type(value).__name__} has chunk() but no slicing, so no empty shard can be made")
     return _join_own(chunks)
 
@@ -685,7 +689,7 @@ _TENSOR = BatchType(len, _slice, _join_tensors, errors=_TORCH_ERRORS)
 _LAYOUT = _refuse("of this layout cannot be sliced; create it with layout=torch.jagged")
 _NESTED = BatchType(_LAYOUT, _LAYOUT, _LAYOUT)
 _NDARRAY = BatchType(len, _slice, _join_ndarrays, errors=(ValueError, TypeError))
-_OWN = BatchType(len, _own_rows, _join_own)
+_OWN = BatchType(len, cut, _join_own)
 # Those that `shard` and `join` pass the dict `made`, because they are jagged tensors or may have some in them.
 _JAGGED = BatchType(jagged.length, cut, join, errors=_TORCH_ERRORS)
 _FIELDS = BatchType(_fields_length, cut, join, fields_of)

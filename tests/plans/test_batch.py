@@ -326,16 +326,17 @@ class TestUserTypes:
         register_batch_type(np.ndarray, **{**table_functions(), "length": lambda array: 40})
         assert length(np.zeros(3)) == 40
 
-    def test_equal_shards_use_the_types_own_chunk(self):
-        class Counting(Sliced):
+    @pytest.mark.parametrize(("rows", "chunks"), [(6, 3), (7, 7)])
+    def test_chunk_is_called_once(self, rows, chunks):
+        class Counting(Chunked):
             asked: list[int] = []  # noqa: RUF012
 
             def chunk(self, n):
                 self.asked.append(n)
                 return super().chunk(n)
 
-        shard(Counting(range(6)), share_rows(6, 3))
-        assert Counting.asked == [3]
+        shard(Counting(range(rows)), share_rows(rows, 3, "ragged"))
+        assert Counting.asked == [chunks]
 
     @pytest.mark.parametrize(
         ("cls", "change", "told"),
