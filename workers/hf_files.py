@@ -65,6 +65,21 @@ def read_config(args: Any, local_files_only: bool = False) -> Any:
     return config
 
 
+def check_ref(args: Any) -> None:
+    """Check that the weights of ``args.ref_load`` are of the model that ``args`` names. Those of a deeper model would
+    be loaded without its last layers, and other positions or heads would not show in any shape.
+
+    Raises:
+        ModelFilesError: they are of another model.
+    """
+    both = read_config(args), config_of("ref_load", args.ref_load, args.trust_remote_code)
+    ours, theirs = (of.get_text_config() for of in both)
+    for name in ("model_type", "num_hidden_layers", "num_attention_heads", "rope_parameters"):
+        expected, found = (getattr(of, name, None) for of in (ours, theirs))
+        if found != expected:
+            raise ModelFilesError(f"{args.ref_load!r} has another model: its {name} is {found!r}, not {expected!r}")
+
+
 def config_from(fields: Mapping[str, Any]) -> Any:
     """Build a Hugging Face config from its fields, which include ``model_type``.
 

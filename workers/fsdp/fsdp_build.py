@@ -21,7 +21,7 @@ from workers.device import on_accelerator
 from workers.distributed import all_or_none, new_rows
 from workers.exact import make_exact
 from workers.extras import require
-from workers.hf_files import RANDOM, ModelFilesError, config_of
+from workers.hf_files import RANDOM, ModelFilesError
 from workers.lora import LoraSettings
 
 _cached_for: weakref.ref[dist.ProcessGroup] | None = None
@@ -70,8 +70,8 @@ def build(
 
     Raises:
         ModelFilesError: on all ranks, if transformers has no such model with that head, if its tokens see those after
-            them, or if the folder has another model, lacks weights, has two that differ although its config ties them,
-            or has some that cannot be dequantized.
+            them, or if the folder lacks weights, has two that differ although its config ties them, or has some that
+            cannot be dequantized.
     """
     transformers = require("transformers", extra="hf")
     kind = transformers.AutoModelForTokenClassification if role == "critic" else transformers.AutoModelForCausalLM
@@ -108,7 +108,6 @@ def build(
             if folder is None:
                 model = kind.from_config(hf_config, **options)
             else:
-                _check_same_model(hf_config, folder, trust_remote_code)
                 model, loading = kind.from_pretrained(folder, config=hf_config, output_loading_info=True, **options)
                 if getattr(model.config, "quantization_config", None) is not None:
                     raise ValueError(
@@ -141,16 +140,6 @@ def build(
         if exact:
             make_exact(model)
     return model.train()
-
-
-def _check_same_model(hf_config: Any, folder: str, trust_remote_code: bool) -> None:
-    """Check that the weights of a folder, such as a reference model's, are of a config's model. Weights of a deeper
-    model would be loaded without its last layers, and other positions or heads would not show in any shape."""
-    ours, theirs = (of.get_text_config() for of in (hf_config, config_of("folder", folder, trust_remote_code)))
-    for name in ("model_type", "num_hidden_layers", "num_attention_heads", "rope_parameters"):
-        expected, found = (getattr(of, name, None) for of in (ours, theirs))
-        if found != expected:
-            raise ValueError(f"{folder!r} has another model: its {name} is {found!r}, not {expected!r}")
 
 
 def _sees_later_tokens(hf_config: Any) -> bool:

@@ -19,7 +19,7 @@ from workers.device_memory import DeviceMemory
 from workers.distributed import all_or_none, end_process_groups, gathered, node_address, process_groups, rank_by_rank
 from workers.extras import require
 from workers.hf_export import export_hf
-from workers.hf_files import read_config, read_tokenizer, refuse_no_model, vocab_size_of
+from workers.hf_files import ModelFilesError, check_ref, read_config, read_tokenizer, refuse_no_model, vocab_size_of
 from workers.recovery.peer_snapshots import PeerSnapshots
 from workers.recovery.snapshot_choice import Recovery, Versions
 from workers.recovery.weight_backup import BackupError, WeightBackup, live_tensors, write_snapshot
@@ -179,6 +179,9 @@ class ModelWorker(TrainWorker):
         if with_ref:
             # Load both into one model in turn, because there is device memory for only one.
             if self.args.ref_load is not None:
+                with all_or_none(ModelFilesError, "the reference cannot be loaded"):
+                    if not self.rank:  # the only one that reads the folder with FSDP
+                        check_ref(self.args)
                 self.backup.copy("actor")
                 self.model.load_hf(self.args.ref_load)
                 self.backup.copy("ref")

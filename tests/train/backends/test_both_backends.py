@@ -818,3 +818,18 @@ def test_invalid_configuration_is_rejected_before_sending(group_of, llama_folder
     with pytest.raises((TrainArgsError, ModelFilesError), match=message):
         group.async_init({"train_backend": backend, "hf_checkpoint": llama_folder, **args}, with_ref=with_ref)
     assert group.args is before
+
+
+@pytest.mark.parametrize(
+    ("way", "changes", "message"),
+    [
+        (FSDP2, {"num_hidden_layers": 3}, "num_hidden_layers is 3, not 2"),
+        (TP2, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters is .*500000"),
+    ],
+    ids=called,
+)
+def test_reference_of_another_model_is_rejected(group_of, llama_folder, tmp_path, way, changes, message):
+    """Its weights have all that the model needs."""
+    other = saved(small_llama(**changes), tmp_path)
+    with pytest.raises(WorkerError, match=f"has another model: its {message}"):
+        group_of(way.backend, way.ranks).worker_group.init(way.arguments(llama_folder, ref_load=other), "actor", True)

@@ -441,13 +441,6 @@ def test_folder_whose_config_ties_different_weights_is_rejected(fsdp_groups, tmp
     assert workers.broken is None
 
 
-def test_reference_with_more_layers_is_rejected(fsdp_groups, llama_folder, tmp_path):
-    """Its weights have all that the model needs."""
-    deeper = saved(small_llama(num_hidden_layers=3), tmp_path)
-    with pytest.raises(WorkerError, match="has another model: its num_hidden_layers is 3, not 2"):
-        fsdp_groups(2).worker_group.init({"hf_checkpoint": llama_folder, "ref_load": deeper}, "actor", True)
-
-
 def test_update_weights_without_a_rollout_manager(start):
     group = start(FSDP2)
     group.set_rollout_manager(None)
