@@ -254,11 +254,17 @@ def load_hf(
         state_dict: the whole model's tensors, or a mapping that reads a tensor when it is accessed.
 
     Raises:
-        ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
+        ValueError: a name is missing or unknown, a tensor has the wrong shape, or two differ that the config ties. No
+            weight was changed.
     """
     optional = {HEAD, SCORE, SCORE_BIAS} if SCORE in shapes else {HEAD} if tied(hf_config) else set()
     known = {name: value for name, value in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
     check_state_dict("load_hf_state_dict()", known, shapes, optional)
+    if optional == {HEAD} and HEAD in known and not torch.equal(known[HEAD], known[EMBEDDING]):
+        raise ValueError(
+            f"load_hf_state_dict(): the state dict has different weights for {HEAD!r} and {EMBEDDING!r}, which its "
+            "config ties; set tie_word_embeddings=false in its config.json"
+        )
     for model in models:
         for weight in weights_of(model, hf_config):
             if weight.names[0] in state_dict:

@@ -833,3 +833,15 @@ def test_reference_of_another_model_is_rejected(group_of, llama_folder, tmp_path
     other = saved(small_llama(**changes), tmp_path)
     with pytest.raises(WorkerError, match=f"has another model: its {message}"):
         group_of(way.backend, way.ranks).worker_group.init(way.arguments(llama_folder, ref_load=other), "actor", True)
+
+
+@ways(FSDP2, TP2)
+def test_folder_whose_config_ties_different_weights_is_rejected(group_of, tmp_path, way):
+    """transformers ties no weights that differ, but the other ranks read none; Megatron would ignore one of the two."""
+    folder, workers = saved(small_llama(), tmp_path), group_of(way.backend, way.ranks).worker_group
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    said = r"different weights for 'lm_head\.weight' and 'model\.embed_tokens\.weight', which its config ties"
+    with pytest.raises(WorkerError, match=said):
+        workers.init(way.arguments(folder), "actor")
+    assert workers.broken is None

@@ -430,17 +430,6 @@ def test_folder_with_missing_weights_is_rejected(fsdp_groups, llama_folder, tmp_
     assert workers.broken is None
 
 
-def test_folder_whose_config_ties_different_weights_is_rejected(fsdp_groups, tmp_path):
-    """transformers ties no weights that differ, but the other ranks read none."""
-    folder, workers = saved(small_llama(), tmp_path), fsdp_groups(2).worker_group
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    said = r"different weights for 'lm_head\.weight' and 'model\.embed_tokens\.weight', which its config ties"
-    with pytest.raises(WorkerError, match=said):
-        workers.init({"hf_checkpoint": folder}, "actor")
-    assert workers.broken is None
-
-
 def test_update_weights_without_a_rollout_manager(start):
     group = start(FSDP2)
     group.set_rollout_manager(None)
