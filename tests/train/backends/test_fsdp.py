@@ -8,6 +8,7 @@ import ray
 import torch
 from reference import ReferenceGRPO, small_llama
 from shard_helpers import assembled, assert_same, read_shards
+from tensordict import TensorDict
 from test_both_backends import FSDP2, HSDP
 from train_helpers import begin, distance, learn, saved, whole_weights
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
@@ -40,6 +41,11 @@ def test_any_causal_model(fsdp_groups, data, config, tmp_path):
     begin(group, {"hf_checkpoint": saved(model, tmp_path), "max_tokens_per_micro_batch": 50})
     found = group.worker_group.compute_log_prob(data)
     torch.testing.assert_close(found, ReferenceGRPO(model).log_probs(data), atol=1e-5, rtol=1e-4)
+    if config.model_type == "gpt2":
+        ids = torch.ones(2, 65, dtype=torch.int64)
+        rows = TensorDict({"input_ids": ids, "attention_mask": ids, "loss_mask": 0 * ids}, [2])
+        with pytest.raises(WorkerError, match="a row of 65 tokens, but this 'gpt2' has only 64 positions"):
+            group.worker_group.compute_log_prob(rows)
 
 
 def test_random_weights_depend_only_on_the_seed(fsdp_groups):
