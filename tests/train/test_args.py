@@ -83,6 +83,7 @@ def test_defaults_and_given_values():
         ({"update_weights_timeout_minutes": 9}, "9.0 is more than 0.8 of distributed_timeout_minutes=10"),
         ({"save_keep": 0}, "args.save_keep=0: expected a number of at least 1"),
         ({"save_keep_every": 5}, "save_keep_every needs save_keep"),
+        ({"save_keep": 1, "advantage_estimator": "gae"}, "save_keep=1 would leave no checkpoint that actor and critic"),
         ({"ckpt_step": 3, "save": "x"}, "ckpt_step=3 needs load"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes=0.0: expected a number above 0"),
         ({"param_dtype": "fp16"}, "use 'bf16' or 'fp32' with fsdp"),

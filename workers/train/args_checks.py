@@ -85,6 +85,11 @@ def check_together(args: Any) -> None:
         raise TrainArgsError("args.hf_config has no 'model_type', such as 'llama'")
     if args.save_keep_every is not None and args.save_keep is None:
         raise TrainArgsError("args.save_keep_every needs save_keep; without it, all checkpoints are kept")
+    if args.save_keep == 1 and args.advantage_estimator == "gae":
+        raise TrainArgsError(
+            "args.save_keep=1 would leave no checkpoint that actor and critic both have if the run is killed between "
+            "their saves; use at least 2"
+        )
     if args.keep_old_actor and not args.enable_weights_backuper:
         raise TrainArgsError(
             "args.keep_old_actor needs enable_weights_backuper=True, which keeps the copy of the weights"
