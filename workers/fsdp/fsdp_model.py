@@ -330,6 +330,9 @@ class FSDPTrainModel(TrainModel):
         """Drop what a failed step left. FSDP keeps gradients that were not reduced yet, although torch 2.13's
         `reset_iter_state` says otherwise, and would add them to those of the next step."""
         self._optimizer.zero_grad(set_to_none=True)
+        for moments in self._optimizer.state.values():
+            if "exp_avg_sq" not in moments:  # AdamW creates them one by one, and its first step ran out of memory
+                moments.clear()
         for state in (module._get_fsdp_state() for module in self.module.modules() if isinstance(module, FSDPModule)):
             # One group, or none, before torch 2.13.
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
