@@ -388,11 +388,16 @@ def test_messages_of_parquet_lack_the_keys_that_are_not_their_own(tmp_path):
     """Parquet returns them with null, which only later versions of transformers leave out."""
     tokenizer, given = byte_tokenizer(), []
     tokenizer.apply_chat_template = lambda messages, **options: given.append(messages) or "text"
-    messages = [{"role": "user", "content": "a", "name": "Al"}, {"role": "assistant", "content": None}]
+    calls = [{"function": {"arguments": {name: "b"}}} for name in ("city", "unit")]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    messages = [{"role": "user", "content": "a", "name": "Al"}, answer]
     rows = [{"prompt": messages}]
     for path in (write_jsonl(tmp_path / "a.jsonl", rows), write_parquet(tmp_path / "a.parquet", rows)):
         assert PromptData(open_rows(path), 1, tokenizer)(0)[0] == [[*b"text"]]
         assert given.pop() == messages
+    calls[0]["function"]["arguments"]["city"] = None  # meant, as in JSON Lines
+    PromptData(open_rows(rows), 1, tokenizer)(0)
+    assert given.pop() == messages
 
 
 def test_template_and_ids_equal_those_of_the_tokenizer():

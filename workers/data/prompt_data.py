@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, Literal, Self
 
 from dispatch.checks import check_count
-from workers.data.row_files import DataError
+from workers.data.row_files import DataError, FilledRow
 from workers.data.row_reader import RowReader, open_rows
 
 _TEXT_OF = "a text, a list of messages ({'role': ..., 'content': ...}) or a list of token ids"
@@ -24,8 +24,9 @@ class PromptData:
 
     A prompt is a text, a list of messages, or a list of token ids. Messages become a text by the tokenizer's chat
     template, with the beginning of the answer (``add_generation_prompt``) and without further special tokens. Of a
-    message, keys other than ``content`` that are null are left out. A text that is no message gets the special tokens
-    that the tokenizer adds by itself.
+    message, keys other than ``content`` that are null are left out; in Parquet and datasets, also those inside of its
+    values, which have the keys of all rows. A text that is no message gets the special tokens that the tokenizer adds
+    by itself.
 
     Args:
         rows: from `open_rows`, without ``prepare``, and preferably without ``epochs``, because a run has a number of
@@ -209,7 +210,7 @@ class PromptData:
     def _entry(self, row: Mapping[str, Any], name: str, key: str) -> Any:
         if name not in row:
             raise ValueError(f"has no {name!r} ({key}); it has {_names(row)}")
-        return row[name]
+        return _own_keys(row[name]) if isinstance(row, FilledRow) and key == "input_key" else row[name]
 
     def _columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name in row if name != self._input_key] if self._columns is None else self._columns
@@ -283,6 +284,13 @@ class PromptData:
                 f"{self._input_key!r} is messages, or to become one (apply_chat_template), but {lacks}; set "
                 "hf_checkpoint to a model with one, or write the prompts as text"
             )
+
+
+def _own_keys(value: Any, depth: int = 0) -> Any:
+    """Leave out null keys of dicts inside of messages. Those of the messages themselves are left out of all rows."""
+    if isinstance(value, Mapping):
+        return {name: _own_keys(one, depth + 1) for name, one in value.items() if one is not None or not depth}
+    return [_own_keys(one, depth) for one in value] if isinstance(value, list) else value
 
 
 def _names(row: Mapping[str, Any]) -> str:

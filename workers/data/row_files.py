@@ -74,6 +74,10 @@ class DataError(SingleControllerError, ValueError):
         self.row = row
 
 
+class FilledRow(dict[str, Any]):
+    """A row of Parquet or of a dataset, in which a dict has the keys of those of all rows, null where it has no own."""
+
+
 class RowFile(Protocol):
     """A source of rows.
 
@@ -319,7 +323,7 @@ class ListedRows:
             raise ValueError(f"cannot be read: {_described(error)}") from error
         if not isinstance(found, Mapping):
             raise ValueError(f"the row is a {type(found).__name__}, not a dict")
-        return found
+        return FilledRow(found) if hasattr(self._rows, "column_names") else found
 
 
 def _from_hub(name: str) -> Any:
@@ -393,4 +397,4 @@ class ParquetRows:
 
     def read(self, row: int) -> Mapping[str, Any]:
         batch = bisect.bisect_right(self._ends, row) - 1
-        return dict(self._batches[batch].slice(row - self._ends[batch], 1).to_pylist()[0])
+        return FilledRow(self._batches[batch].slice(row - self._ends[batch], 1).to_pylist()[0])
