@@ -432,6 +432,10 @@ def test_length_is_in_tokens_and_the_longest_is_allowed():
     data = PromptData(open_rows(rows, shuffle=False), 1, byte_tokenizer(), max_prompt_len=6)
     assert [len(data(rollout_id)[0][0]) for rollout_id in range(6)] == [2, 4, 6, 2, 4, 6]
     assert data.metrics()["data/too_long"] == 2
+    shorter = PromptData(open_rows(rows, shuffle=False), 1, byte_tokenizer(), max_prompt_len=3)
+    shorter.load_state_dict(data.state_dict(0))
+    with pytest.raises(DataError, match=r"row 2: was kept before .* and is too long now; set max_prompt_len as before"):
+        shorter(1)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

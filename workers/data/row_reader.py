@@ -204,7 +204,10 @@ class RowReader:
         if self._last[0] != number:
             self._last = number, self._prepared(number)
         if self._last[1] is None:
-            raise DataError(f"{self._where(number)}: was used before the run continued, and is too long now")
+            raise DataError(
+                f"{self._where(number)}: was kept before the run continued, and is too long now; set max_prompt_len as "
+                "before"
+            )
         return self._last[1]
 
     def _read_next(self) -> None:
