@@ -257,6 +257,12 @@ def test_failed_sessions_are_trained_on_demand(make):
 # --- wrong uses ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("info", [{}, {"source": "web"}, "web"])
+def test_column_that_replaces_the_info_of_a_session_is_named(info):
+    with pytest.raises(RolloutError, match="or a column 'info' of the data replaces Completion"):
+        session_reward([1], [2], info)
+
+
 def lookup(key: str) -> str:
     """Look a key up."""
     return key

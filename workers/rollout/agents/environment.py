@@ -345,6 +345,11 @@ def session_reward(
     prompt_ids: Sequence[int], completion_ids: Sequence[int], info: Mapping[str, Any], **columns: Any
 ) -> float:
     """The reward function of sessions: the sum of what `Environment.step` has returned. Pass it to `RolloutManager`."""
+    if not isinstance(info, Mapping) or "reward" not in info:
+        raise RolloutError(
+            "session_reward: info has no 'reward'. The engine has no sessions, or a column 'info' of the data replaces "
+            "Completion.info: rename the column, or leave it out with PromptData(columns=...)"
+        )
     return float(info["reward"])
 
 
