@@ -36,6 +36,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from waits import wait_until
 
 from single_controller import (
+    DispatchError,
     GroupBrokenError,
     GroupClosedError,
     PlacementError,
@@ -733,6 +734,9 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
         with pytest.raises(WorkerError, match="not sent"):
             group.update_weights()
         group.update_weights()
+        with pytest.raises(DispatchError, match="values differ in length"):
+            group.async_train(0, {**ROWS, "y": np.arange(4)})
+        group.update_weights()
         ray.get(group.async_train(0, ROWS))
         group.update_weights()
         group.update_weights()
@@ -740,7 +744,7 @@ def test_stream_is_told_whether_weights_are_sent_again(slots):
         group.update_weights()
         group.set_rollout_manager(manager)
         group.update_weights()
-        assert manager.stream.told == [False, True, True, True, False, True, False, False]
+        assert manager.stream.told == [False, True, True, True, True, False, True, False, False]
         ray.get(group.async_init({"update_weights_timeout_minutes": 2.0}))
         group.update_weights()
         assert manager.stream.timeout == 120

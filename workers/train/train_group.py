@@ -24,6 +24,7 @@ from dispatch.checks import check_count
 from single_controller import (
     Broadcast,
     CallTimeoutError,
+    DispatchError,
     GroupBrokenError,
     GroupClosedError,
     RayClassWithInitArgs,
@@ -688,11 +689,17 @@ class RayTrainGroup:
                 computed.add("ref_log_probs")
             self._class.check_rows(role_args(self.args, self.role), rows, self.role, computed)
         shared.take(rollout_id, rollout_data_ref, self.role)
+        before = replace(self._progress)
         if self._progress.sent_after == rollout_id:  # it is trained on once more
             self._progress.sent_after = None
         # Set this before the call: if sending fails halfway, some ranks still train on the rollout.
         self._progress.trained = rollout_id
-        return ReferencedFuture(workers.train.remote(rollout_id, shared.data, **shared.computed()), _wait_for)
+        try:
+            sent = workers.train.remote(rollout_id, shared.data, **shared.computed())
+        except DispatchError:  # nothing was sent
+            self._progress = before
+            raise
+        return ReferencedFuture(sent, _wait_for)
 
     def recorded_rows(self, step: int | None = None) -> dict[int, dict[str, np.ndarray]]:
         """Return what the ranks have computed, in `async_train`, for the rows whose entry ``record_rows`` is not
