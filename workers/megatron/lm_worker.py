@@ -153,7 +153,7 @@ class MegatronLMWorker(MegatronWorker):
         """Load the whole Hugging Face model's weights; each rank copies its shards.
 
         Raises:
-            ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
+            ValueError: a name is missing or unknown, a shape is wrong, or tied weights differ. No weight was changed.
         """
         self.model.load_hf_state_dict(state_dict)
 

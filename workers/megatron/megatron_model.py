@@ -476,11 +476,7 @@ class MegatronTrainModel(TrainModel):
             self.load_hf_state_dict(read_hf(folder))
 
     def load_hf_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Load the whole Hugging Face model's weights; each rank copies its shards.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a tensor has the wrong shape. No weight was changed.
-        """
+        """Load the whole Hugging Face model's weights, as `workers.megatron.hf_weights.load_hf` does."""
         load_hf(self.models, self.hf_config, self._hf_shapes, state_dict)
         self.weights_changed()
 

@@ -456,15 +456,13 @@ class ModelWorker(TrainWorker):
         finally:  # groups that saving created are destroyed with the model
             self._groups = [*self._groups, *(group for group in process_groups() if group not in before)]
         if self.args.save_hf is not None:
-            self._export(self.args.save_hf.format(rollout_id=step))
+            exported = self.args.save_hf.format(rollout_id=step)
+            export_hf(self.model, exported)
+            if self.tokenizer is not None and not self.rank:
+                self.tokenizer.save_pretrained(exported)
         if folder is not None and (force_sync or not self.args.async_save):
             self.checkpoints.wait_for_deletion()  # last: the other ranks must not wait for it in a collective
         return folder
-
-    def _export(self, folder: str) -> None:
-        export_hf(self.model, folder)
-        if self.tokenizer is not None and not self.rank:
-            self.tokenizer.save_pretrained(folder)
 
     def load_driver_state(self) -> tuple[bytes | None, int]:
         if self.args.debug_rollout_only:
