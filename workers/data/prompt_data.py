@@ -287,7 +287,7 @@ class PromptData:
 
 
 def _own_keys(value: Any, depth: int = 0) -> Any:
-    """Leave out null keys of dicts inside of messages. Those of the messages themselves are left out of all rows."""
+    """Leave out null keys inside of the values of messages. `PromptData._text` leaves out those of the messages."""
     if isinstance(value, Mapping):
         return {name: _own_keys(one, depth + 1) for name, one in value.items() if one is not None or not depth}
     return [_own_keys(one, depth) for one in value] if isinstance(value, list) else value

@@ -75,7 +75,8 @@ class DataError(SingleControllerError, ValueError):
 
 
 class FilledRow(dict[str, Any]):
-    """A row of Parquet or of a dataset, in which a dict has the keys of those of all rows, null where it has no own."""
+    """A row of Parquet or of a dataset. Each dict in it has the keys that its column has in any row, with null for
+    those that are not its own."""
 
 
 class RowFile(Protocol):

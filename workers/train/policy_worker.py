@@ -67,6 +67,7 @@ Data = dict[str, torch.Tensor]
 
 STALENESS_SHARES = 4
 """Up to which staleness, in versions, each has a share of the tokens of its own in the metrics."""
+
 LEARNED_POSITIONS = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
 """Model types with an embedding for each position: a longer row would be an error of the device."""
 
@@ -542,7 +543,8 @@ class PolicyTrainWorker(ModelWorker):
             if config.model_type in LEARNED_POSITIONS and bool((lengths > config.max_position_embeddings).any()):
                 raise RolloutDataError(
                     f"rollout data has a row of {int(lengths.max())} tokens, but this {config.model_type!r} has only "
-                    f"{config.max_position_embeddings} positions; leave longer rows out, with SFTData by max_prompt_len"
+                    f"{config.max_position_embeddings} positions; leave out longer rows, as SFTData does with "
+                    "max_prompt_len"
                 )
         except Exception as raised:
             error = raised

@@ -161,11 +161,13 @@ def _defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 class EngineFolder:
     """A folder for the files of an engine and of vLLM. What killed processes have left of theirs is removed.
 
-    It has the same name for all engines of a process, because vLLM reads the variable `SOCKETS` only once. Between two
-    engines, another user can create it; a `RolloutError` then.
+    It has the same name for all engines of a process, because vLLM reads the variable `SOCKETS` only once.
 
     Attributes:
         path: of the folder.
+
+    Raises:
+        RolloutError: another user has created the folder since an earlier engine of this process removed it.
     """
 
     def __init__(self) -> None:
