@@ -29,12 +29,12 @@ from single_controller.call.buffer_pool import MIN_BYTES, buffer_pool
 if TYPE_CHECKING:
     import numpy
 
-MAX_INLINE_BYTES = 1 << 20
-"""Arguments and results of a rank up to this size are sent inside the message. Larger ones are stored once, and the
-message contains a reference. Measured with four ranks on one host, inside the message and with the store: an echo of
-512 KiB per rank takes 6 ms and 26 ms, one of 2 MiB 20 ms and 30 ms; an argument of 1 MiB that all ranks read takes 7 ms
-and 9 ms, one of 4 MiB 20 ms and 12 ms. Not more, because what is inside a message is in the driver's own memory, from
-which, unlike the store, nothing is spilled to disk."""
+MAX_INLINE_BYTES = (1 << 20) + (1 << 16)
+"""Arguments and results of a rank up to this size are sent inside the message: 1 MiB, and what describes it. Larger
+ones are stored once, and the message contains a reference. Measured with four ranks on one host, inside the message and
+with the store: an echo of 512 KiB per rank takes 6 ms and 26 ms, one of 2 MiB 20 ms and 30 ms; an argument of 1 MiB
+that all ranks read takes 7 ms and 9 ms, one of 4 MiB 20 ms and 12 ms. Not more, because what is inside a message is in
+the driver's own memory, from which, unlike the store, nothing is spilled to disk."""
 
 MAX_TASK_BYTES = 96 * 1024
 """Data that is sent to ranks through Ray, such as arguments with references, is stored first if it is larger than this.

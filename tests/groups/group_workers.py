@@ -380,7 +380,7 @@ class Fragile(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def large(self):
-        return bytes(1 << 20)
+        return bytes(1 << 21)
 
     def node(self):
         return ray.get_runtime_context().get_node_id()

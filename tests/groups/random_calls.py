@@ -147,7 +147,7 @@ class Sender:
         kind = self.rng.random()
         if kind < 0.55:
             return self.rng.choice([None, self.rng.randrange(1000), "text", {"a": [1, 2]}])
-        nbytes = self.rng.randrange(1, 1_000_000) if kind < 0.92 else self.rng.randrange(1_060_000, 1_500_000)
+        nbytes = self.rng.randrange(1, 1_000_000) if kind < 0.92 else self.rng.randrange(1_120_000, 1_500_000)
         return pattern(nbytes, self.number, array=self.rng.random() < 0.5)
 
     def small(self, ranks=None):
@@ -156,7 +156,7 @@ class Sender:
         return Request("small", (call, data), [(state, digest(data)) for state in states])
 
     def make(self, ranks=None):
-        nbytes = self.rng.choice([10, 20_000, 1_000_000, 1_060_000, 1_500_000])
+        nbytes = self.rng.choice([10, 20_000, 1_000_000, 1_120_000, 1_500_000])
         array = self.rng.random() < 0.5
         call, states = self.begin("make", ranks or self.all)
         return Request("make", (call, nbytes, array), [(state, pattern(nbytes, state, array)) for state in states])

@@ -752,7 +752,7 @@ def test_event_loop_goes_on_while_a_group_shrinks(make_group, counters, caplog):
     large.wait()
     kill_before(lambda: group.sleep(1), pids[1])
     try:  # nobody has asked for the value, so it dies with its rank, if not all have it by then
-        assert counters.echo(large) == [[bytes(1 << 20)] * 4] * 4
+        assert counters.echo(large) == [[bytes(1 << 21)] * 4] * 4
     except (ResultError, WorkerDiedError) as error:
         assert "rank 1" in str(error) and "large()" in str(error)
 

@@ -142,7 +142,7 @@ def test_groups_after_ray_shutdown_and_on_nodes_of_unequal_size_of_which_one_die
         nodes = ray.get([w.node.remote() for w in group.workers])
         sizes = [place[2:4] for place in ray.get([w.place.remote() for w in group.workers])]
         assert sizes in ([(0, 2), (1, 2), (0, 1)], [(0, 1), (0, 2), (1, 2)]), sizes
-        lost = group.execute_with_func_generator.remote(lambda worker: bytes(1 << 20))
+        lost = group.execute_with_func_generator.remote(lambda worker: bytes(1 << 21))
         while not lost.done():
             time.sleep(0.01)
         future = group.sleep.remote(120)

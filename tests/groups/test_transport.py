@@ -171,16 +171,16 @@ def test_views_share_memory(counters):
 
 @pytest.mark.parametrize(
     ("whole", "shard", "stored"),
-    [(1, 1, 0), (500, 500, 0), (1000, 1, 0), (600, 600, 1), (1, 1800, 4), (1800, 1, 1), (1800, 1800, 5)],
+    [(1, 1, 0), (500, 500, 0), (1024, 1, 0), (1, 1024, 0), (600, 600, 1), (1, 1800, 4), (1800, 1, 1), (1800, 1800, 5)],
     ids=str,
 )
 def test_large_values_are_stored_once_and_small_ones_sent_inline(counters, monkeypatch, whole, shard, stored):
-    """Sizes in KB: shared by all ranks, and per rank. A frame has up to 1 MiB."""
+    """Sizes in KiB: shared by all ranks, and per rank. A frame has up to 1 MiB, and what describes it."""
     puts = []
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or real(value))
-    mine = [torch.full((shard * 250,), float(rank)) for rank in range(4)]
-    assert counters.items(mine, y=Broadcast(torch.zeros(whole * 250)))[3][1].sum() == 3 * shard * 250
+    mine = [torch.full((shard * 256,), float(rank)) for rank in range(4)]
+    assert counters.items(mine, y=Broadcast(torch.zeros(whole * 256)))[3][1].sum() == 3 * shard * 256
     assert len(puts) == stored
 
 

@@ -67,7 +67,7 @@ class TestLostConnections:
                 futures.append(group.count.options(blocking=False)())
                 assert group.echo(number) == [number] * 2
                 if number % 8 == 0:
-                    assert group.large(number) == [bytes([number, rank]) * 2**19 for rank in range(2)]
+                    assert group.large(number) == [bytes([number, rank]) * 2**20 for rank in range(2)]
                     for size in (200_000, 120_000):  # stored, and the largest frames
                         sent = torch.arange(size) + number
                         assert all(torch.equal(one, sent) for one in group.echo(sent))
@@ -83,7 +83,7 @@ class TestLostConnections:
 
 class TestValues:
     def test_results_of_all_kinds(self, group):
-        assert group.large(7) == [bytes([7, rank]) * 2**19 for rank in range(2)]
+        assert group.large(7) == [bytes([7, rank]) * 2**20 for rank in range(2)]
         refs = group.reference()
         assert ray.get([one["ref"] for one in refs], timeout=30) == [("stored", 0), ("stored", 1)]
         with pytest.raises(WorkerError, match=r"unpicklable\(\).*lock") as caught:

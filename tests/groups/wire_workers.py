@@ -38,7 +38,7 @@ class Wired(Fragile):
         return value
 
     @register(Dispatch.ONE_TO_ALL)
-    def large(self, key, nbytes=1 << 20):
+    def large(self, key, nbytes=1 << 21):
         return bytes([key % 256, self.rank]) * (nbytes // 2)
 
     @register(Dispatch.ONE_TO_ALL)
