@@ -201,6 +201,18 @@ def test_weights_are_loaded_in_place(config):
     check_completion(new, [5, 9, 2], completion)
 
 
+def test_adapter_of_the_embeddings():
+    engine, plain = HFEngine(LLAMA, lora={"rank": 2, "alpha": 4, "target_modules": ["embed_tokens"]}), HFEngine(LLAMA)
+    a, b = torch.arange(64.0).sin().view(2, 32), torch.arange(64.0).cos().view(32, 2)
+    name = "base_model.model.model.embed_tokens.lora_embedding_"
+    engine.load_weights([(f"{name}A", a), (f"{name}B", b)])
+    merged = plain.model.get_input_embeddings().weight.cpu() + 2 * (b @ a).T
+    plain.load_weights([("model.embed_tokens.weight", merged)])
+    found, expected = (one.generate(PROMPTS, SamplingParams(4), SEEDS) for one in (engine, plain))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert found[0].log_probs == pytest.approx(expected[0].log_probs, abs=1e-5)
+
+
 def test_error_names_weights_that_do_not_fit():
     engine = HFEngine(LLAMA)
     with pytest.raises(WeightsError, match=r"'model.layer.0.w', but LlamaForCausalLM has none of this name"):

@@ -98,6 +98,7 @@ class HFEngine(RequestEngine):
         self.max_batch_size = max_batch_size
         self.device = current_device()
         made = make_model(copy.deepcopy(model) if exact else model, random_weights, seed, trust_remote_code)
+        self.vocab_size = made.get_input_embeddings().num_embeddings  # first, because an adapter may wrap them
         self._adapter = LoraSettings.of(lora)
         if self._adapter is not None:
             with RANDOM, torch.random.fork_rng(devices=[]):
@@ -108,7 +109,6 @@ class HFEngine(RequestEngine):
             compute_output_in_float32(made)
         made.generation_config = transformers.GenerationConfig()
         self.model = made.eval().requires_grad_(False).to(self.device)
-        self.vocab_size = self.model.get_input_embeddings().num_embeddings
         self.max_positions = getattr(self.model.config, "max_position_embeddings", None)
         self._prefixes = PrefixCache(0 if exact else prefix_cache_bytes)
         self._routers: Routers | None = None
