@@ -261,7 +261,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def wake_up(self, body, query):
         self.server.asleep = False
-        self.answer({"status": "awake"})
+        self.resume(body, query)  # waking up ends every pause
 
 
 ROUTES = {

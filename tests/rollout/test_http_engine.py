@@ -364,12 +364,33 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
         engine.generate([[1]], SamplingParams(2), [0])
     engine.wake_up()
     assert not server.asleep and len(future.result(20).token_ids) == 200
-    server.faults["/sleep"] = 500
+
+    def fail(handler):
+        server.paused = True  # vLLM pauses before it frees memory
+        handler.error(500, "no pool of memory")
+
+    server.faults["/sleep"] = fail
     with pytest.raises(RolloutError, match=r"POST /sleep.* with 500"):
         engine.sleep()
     engine.generate([[1]], SamplingParams(2), [0])
     with pytest.raises(RolloutError, match=r"no endpoint for sleep\(\) \(dialect 'openai'\)"):
         engine_of(dialect="openai").sleep()
+
+
+def test_pause_and_sleep_do_not_end_each_other(server, engine_of):
+    engine = engine_of()
+    future = engine.submit([1], LONG, "a", seed=0)
+    begun(engine)
+    engine.pause()
+    engine.sleep()
+    engine.wake_up()
+    assert server.paused and not server.asleep and not future.done()
+    engine.sleep()
+    sent = len(server.seen)
+    engine.resume()
+    assert len(server.seen) == sent  # it would take a step without its memory
+    engine.wake_up()
+    assert not server.paused and len(future.result(20).token_ids) == 200
 
 
 def test_sleeping_server_takes_no_weights(server, engine_of):

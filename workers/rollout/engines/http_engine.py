@@ -19,6 +19,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -447,11 +448,14 @@ class HTTPEngine(RequestEngine):
         except BaseException:
             # An earlier pause stays in force.
             if not paused:
+                with suppress(RolloutError):  # it may have paused nevertheless, and requests would wait for it
+                    self.resume()
                 super().resume()
             raise
 
     def resume(self) -> None:
-        if self._dialect.pauses and self.is_held("pause"):
+        # A server that sleeps would use memory that it has freed. `wake_up` has it go on.
+        if self._dialect.pauses and self.is_held("pause") and not self.is_held("sleep"):
             self._dialect.resume()
         # A paused server sends nothing, so measure its silence from now on.
         now = time.monotonic()
@@ -607,12 +611,16 @@ class HTTPEngine(RequestEngine):
         except BaseException:
             # An earlier sleep stays in force.
             if not asleep:
+                with suppress(RolloutError):  # vLLM pauses before it frees memory, and requests would wait for it
+                    self.wake_up()
                 self._release("sleep")
             raise
 
     def wake_up(self) -> None:
         """Have the server take the memory back."""
         self._dialect.wake_up()
+        if self.is_held("pause"):  # vLLM's has ended that
+            self._dialect.pause()
         # Release the hold last: the next step sends requests, which a sleeping server would refuse.
         self._release("sleep")
 
