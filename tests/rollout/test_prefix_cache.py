@@ -167,8 +167,9 @@ def test_memory_is_bounded_and_zero_keeps_nothing():
     engine.generate([[*range(30)]], SamplingParams(10), [0])
     assert kept(engine) == 0
     for wrong in (-1, 1.5, None, True):
-        with pytest.raises(ValueError, match=r"HFEngine: prefix_cache_bytes=.* expected an integer of at least 0"):
-            HFEngine(LLAMA, prefix_cache_bytes=wrong)
+        for name, least in (("prefix_cache_bytes", 0), ("max_batch_size", 1)):
+            with pytest.raises(ValueError, match=f"HFEngine: {name}=.* expected an integer of at least {least}"):
+                HFEngine(LLAMA, **{name: wrong})
 
 
 def entry(tokens):

@@ -86,8 +86,6 @@ class HFEngine(RequestEngine):
         return_routed_experts: bool = False,
     ) -> None:
         super().__init__()
-        if max_batch_size < 1:
-            raise ValueError(f"HFEngine: max_batch_size={max_batch_size!r}; expected at least 1")
         check_count("HFEngine: prefix_cache_bytes", prefix_cache_bytes, least=0)
         import torch
 
@@ -95,7 +93,7 @@ class HFEngine(RequestEngine):
         transformers = require("transformers", extra="hf")
         from workers.rollout.engines.decoding import Batch
 
-        self.max_batch_size = max_batch_size
+        self.max_batch_size = check_count("HFEngine: max_batch_size", max_batch_size)
         self.device = current_device()
         made = make_model(copy.deepcopy(model) if exact else model, random_weights, seed, trust_remote_code)
         self.vocab_size = made.get_input_embeddings().num_embeddings  # first, because an adapter may wrap them
