@@ -159,17 +159,23 @@ def test_hanging_step_is_an_error_for_those_who_wait(engine, monkeypatch):
 
 
 def test_callback_of_a_completion_may_use_the_engine(engine):
+    engine.pause()  # so that the callback runs in the engine's thread
     other = submit(engine, "other", 100)
     first = submit(engine, "first", 5)
     done = threading.Event()
 
     def pause(_):
+        with pytest.raises(RolloutError, match=r"cannot end \(callback\)"):
+            engine.pause("wait")
+        with pytest.raises(RolloutError, match=r"before this callback .* use submit\(\)"):
+            engine.generate([[1]], SamplingParams(1), [0])
         engine.pause()
         second = submit(engine, "second", 2)
         engine.resume()
         second.add_done_callback(lambda _: done.set())
 
     first.add_done_callback(pause)
+    engine.resume()
     assert done.wait(10) and len(other.result(10).token_ids) == 100
 
 

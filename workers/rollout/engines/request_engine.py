@@ -477,6 +477,8 @@ class RequestEngine(RolloutEngine):
         what = f"{type(self).__name__}.{method}(): the engine"
         if self._closed:
             raise RolloutError(f"{what} was closed")
+        if not waits and self._in_thread():
+            raise RolloutError(f"{what} takes no step before this callback of a request has returned; use submit()")
         if "sleep" in self._holds:
             raise RolloutError(f"{what} is asleep; call the worker's wake_up() or the manager's onload() first")
         if "abandoned" in self._holds:
@@ -551,9 +553,9 @@ class RequestEngine(RolloutEngine):
         """Raise if requests that are running cannot end now. Needs no lock.
 
         Raises:
-            RolloutError: because of a weight update or `sleep`, for example.
+            RolloutError: because of a weight update or `sleep`, for example, or in a callback of a request.
         """
-        if holds := self._holds - {READING}:
+        if holds := self._holds - {READING} | ({"callback"} if self._in_thread() else set()):
             raise RolloutError(
                 f"pause(mode='wait'): requests are running and cannot end ({', '.join(sorted(holds))}); use "
                 "mode='keep' or 'abort'"
