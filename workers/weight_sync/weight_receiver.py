@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dispatch.modes import Dispatch
 from dispatch.register import register
 from single_controller.call.worker.worker import Worker
-from workers.device import free_host_memory
+from workers.device import device_name, free_host_memory
 from workers.weight_sync.buckets import BUCKET_BYTES, Pair, iter_buckets
 from workers.weight_sync.sync_protocol import Finished, Message, ReceiverInfo, WeightSyncError, some
 from workers.weight_sync.transports.peer_weights import PeerWeights
@@ -149,8 +149,6 @@ class WeightReceiver(Worker):
             double_buffer: whether to keep the weights in force until the update is complete; None: if there is enough
                 host memory.
         """
-        from workers.device import device_name
-
         with self.weights_lock:
             self.peer.stop()
             self._give_up()

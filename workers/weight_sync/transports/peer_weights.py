@@ -20,6 +20,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from workers.device import has_accelerator, host_memory
 from workers.distributed import node_address
 from workers.weight_sync.buckets import (
     BUCKET_BYTES,
@@ -122,8 +123,6 @@ class PeerWeights:
 
     def _allocate(self, header: dict[str, Any]) -> torch.Tensor | None:
         """In a thread of the server."""
-        from workers.device import host_memory
-
         with self._receiver.weights_lock:
             return host_memory(header["nbytes"], pinned=False) if self._expects(header) else None
 
@@ -186,7 +185,6 @@ class PeerWeights:
 
     def _send(self, request: WeightRequest, changes: int) -> None:
         from workers.blocks import send_block
-        from workers.device import has_accelerator
 
         receiver, begun = self._receiver, time.monotonic()
         buffer, sent = FlatBuffer(pinned=has_accelerator()), 0
