@@ -178,9 +178,8 @@ class VLLM(OpenAI):
                 raise
             paused, self.no_updates = False, f"its endpoints for weights are off; {DEV_MODE}"
         self.pauses = not self.no_updates
-        if paused:  # by an engine that was killed, perhaps asleep: a step would use memory that was freed
+        if paused:  # by an engine that was killed, perhaps asleep. Waking up ends a pause, too
             self.wake_up()
-            self.resume()
 
     def body(self, prompt: Sequence[int], how: SamplingParams, new_tokens: int, seed: int, top: int) -> dict[str, Any]:
         """See `OpenAI.body`. What is not sent would be taken from the model's generation_config.json."""

@@ -454,8 +454,7 @@ class HTTPEngine(RequestEngine):
             raise
 
     def resume(self) -> None:
-        # A server that sleeps would use memory that it has freed. `wake_up` has it go on.
-        if self._dialect.pauses and self.is_held("pause") and not self.is_held("sleep"):
+        if self._dialect.pauses and self.is_held("pause") and not self.is_held("sleep"):  # it has no memory then
             self._dialect.resume()
         # A paused server sends nothing, so measure its silence from now on.
         now = time.monotonic()

@@ -469,7 +469,6 @@ class VLLMEngine(RequestEngine):
         folder, self._folder = self._folder, None
         if folder is None:
             return
-        self._given.clear()
         self._log.close()
         if engine is not None:
             engine.engine_core.shutdown()
