@@ -42,15 +42,6 @@ def llama():
     return engine_of(LLAMA)
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, GPT2], ids=["llama", "tied", "gpt2"])
-def test_log_probs_match_an_unpadded_forward_pass(config):
-    engine, model = engine_of(config)
-    completions = engine.generate(PROMPTS, SamplingParams(12, 0.6, top_p=0.9, top_k=20), SEEDS)
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
-        check_completion(model, prompt, completion, 0.6)
-
-
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_temperature_zero_is_the_argmax(config):
     engine, model = engine_of(config)

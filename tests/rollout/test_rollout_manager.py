@@ -13,10 +13,9 @@ import pytest
 import ray
 import torch
 from devices import ON_DEVICE
-from rollout_helpers import LLAMA, EchoEngine, ToolEngine, plain_log_probs, plain_model
+from rollout_helpers import LLAMA, EchoEngine, ToolEngine, plain_log_probs
 
 from single_controller import (
-    Broadcast,
     Dispatch,
     DispatchError,
     LocalWorkerGroup,
@@ -643,20 +642,6 @@ def test_unpicklable_reward_function_is_left_out(on_ray):
     assert copy.group.world_size == 2
     with pytest.raises(RolloutError, match="cannot be pickled"):
         copy.generate([[1]])
-
-
-def test_log_probs_after_a_weight_change(on_ray):
-    """Loads the new weights by hand, as a weight sync would."""
-    new = plain_model(LLAMA, 8)
-    weights = dict(new.state_dict())
-    on_ray.execute_with_func_generator(
-        lambda worker, given: worker.engine.load_weights(given.items()), Broadcast(weights)
-    )
-    data = RolloutManager(on_ray, HOW, seed=1).generate(PROMPTS)
-    for row, prompt in enumerate(PROMPTS):
-        counts = data["loss_mask"][row].bool()
-        expected = plain_log_probs(new, prompt, data["input_ids"][row][counts].tolist(), HOW.temperature)
-        torch.testing.assert_close(data["rollout_log_probs"][row][counts].double(), expected, atol=2e-5, rtol=0)
 
 
 def test_column_of_pandas_is_read_by_position(echoes):
