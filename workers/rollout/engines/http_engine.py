@@ -436,7 +436,6 @@ class HTTPEngine(RequestEngine):
         paused = self.is_held("pause")
         super().pause(mode)
         self._disconnect(ended=True)
-        # If the server cannot pause, close the streams of all requests.
         if not self._dialect.pauses:
             self._disconnect()
             # After `resume`, `serve` sends these requests again.
