@@ -316,7 +316,7 @@ def test_bfloat16():
                     parameter.normal_(std=0.02)
         return model
 
-    with closing(VLLMEngine(config, param_dtype="bf16")) as engine:
+    with closing(VLLMEngine(config, param_dtype="bf16", load_format="safetensors")) as engine:
         subject = Subject(engine, config, model_of=model_of, atol=0.02)
         for version in (1, 2):
             model = subject.model(version)

@@ -149,7 +149,7 @@ class VLLMEngine(RequestEngine):
             self._folder = EngineFolder()
             if random_weights or not isinstance(model, (str, Path)):
                 model = self._folder.path / "model"  # vLLM reads folders only
-                if "load_format" in engine_args:
+                if engine_args.get("load_format") == "dummy":
                     config.architectures = [type(plain).__name__]
                     config.save_pretrained(model)
                 else:
