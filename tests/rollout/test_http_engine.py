@@ -364,12 +364,8 @@ def test_sleep_refuses_requests_and_wake_up_continues_them(server, engine_of):
         engine.generate([[1]], SamplingParams(2), [0])
     engine.wake_up()
     assert not server.asleep and len(future.result(20).token_ids) == 200
-
-    def fail(handler):
-        server.paused = True  # vLLM pauses before it frees memory
-        handler.error(500, "no pool of memory")
-
-    server.faults["/sleep"] = fail
+    # vLLM pauses before it frees memory.
+    server.faults["/sleep"] = lambda handler: (setattr(server, "paused", True), handler.error(500, "no pool of memory"))
     with pytest.raises(RolloutError, match=r"POST /sleep.* with 500"):
         engine.sleep()
     engine.generate([[1]], SamplingParams(2), [0])
