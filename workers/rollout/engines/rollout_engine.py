@@ -248,7 +248,7 @@ def top_wanted(sampling_params: SamplingParams, most: int) -> int:
 def largest_told(most: int, vocab_size: int | None) -> int | None:
     """Return `RolloutEngine.largest_mask` of an engine that uses `left_of_top`; ``most`` as for `top_wanted`."""
     most = min(most, LARGEST_SET + TIES)
-    return None if most == vocab_size else most - 1
+    return None if most == vocab_size else max(0, most - 1)
 
 
 def check_min_p(sampling_params: SamplingParams, largest_mask: int | None) -> None:
