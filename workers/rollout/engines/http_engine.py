@@ -453,7 +453,8 @@ class HTTPEngine(RequestEngine):
             raise
 
     def resume(self) -> None:
-        if self._dialect.pauses and self.is_held("pause") and not self.is_held("sleep"):  # it has no memory then
+        # A server that sleeps has no memory for a step, and goes on when it wakes up.
+        if self._dialect.pauses and self.is_held("pause") and not self.is_held("sleep"):
             self._dialect.resume()
         # A paused server sends nothing, so measure its silence from now on.
         now = time.monotonic()
@@ -617,7 +618,7 @@ class HTTPEngine(RequestEngine):
     def wake_up(self) -> None:
         """Have the server take the memory back."""
         self._dialect.wake_up()
-        if self.is_held("pause"):  # vLLM's has ended that
+        if self.is_held("pause"):  # waking up has ended it
             self._dialect.pause()
         # Release the hold last: the next step sends requests, which a sleeping server would refuse.
         self._release("sleep")
