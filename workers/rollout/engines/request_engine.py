@@ -333,7 +333,8 @@ class RequestEngine(RolloutEngine):
 
         Raises:
             PromptError: a prompt is empty or too long, or has a token outside the vocabulary.
-            RolloutError: the engine sleeps, is paused, was closed or has no complete weights.
+            RolloutError: the engine sleeps, is paused, was closed or has no complete weights; or this is a callback
+                of a request.
             ValueError: there is not one seed per prompt, a seed is no integer, a stop token is outside the vocabulary,
                 or the temperature is too low.
         """
@@ -506,8 +507,8 @@ class RequestEngine(RolloutEngine):
         """See `RolloutEngine.pause`.
 
         Raises:
-            RolloutError: with "wait", requests are running that cannot end, because of a weight update or `sleep`; with
-                another mode, a step has not ended for `STEP_SECONDS`. "wait" has no time limit, also if a step hangs.
+            RolloutError: with "wait", requests are running that cannot end (see `check_ends`); with another mode, a
+                step has not ended for `STEP_SECONDS`. "wait" has no time limit, also if a step hangs.
             ValueError: there is no such mode.
         """
         if mode not in ("keep", "abort", "wait"):
