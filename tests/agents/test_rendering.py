@@ -328,9 +328,10 @@ def test_the_package_renders_a_qwen_conversation():
     assert tokenizer.decode(following).endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "default"])
-def test_reasoning_that_the_format_removes_from_the_history_is_a_new_root(name):
-    tokenizer = merging_tokenizer("loop.last")
+@pytest.mark.parametrize(("name", "keep"), [("qwen3", "loop.last"), ("default", "loop.last"), ("default", "false")])
+def test_reasoning_that_the_format_removes_from_the_history_is_a_new_root(name, keep):
+    tokenizer = merging_tokenizer(keep)
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content }}", "m.content.split('</think>')[-1] }}")
     renderer, tree, counters = load_renderer(tokenizer, name), Trajectory(), {}
     _, _, answer = turn(tree, renderer, [user("a")], tokenizer.encode("<think>hm</think>yes<|im_end|>"))
     following, _, _ = turn(tree, renderer, [user("a"), answer, user("b")], [1], counters=counters)

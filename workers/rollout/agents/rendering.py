@@ -282,8 +282,12 @@ class TemplateRenderer:
         before = self._text(history, tools)
         after = self._text([*history, *new_messages], tools, add_generation_prompt=True)
         _, ended, behind = before.rpartition(self._tokenizer.decode([stop]))
+        reasoning = str(message.get("reasoning_content", "")).strip()
+        in_content = {"role": "assistant", "content": f"<think>{reasoning}</think>"}
+        # A template that shows it there knows nothing of reasoning, and so removes none.
+        removed = reasoning not in before and reasoning not in self._text([history[0], in_content], tools)
         # Here, the template has changed the sampled text, or writes no stop token after it.
-        if not ended or not after.startswith(before):
+        if not ended or removed or not after.startswith(before):
             return None
         appended = self._tokenizer.encode(behind + after[len(before) :], add_special_tokens=False)
         return Rendered([*previous_prompt_ids, *previous_completion_ids, *appended])
