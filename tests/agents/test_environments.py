@@ -27,7 +27,7 @@ from workers.rollout.agents.sandbox import PythonSandbox
 from workers.rollout.agents.tools import Tool, ToolCall, ToolCallError
 from workers.rollout.engines.rollout_engine import Completion
 from workers.rollout.rollout_errors import RolloutError
-from workers.rollout.rollout_manager import RolloutManager
+from workers.rollout.rollout_manager import RolloutManager, check_sessions
 
 
 def act(*calls, text="", finish_reason="stop"):
@@ -437,7 +437,9 @@ def test_a_manager_keeps_no_more_of_a_session_than_it_counts():
     """Nobody has to call `reward_metrics`, and what an environment tells may be large."""
     info = {"turns": 2, "end_reason": "done", "rerenders": 0, "restarts": 1, "transcript": "x" * 10**6}
     told = SimpleNamespace(sessions=[])
-    RolloutManager.note_sessions(told, [Completion([], [], "stop", info=info), Completion([], [], "stop")])
+    other = Completion([], [], "stop", info={"end_reason": "error"})  # of an engine that plays no sessions
+    RolloutManager.note_sessions(told, [Completion([], [], "stop", info=info), Completion([], [], "stop"), other])
+    check_sessions([other] * 2)
     assert len(pickle.dumps(told.sessions)) < 1000
     assert session_metrics(told.sessions) == session_metrics([info])
 

@@ -311,9 +311,9 @@ class RolloutManager:
 
     def note_sessions(self, completions: Sequence[Completion]) -> None:
         """Note what `reward_metrics` tells about sessions; other completions are ignored."""
-        for one in completions:
-            if one.info is not None and "end_reason" in one.info:  # not the whole, which may be large
-                self.sessions.append({name: one.info[name] for name in COUNTED if name in one.info})
+        for info in (one.info or {} for one in completions):
+            if {"turns", "end_reason"} <= info.keys():  # of a session. Not the whole is kept, which may be large
+                self.sessions.append({name: info[name] for name in COUNTED if name in info})
 
     def close(self) -> None:
         """End the threads and processes of the reward function. The group is not closed."""
@@ -463,7 +463,7 @@ def check_sessions(completions: Sequence[Completion]) -> None:
         RolloutError: all of several sessions failed at the beginning.
     """
     infos = [one.info or {} for one in completions]
-    failed = [info for info in infos if info.get("end_reason") in ("error", "silence") and not info["turns"]]
+    failed = [info for info in infos if info.get("end_reason") in ("error", "silence") and info.get("turns") == 0]
     if 1 < len(failed) == len(infos):
         told, count = Counter(str(info.get("error")) for info in infos).most_common(1)[0]
         raise RolloutError(
