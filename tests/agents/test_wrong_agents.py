@@ -90,7 +90,7 @@ async def nested():
 # --- what ends the process ends a session ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [SystemExit(3), KeyboardInterrupt(), SystemExit("reset"), nested])
+@pytest.mark.parametrize("what", [SystemExit(3), KeyboardInterrupt(), SystemExit("reset"), BaseException(), nested])
 def test_exit_ends_its_session_only(make, what):
     engine = make()
     futures = [submit(engine, number, what=what if number == 1 else None) for number in range(3)]
@@ -99,9 +99,9 @@ def test_exit_ends_its_session_only(make, what):
     assert submit(engine, 7).result(SECONDS).info["reward"] == 1.0
 
 
-def quits() -> str:
-    """Quit."""
-    raise SystemExit("bye")
+def fails() -> str:
+    """Fail with what is no Exception, as pytest.fail() does."""
+    raise BaseException("bye")
 
 
 async def quits_async() -> str:
@@ -109,10 +109,10 @@ async def quits_async() -> str:
     raise SystemExit("bye")
 
 
-@pytest.mark.parametrize("tool", [quits, quits_async])
+@pytest.mark.parametrize("tool", [fails, quits_async])
 def test_exit_of_a_tool_is_its_result(make, tool):
     def script(prompt, seed):
-        called = "<|tool|>Error: SystemExit: bye" in prompt
+        called = ": bye<end>" in prompt
         return "done" if called else f'<tool_call>{{"name": "{tool.__name__}"}}</tool_call>'
 
     engine = make(lambda: ToolEnvironment([tool]), lambda: ScriptEngine(script), renderer=RENDERER)

@@ -325,9 +325,9 @@ class ToolEnvironment(Environment):
         try:
             result = await tool.call(arguments)
             text = result if isinstance(result, str) else json.dumps(result, default=str)
-        except RolloutError:  # not the policy's fault
+        except (RolloutError, asyncio.CancelledError):  # not the policy's fault, or nobody waits any more
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:
             # The policy's arguments may be the reason: it sees the error, as it would see the one of a real tool.
             return self._shortened(f"Error: {type(error).__name__}: {error}"), True
         return self._shortened(text), True

@@ -540,8 +540,7 @@ class Session:
             return task.result()
         except RolloutError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-            # CancelledError if it has cancelled itself
+        except BaseException as error:  # CancelledError if it has cancelled itself
             raise _Ended("error", error) from error
 
     async def _cancelled(self, task: asyncio.Future[Any]) -> None:
