@@ -387,7 +387,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
         ("../inference/v1/generate", {"token_ids": ["a"]}, "token_ids"),
         ("../inference/v1/generate", {"token_ids": []}, "empty"),
         ("../inference/v1/generate", {"token_ids": [2**40]}, "token_ids"),
-        ("../inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 3}}, "n=3"),
+        ("../inference/v1/generate", {"token_ids": [1], "sampling_params": {"ignore_eos": True}}, "ignore_eos=True"),
     ],
 )
 def test_bad_input_gets_the_dialects_error(shared_gateway, path, body, says):

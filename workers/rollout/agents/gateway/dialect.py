@@ -48,25 +48,10 @@ STATUS = {
 }
 """The HTTP status of each kind of error."""
 
-NOT_SUPPORTED = (
-    "logit_bias",
-    "stop",
-    "stop_sequences",
-    "response_format",
-    "previous_response_id",
-    "conversation",
-    "prompt",
-    "functions",
-    "top_logprobs",
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "documents",
-    "structured_outputs",
-    "text",
-    "output_config",
-    "web_search_options",
-)
+NOT_SUPPORTED = ["logit_bias", "stop", "stop_sequences", "response_format", "previous_response_id", "conversation"]
+NOT_SUPPORTED += ["prompt", "functions", "top_logprobs", "chat_template", "chat_template_kwargs", "documents"]
+NOT_SUPPORTED += ["continue_final_message", "structured_outputs", "text", "output_config", "web_search_options"]
+NOT_SUPPORTED += ["min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "truncate_prompt_tokens"]
 """Fields of requests, of all dialects, that would change the prompt or what is generated, and that nothing here has.
 How prompts are rendered is an option of `load_renderer`."""
 
