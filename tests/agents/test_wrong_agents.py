@@ -297,10 +297,7 @@ AT_START = {
     "no environment": (lambda: engine_of(lambda: 3), "returned 3; expected an Environment"),
     "an instance": (lambda: engine_of(Ends()), "pass a class or a function"),
     "discount": (lambda: engine_of(turn_discount="0.9"), "turn_discount='0.9'; expected a number"),
-    "typo": (
-        lambda: AgentEngine(BigramEngine(), environment=Ends, limit=SessionLimits()),
-        "nothing takes the argument limit",
-    ),
+    "typo": (lambda: AgentEngine(BigramEngine(), environment=Ends, limit=1), "nothing takes the argument limit"),
     "agent": (lambda: AgentProgram(lambda row, base_url: 1), r"agent\(row, base_url, api_key\)"),
     "no agent": (lambda: AgentProgram(3), "async def"),
     "limits of sessions": (lambda: AgentProgram(lambda *_: 1, limits=SessionLimits()), "expected GatewayLimits"),
