@@ -249,9 +249,9 @@ class Session:
             if ended.reason == "abort":
                 return self._so_far()
             reason, error, told = ended.reason, ended.error, ended.told
-        except RolloutError:  # of the engine, or of the user's program
+        except (RolloutError, asyncio.CancelledError, GeneratorExit):  # the run ends, or the engine
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as raised:
+        except BaseException as raised:
             reason, error = "error", raised
         if error is not None or told:
             self._info["error"] = f"{type(error).__name__}: {error}" if error is not None else told
