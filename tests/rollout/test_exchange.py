@@ -21,7 +21,7 @@ from single_controller import (
 from workers.rollout.engines.rollout_engine import Completion, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
 from workers.rollout.rollout_worker import RolloutWorker
-from workers.rollout.stream.exchange import Attempt, GroupRequest, Orders
+from workers.rollout.stream.exchange import Attempt, GroupRequest, Orders, _error_of
 
 HOW = SamplingParams(20, stop_token_ids=(0, 1, 2))
 LONG = SamplingParams(400)
@@ -149,6 +149,11 @@ def test_groups_come_back_after_an_update_without_a_double_buffer_has_failed(gro
     assert back.lost and {one.finish_reason for one in back.completions} == {"abort"}
 
 
+class Broke(RolloutError):
+    def __init__(self, cents, wanted):
+        super().__init__(f"{cents} of {wanted} cents")
+
+
 def test_errors_come_back_with_the_group(group):
     found = until_finished(group, submit=[request(0), request(4, prompt=[99]), request(7, prompt=[])])
     assert found[Attempt(0, 0)] == expected(group, 0)
@@ -160,6 +165,8 @@ def test_errors_come_back_with_the_group(group):
     group.load(None, version=0)
     (failed,) = to_one(group, submit=[request(8, how=LONG)]).finished
     assert type(failed.error) is RolloutError and str(failed.error) == "the logits are not finite"
+    told = _error_of(Broke(1, 5), BigramEngine, Attempt(4, 0))  # which could not be unpickled
+    assert type(told) is RolloutError and str(told) == "group 4: Broke: 1 of 5 cents"
 
 
 class WrongEngine(BigramEngine):

@@ -10,10 +10,12 @@ it is acknowledged.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
@@ -337,5 +339,7 @@ def _error_of(error: BaseException, engine: RolloutEngine, attempt: Attempt) -> 
     if isinstance(error, PromptError):
         return PromptError(error.what, attempt.number)
     if isinstance(error, RolloutError):
-        return error
+        with suppress(Exception):  # a constructor with other arguments fails here as it would in the driver's process
+            copy.copy(error)
+            return error
     return RolloutError(f"group {attempt.number}: {type(error).__name__}: {error}")
