@@ -627,10 +627,9 @@ def _render(renderer: Renderer, messages: list[Any], tools: list[Any] | None) ->
 
 
 def _count_rerender(counters: MutableMapping[str, int] | None) -> None:
-    before = 0 if counters is None else counters.get("rerenders", 0)
-    if counters is not None:
-        counters["rerenders"] = before + 1
-    if not before:
+    counters = {} if counters is None else counters
+    counters["rerenders"] = counters.get("rerenders", 0) + 1
+    if counters["rerenders"] == 1:
         logger.warning(
             "a session's next prompt does not begin with its tokens so far, because the client has changed its history "
             "or the chat template rewrites it; the session branches there, and rendered completions are not trained"

@@ -90,16 +90,15 @@ class Tool:
             properties[name] = json_schema(self._types[name], f"the parameter {name} of the tool {self.name}")
             if name in of_parameters:
                 properties[name]["description"] = of_parameters[name]
-        required = [name for name, one in self._parameters.items() if one.default is one.empty]
+        self._required = [name for name, one in self._parameters.items() if one.default is one.empty]
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {
                 "name": self.name,
                 "description": about,
-                "parameters": {"type": "object", "properties": properties, "required": required},
+                "parameters": {"type": "object", "properties": properties, "required": self._required},
             },
         }
-        self._required = required
 
     def checked(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
         """Return the arguments of a call, as the function's types say.
