@@ -312,7 +312,7 @@ class RolloutManager:
     def note_sessions(self, completions: Sequence[Completion]) -> None:
         """Note what `reward_metrics` tells about sessions; other completions are ignored."""
         for info in (one.info or {} for one in completions):
-            if {"turns", "end_reason"} <= info.keys():  # of a session. Not the whole is kept, which may be large
+            if {"turns", "end_reason"} <= info.keys():  # of a session, whose other entries may be large
                 self.sessions.append({name: info[name] for name in COUNTED if name in info})
 
     def close(self) -> None:
