@@ -10,7 +10,6 @@ it is acknowledged.
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
+from single_controller.call.codec import encode
 from workers.data.collate import not_per_token, with_fingerprints
 from workers.rollout.engines.rollout_engine import Completion, EngineLoad, FinishReason, RolloutEngine, SamplingParams
 from workers.rollout.rollout_errors import PromptError, RolloutError
@@ -339,7 +339,7 @@ def _error_of(error: BaseException, engine: RolloutEngine, attempt: Attempt) -> 
     if isinstance(error, PromptError):
         return PromptError(error.what, attempt.number)
     if isinstance(error, RolloutError):
-        with suppress(Exception):  # a constructor with other arguments fails here as it would in the driver's process
-            copy.copy(error)
+        with suppress(Exception):  # if its constructor takes other arguments, or an attribute cannot be pickled
+            encode(error).decode()
             return error
     return RolloutError(f"group {attempt.number}: {type(error).__name__}: {error}")
