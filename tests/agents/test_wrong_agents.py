@@ -55,6 +55,10 @@ class Ends(Environment):
         if isinstance(self.what, BaseException) and self.what.args == ("reset",):
             raise self.what
 
+    def state_dict(self):
+        if isinstance(self.what, BaseException) and self.what.args == ("state",):
+            raise self.what
+
     async def step(self, action):
         if isinstance(self.what, BaseException):
             raise self.what
@@ -90,7 +94,9 @@ async def nested():
 # --- what ends the process ends a session ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [SystemExit(3), KeyboardInterrupt(), SystemExit("reset"), BaseException(), nested])
+@pytest.mark.parametrize(
+    "what", [SystemExit(3), KeyboardInterrupt(), SystemExit("reset"), BaseException(), BaseException("state"), nested]
+)
 def test_exit_ends_its_session_only(make, what):
     engine = make()
     futures = [submit(engine, number, what=what if number == 1 else None) for number in range(3)]
