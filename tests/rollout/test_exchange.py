@@ -1,6 +1,7 @@
 """RolloutWorker.exchange: orders may be lost or repeated, and each group is delivered once."""
 
 import re
+import threading
 import time
 from concurrent.futures import Future
 from contextlib import closing
@@ -165,8 +166,11 @@ def test_errors_come_back_with_the_group(group):
     group.load(None, version=0)
     (failed,) = to_one(group, submit=[request(8, how=LONG)]).finished
     assert type(failed.error) is RolloutError and str(failed.error) == "the logits are not finite"
-    told = _error_of(Broke(1, 5), BigramEngine, Attempt(4, 0))  # which could not be unpickled
-    assert type(told) is RolloutError and str(told) == "group 4: Broke: 1 of 5 cents"
+    locked = RolloutError("no more coins")
+    locked.purse = threading.Lock()
+    told = [_error_of(one, BigramEngine, Attempt(4, 0)) for one in (Broke(1, 5), locked)]  # which cannot be sent
+    assert [type(one) for one in told] == [RolloutError] * 2
+    assert [str(one) for one in told] == ["group 4: Broke: 1 of 5 cents", "group 4: RolloutError: no more coins"]
 
 
 class WrongEngine(BigramEngine):
