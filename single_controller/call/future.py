@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -359,12 +359,6 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
                 self._made(ref)
         return self
 
-    def __iter__(self) -> Iterator[Any]:
-        return list.__iter__(self._filled())
-
-    def __len__(self) -> int:
-        return list.__len__(self._filled())
-
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
             return WorkerFuture.__getitem__(self)  # type: ignore[misc]
@@ -376,11 +370,27 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
     def __radd__(self, other: Any) -> list[Any]:
         return [*other, *self]
 
+    if not TYPE_CHECKING:
+        __iadd__ = __add__  # another list: this one stays that of its call
+
     # By identity, as for every future: asyncio.gather() has them as keys.
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
     __reduce__ = WorkerFuture.__reduce__
     __repr__ = WorkerFuture.__repr__
+
+
+def _filled_first(name: str) -> Callable[..., Any]:
+    """A method of list, which by itself would find no reference before they are made."""
+    method = getattr(list, name)
+    return lambda future, *args: method(future._filled(), *args)
+
+
+for _name in (
+    *("__contains__", "__iter__", "__len__", "__mul__", "__reversed__", "__rmul__", "__setitem__"),
+    *("append", "copy", "count", "extend", "index", "insert", "pop", "remove", "reverse"),
+):
+    setattr(ReferencedFuture, _name, _filled_first(_name))
 
 
 class ComputedFuture(Future[R], WorkerFuture[R]):

@@ -351,6 +351,12 @@ def test_async_methods_return_futures_of_this_library(actor):
     references = [ray.put(1)]
     references += actor.async_init()
     assert ray.get(references) == [1, 0, 0] and ray.get([ray.put(2)] + actor.async_init()) == [2, 0, 0]  # noqa: RUF005
+    joined, longer = actor.async_train(3, ROWS), actor.async_init()
+    joined += actor.async_init()
+    longer.extend(actor.async_train(3, ROWS))
+    assert ray.get(joined) == [*expected, 0, 0] and ray.get(longer) == [0, 0, *expected] and longer.result() == [0, 0]
+    copied = actor.async_train(3, ROWS)
+    assert ray.get(copied.copy()) == expected and copied[1] in copied and copied.index(copied[1]) == 1
     ready, _ = ray.wait(actor.async_train(3, ROWS), num_returns=2, timeout=20)
     assert ray.get(ready) == expected and "WorkerFuture of train(), done" in repr(future)
 
