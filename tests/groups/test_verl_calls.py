@@ -22,6 +22,7 @@ from single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from single_controller.ray.placement import reservation
 
 every_transport = pytest.mark.transports("ray", "local", "local-threads")
 
@@ -262,10 +263,18 @@ def test_options_environment_and_attaching_without_constructor_arguments(pool):
         assert "rank 2" in group.broken
 
 
-def test_placement_groups_of_a_pool(ray_cluster):
+def test_placement_groups_of_a_pool(ray_cluster, monkeypatch):
+    located = reservation.node_locations
+
+    def backwards(slots, label):  # as if the first entry were on the second host
+        found = zip(slots, located(slots, label), strict=True)
+        return [where._replace(address=f"10.0.0.{2 - slot.entry}") for slot, where in found]
+
+    monkeypatch.setattr(reservation, "node_locations", backwards)
     with RayResourcePool([1, 1], use_gpu=False) as pool:
         assert pool.pgs is None
         groups = pool.get_placement_groups(strategy="PACK", device_name="cpu")
         assert [group.bundle_count for group in groups] == [1, 1]
+        assert [slot.entry for slot in pool.slots()] == [1, 0]
         assert groups == pool.pgs == [slot.placement_group for slot in pool.slots()]
         assert pool[1].pgs == groups[1:]

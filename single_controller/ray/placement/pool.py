@@ -468,7 +468,7 @@ class RayResourcePool(Closing, ResourcePool):
         """`place` and `wait` under the name that verl uses for both; return `pgs`. ``name`` and ``device_name`` have no
         effect: the pool's options say how its placement groups are called, and what a slot reserves."""
         self.place(bin_pack=strategy == "STRICT_PACK")
-        self.wait()
+        self.wait(assign_ranks=True)
         return self.pgs or []
 
     @property
