@@ -47,6 +47,7 @@ from single_controller import (
     WorkerFuture,
 )
 from single_controller.call.future import ComputedFuture
+from single_controller.ray.rank.devices import before_start
 from workers.train.args import TrainArgsError, read_args
 from workers.train.checkpoints import CheckpointError
 from workers.train.group_links import RolloutLink, SharedRollout
@@ -246,10 +247,9 @@ def test_worker_environment(slots, monkeypatch):
 def test_environment_by_role_and_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     plain = train_environment(read_args({"offload_train": True, "train_backend": "megatron"}), use_gpu=False)
-    assert plain.worker["NCCL_CUMEM_ENABLE"] == "1" and plain.process == {}
-    assert plain.worker["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
-    assert {name for name in plain.worker if "NOSET" in name} == set(NOSET)
-    assert not {"LD_PRELOAD", "TMS_INIT_ENABLE"} & {*plain.worker}
+    assert plain["NCCL_CUMEM_ENABLE"] == plain["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
+    assert {name for name in plain if "NOSET" in name} == set(NOSET)
+    assert not any(before_start(*variable) for variable in plain.items())
 
     package = tmp_path / "torch_memory_saver"
     package.mkdir()
@@ -264,20 +264,20 @@ def test_environment_by_role_and_machine(monkeypatch, tmp_path):
         train_environment(read_args(megatron), use_gpu=True)
     library = tmp_path / "torch_memory_saver_hook_mode_preload.abi3.so"
     library.touch()
-    assert train_environment(read_args(megatron), use_gpu=True).process["LD_PRELOAD"] == str(library)
+    assert train_environment(read_args(megatron), use_gpu=True)["LD_PRELOAD"] == str(library)
     library = tmp_path / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
     library.touch()
     found = train_environment(read_args(megatron), use_gpu=True)
-    assert found.process == {"LD_PRELOAD": str(library), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
-    assert not found.worker.keys() & found.process.keys()
+    early = {"LD_PRELOAD": str(library), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+    assert {name: value for name, value in found.items() if before_start(name, value)} == early
     for args in (
         {"offload_train": True},
         {"train_backend": "megatron"},
         {**megatron, "update_weights_transport": "device"},  # another process cannot open such memory
     ):
-        assert "LD_PRELOAD" not in train_environment(read_args(args), use_gpu=True).process
+        assert "LD_PRELOAD" not in train_environment(read_args(args), use_gpu=True)
     given = train_environment(read_args({**megatron, "train_env_vars": {"LD_PRELOAD": "m"}}), use_gpu=True)
-    assert given.process["LD_PRELOAD"] == "m"
+    assert given["LD_PRELOAD"] == "m"
 
 
 @pytest.mark.full("train groups on logical GPUs, in their own Ray cluster")

@@ -216,11 +216,7 @@ class RayTrainGroup:
         if self._alive:
             raise RuntimeError(f"{self!r} already has workers; call release() first")
         made = RayClassWithInitArgs(self._class)
-        environment = train_environment(self.args, self.pool.use_gpu)
-        options: dict[str, Any] = dict(share_of_slot(self.pool, self._share))
-        if environment.process:
-            options["runtime_env"] = {"env_vars": environment.process}
-        made.update_options(options)
+        made.update_options(share_of_slot(self.pool, self._share))
         if self._resources:
             made.set_additional_resource(self._resources)
         self._group = RayWorkerGroup(
@@ -228,7 +224,7 @@ class RayTrainGroup:
             made,
             name_prefix=f"{self._name_prefix}{self.role}_",
             detached=self._detached,
-            worker_env=environment.worker,
+            worker_env=train_environment(self.args, self.pool.use_gpu),
             standby=self._standby,
             # After a takeover, that of the former driver, where the next one looks for the workers.
             namespace=None if self._group is None else self._group._owned_plan().namespace,

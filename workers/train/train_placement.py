@@ -1,5 +1,5 @@
 """Where train workers run, and with which environment: the pools of actor, critic and rollout, on separate or shared
-devices; a group's slots of a pool; and environment variables, with those that must be set before a process starts."""
+devices; a group's slots of a pool; and environment variables."""
 
 from __future__ import annotations
 
@@ -152,25 +152,8 @@ def slot_devices(use_gpu: bool | None = None) -> dict[str, Any]:
     return {"use_gpu": wanted and not other, "resources": other}
 
 
-BEFORE_START = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP"})
-"""Variables that take effect only if they are set when the process starts."""
-
-
-@dataclass(frozen=True)
-class TrainEnvironment:
-    """Environment variables of a train worker.
-
-    Attributes:
-        worker: set before user code runs.
-        process: set before the process starts. This slows the start down, so it is used only where it is needed.
-    """
-
-    worker: dict[str, str]
-    process: dict[str, str]
-
-
-def train_environment(args: Any, use_gpu: bool) -> TrainEnvironment:
-    """Return the environment of the train workers.
+def train_environment(args: Any, use_gpu: bool) -> dict[str, str]:
+    """Return the environment variables of the train workers.
 
     Args:
         args: the configuration; its ``train_env_vars`` take precedence.
@@ -190,11 +173,7 @@ def train_environment(args: Any, use_gpu: bool) -> TrainEnvironment:
     by_saver = args.offload_train and args.update_weights_transport != "device"
     if use_gpu and by_saver and args.train_backend == "megatron":
         variables |= _memory_saver()
-    variables |= {str(name): str(value) for name, value in args.train_env_vars.items()}
-    process: Mapping[str, str] = {}
-    if use_gpu or "LD_PRELOAD" in args.train_env_vars:
-        process = {name: value for name, value in variables.items() if name in BEFORE_START}
-    return TrainEnvironment({name: value for name, value in variables.items() if name not in process}, dict(process))
+    return variables | {str(name): str(value) for name, value in args.train_env_vars.items()}
 
 
 def _memory_saver() -> dict[str, str]:

@@ -38,8 +38,8 @@ SOCKET_INTERFACES = {"GLOO": "", "NCCL": "=", "HCCL": "=", "TP": ""}
 """What has a variable ..._SOCKET_IFNAME, and what comes before the interface there. Without "=", NCCL would also take
 every interface whose name begins with this one; HCCL has the same rule."""
 
-_PREFIXES = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_")
-"""Variables that are read once when a process starts, or may be."""
+_PREFIXES = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "TMS_")
+"""Variables that are read once when a process starts, or may be. The last are those of torch_memory_saver."""
 
 _PYTHON = (
     *("PYTHONASYNCIODEBUG", "PYTHONBREAKPOINT", "PYTHONDONTWRITEBYTECODE"),
