@@ -894,7 +894,7 @@ def test_estimator_of_ones_own_gets_what_connected_groups_compute():
     assert SharedRollout(actor).to_compute(ROWS) == []
 
 
-def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):
+def test_event_loop_waits_neither_for_a_rollout_nor_for_a_layout(actor):
     rollout = ComputedFuture("generate")
 
     async def main():
@@ -903,7 +903,10 @@ def test_rollout_that_is_not_there_yet_does_not_stop_an_event_loop(actor):
         with pytest.raises(RuntimeError, match="pass `await rollout` instead"):
             actor.async_compute_log_prob(rollout)
         rollout.set_result(ROWS)
-        return await actor.async_train(3, await rollout)
+        actor.worker_group._forget_layouts()
+        trained = actor.async_train(3, await rollout)
+        assert trained._sending is not None  # by a thread, which asks for the layout
+        return await trained
 
     assert len(asyncio.run(main())) == 2
 

@@ -668,7 +668,8 @@ class RayTrainGroup:
         rollout_id = index(rollout_id)  # snapshots and checkpoints write it as JSON, which takes no NumPy number
         if self.args.debug_rollout_only:
             return ReferencedFuture(workers.train.remote(rollout_id, None), _wait_for)
-        _check_references("async_train", rollout_data_ref, workers.dp_size)
+        workers._check()  # if it is broken, nothing changes here
+        _check_references("async_train", rollout_data_ref, workers)
         shared = self._pair or SharedRollout(self)  # a group that trains alone keeps no rollout alive
         _check_is_there("async_train", rollout_data_ref)
         rows = rollout_data_ref.result() if isinstance(rollout_data_ref, Future) else rollout_data_ref
@@ -767,7 +768,7 @@ class RayTrainGroup:
 
     def _compute(self, method: str, rollout_data_ref: Any) -> WorkerFuture[torch.Tensor]:
         workers = self.ready_workers(method)
-        _check_references(method, rollout_data_ref, workers.dp_size)
+        _check_references(method, rollout_data_ref, workers)
         made: WorkerFuture[torch.Tensor] = getattr(workers, method).remote(ordered(rollout_data_ref, None))
         return made
 
@@ -1015,7 +1016,7 @@ class RayTrainGroup:
         return f"<RayTrainGroup of {self.world_size}: {self.role}, {state}>"
 
 
-def _check_references(method: str, given: Any, dp_size: int) -> None:
+def _check_references(method: str, given: Any, workers: RayWorkerGroup) -> None:
     if not isinstance(given, (list, tuple)):
         return
     if others := {type(one).__name__ for one in given if not isinstance(one, ray.ObjectRef)}:
@@ -1024,7 +1025,7 @@ def _check_references(method: str, given: Any, dp_size: int) -> None:
             "or dict of tensors, which is sharded over the dp ranks, or a list of references (ray.put(rows)), one for "
             "each dp rank"
         )
-    if len(given) != dp_size:
+    if len(given) != (dp_size := workers.dp_size):  # not of other data: busy ranks may be asked for their layout
         raise TrainArgsError(
             f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
             "rank"
