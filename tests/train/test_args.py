@@ -107,6 +107,7 @@ def test_defaults_and_given_values():
         ),
         ({"kl_loss_type": "k4"}, "kl_loss_type='k4': expected one of 'k1', 'k2', 'k3', 'low_var_kl', 'k1\\+'"),
         ({"advantage_estimator": "grop"}, "'grpo', 'rloo', .* or the dotted path of a function; did you mean 'grpo'?"),
+        ({"advantage_estimator": "gspo"}, "the dotted path of a function; set policy_loss_type=.gspo. instead"),
         ({"policy_loss_type": "ppo"}, "policy_loss_type='ppo': expected one of 'ppo_clip', 'gspo', 'cispo'"),
         ({"policy_loss_type": "os.path.jion"}, "policy_loss_type='os.path.jion' cannot be imported"),
         ({"policy_loss_type": "os.sep"}, "is a str, not a function"),

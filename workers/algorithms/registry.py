@@ -127,8 +127,10 @@ def path_of(key: str, name: str) -> str:
     """
     path = {**_BUILT_IN[key], **_own[key]}.get(name, name)
     if "." not in path:
+        other = next(one for one in _BUILT_IN if one != key)
         close = difflib.get_close_matches(name, names(key), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; set {other}={name!r} instead" if name in names(other) else hint  # slime has one key for both
         raise ValueError(
             f"expected one of {', '.join(map(repr, names(key)))}, a name that your driver has registered, or the "
             f"dotted path of a function{hint}"
