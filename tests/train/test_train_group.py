@@ -927,6 +927,16 @@ def test_manager_is_refreshed_by_the_group_that_got_it_last(slots):
         assert manager.refresh is None
 
 
+def test_manager_is_refreshed_by_the_actor_and_not_by_its_critic(actor, critic):
+    ray.get(critic.async_init())
+    manager, version = Manager(), actor.weight_version
+    for group in (critic, actor, critic):
+        group.set_rollout_manager(manager)
+    assert manager.refresh() == actor.weight_version == version + 1 and critic.weight_version == 0
+    for group in (actor, critic):
+        group.set_rollout_manager(None)
+
+
 def test_manager_that_is_refused_changes_nothing(slots):
     manager, other = Manager(), Manager("other")
     with begun(ranks=1, pg=slots, actor_cls=Choosy) as group:

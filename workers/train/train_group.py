@@ -942,7 +942,8 @@ class RayTrainGroup:
             link.check_experts()
         before, refresh = self._rollout, getattr(manager, "refresh", None)
         former = getattr(refresh, "__self__", None)
-        takes_over = isinstance(former, RayTrainGroup) and former is not self and former.role == self.role
+        # The actor from its critic too, whose weights are not those of the rollout workers.
+        takes_over = isinstance(former, RayTrainGroup) and former is not self and self.role in ("actor", former.role)
         if takes_over:
             # `introduce` sets `refresh` only if it is None.
             manager.refresh = None
