@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,18 +122,10 @@ def first_slots(pg: RayResourcePool | Sequence[Any], ranks: int) -> RayResourceP
 
 
 def share_of_slot(pool: RayResourcePool, share: float) -> dict[str, float]:
-    """Return Ray options for an actor that takes a share of a slot's CPUs and GPUs."""
-    slot: Mapping[str, float] = pool.bundle
-    options = {"num_cpus": _share(slot.get("CPU", 0), share)}
-    if pool.use_gpu:
-        options["num_gpus"] = _share(slot.get("GPU", 0), share)
-    return options
-
-
-def _share(amount: float, share: float) -> float:
-    """Return a share of a resource. Ray counts in units of 0.0001; rounding down makes all shares fit into the slot."""
-    part = amount * share
-    return part if part == int(part) else math.floor(part * 10_000 + 1e-6) / 10_000
+    """Return Ray options for an actor that takes a share of a slot's CPUs and GPUs. Ray counts in units of 0.0001;
+    rounding down makes all shares fit into the slot."""
+    amounts = {"num_cpus": pool.bundle.get("CPU", 0), "num_gpus": pool.bundle.get("GPU", 0)}
+    return {name: math.floor(amount * share * 10_000 + 1e-6) / 10_000 for name, amount in amounts.items()}
 
 
 def slot_devices(use_gpu: bool | None = None) -> dict[str, Any]:
