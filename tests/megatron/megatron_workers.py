@@ -78,11 +78,12 @@ class InConstructor(Modes):
 
 
 class Replaceable(Modes):
-    """Initializes megatron with the helper, so that ranks can be replaced."""
+    """Initializes megatron with the helper, so that ranks can be replaced. May be in a process with another one."""
 
     def __init__(self, tp):
         super().__init__()
-        self.initialize_model_parallel(tp)
+        if not parallel_state.is_initialized():
+            self.initialize_model_parallel(tp)
 
     @register(Dispatch.ONE_TO_ALL)
     def process_id_and_sum(self, kill=None):

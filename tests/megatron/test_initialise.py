@@ -16,6 +16,7 @@ from single_controller import (
     StartError,
     WorkerDiedError,
     WorkerError,
+    colocate,
 )
 
 SIZES = ("tp_size", "pp_size", "dp_size", "cp_size", "ep_size", "vpp_size")
@@ -60,15 +61,18 @@ class TestInTheConstructor:
 
 class TestReplacedRank:
     def test_parallelism_is_initialised_again(self, pair):
-        with RayWorkerGroup(pair, RayClassWithInitArgs(Replaceable, tp=2)) as group:
+        """Once, for both roles of a process."""
+        made = RayClassWithInitArgs(Replaceable, tp=2)
+        with RayWorkerGroup(pair, colocate({"actor": made, "critic": made})) as both:
+            group = both.actor
             before = group.process_id_and_sum()
             with pytest.raises(WorkerDiedError):
                 group.process_id_and_sum(kill=0)
             assert group.replace() == (0,)
-            after = group.process_id_and_sum()
+            after = both.critic.process_id_and_sum()
             assert [total for _, total in after] == [3, 3]
             assert after[1][0] == before[1][0] and after[0][0] != before[0][0]
-            assert sizes(group) == (2, 1, 1, 1, 1, 1)
+            assert sizes(group) == sizes(both.critic) == (2, 1, 1, 1, 1, 1)
 
 
 class TestInALaterMethod:

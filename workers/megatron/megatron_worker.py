@@ -134,9 +134,12 @@ class MegatronWorker(Worker):
         return mine
 
     def on_membership_change(self, generation: int) -> None:
-        """Initialize megatron's model parallelism with the arguments of the last time. Models, which keep the process
-        groups that they were created with, have to be created again: do that in an override, after this."""
-        if self._parallel is not None:
+        """Initialize megatron's model parallelism with the arguments of the last time, unless another role has done so.
+        Models, which keep the process groups that they were created with, have to be created again: do that in an
+        override, after this."""
+        from megatron.core import parallel_state
+
+        if self._parallel is not None and not parallel_state.is_initialized():
             self.initialize_model_parallel(**self._parallel)
 
     def _prepare_thread(self) -> None:
