@@ -67,7 +67,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         python = None if of_constructor else kwargs.pop("python", None)
         # The pool decides which share of a CPU and a GPU a worker gets.
         options = {key: value for key, value in declared.items() if key not in ("num_cpus", "num_gpus")}
-        _check_settable(f"@ray.remote(...) on {getattr(cls, '__name__', cls)}", options)
+        options = _settable(f"@ray.remote(...) on {getattr(cls, '__name__', cls)}", options)
         super().__init__(cls, *args, **kwargs)
         self._options = options
         self._additional_resource: dict[str, float] = {}
@@ -98,7 +98,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         Raises:
             ValueError: Ray has no such option, the group sets it itself, or it chooses a Python beside `set_python`.
         """
-        _check_settable("update_options()", options)
+        options = _settable("update_options()", options)
         ray.remote(_Probe).options(**options)  # Ray checks names and values
         check_one_python("update_options()", self._python, options.get("runtime_env"))
         self._options.update(options)
@@ -148,10 +148,12 @@ _SET_BY_GROUP = frozenset(
 """Ray options that only the group may set. An actor that Ray restarted, for example, would have no worker in it."""
 
 
-def _check_settable(what: str, options: Mapping[str, Any]) -> None:
+def _settable(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, without those of the group that are None; a `ValueError` if another one is of the group."""
     taken = sorted(_SET_BY_GROUP & {key for key, value in options.items() if value is not None})
     if taken:
         raise ValueError(f"{what}: the group sets {taken} itself")
+    return {key: value for key, value in options.items() if key not in _SET_BY_GROUP}
 
 
 CHOOSE_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight", "rocprof_sys")

@@ -249,7 +249,7 @@ def test_role_name_must_not_hide_a_group_method(transport):
 
 def test_options_of_the_shared_process():
     roles = both()
-    create_colocated_worker_cls(roles).update_options({"num_cpus": 0.5})
+    create_colocated_worker_cls(roles).update_options({"num_cpus": 0.5, "lifetime": None, "name": None})
     assert [made.options for made in roles.values()] == [{"num_cpus": 0.5}] * 2
 
 
