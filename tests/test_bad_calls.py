@@ -807,8 +807,6 @@ for entries in (8, "8", [], [0], [2, -1], [True], [2.0], ["2"], None):
     pool_refused(f"pool-of-{entries!r}", ValueError,
                  rf"process_on_nodes is a list of positive integers.*got {re.escape(repr(entries))}",
                  lambda s, entries=entries: RayResourcePool(entries, use_gpu=False))
-pool_refused("pool-unknown-option", TypeError, r"unexpected keyword argument 'gpus'",
-             lambda s: RayResourcePool([1], gpus=1))
 pool_refused("pool-colocate-zero", ValueError, r"max_colocate_count=0: expected an integer of at least 1",
              lambda s: RayResourcePool([1], max_colocate_count=0))
 pool_refused("pool-prefix-number", ValueError, r"name_prefix is a string or None, got 1",
@@ -823,7 +821,6 @@ pool_refused("pool-resource-negative", ValueError, r"resources.*'disk'.*-1",
 pool_refused("merge-nothing", ValueError, r"at least one pool", lambda s: merge_resource_pool())
 pool_refused("merge-a-list", TypeError, r"takes RayResourcePools, got \[",
              lambda s: merge_resource_pool([s.pool(2), s.pool(4)]))
-pool_refused("merge-twice", ValueError, r"same pool.*twice", lambda s: merge_resource_pool(s.pool(2), s.pool(2)))
 pool_refused("merge-twice-inside", ValueError, r"same pool.*twice",
              lambda s: merge_resource_pool(merge_resource_pool(s.pool(2), s.pool(4)), s.pool(2)))
 pool_refused("merge-gpu-with-cpu", ValueError, r"pools differ in use_gpu: \[False, True\]",
