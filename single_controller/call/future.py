@@ -381,13 +381,13 @@ class ReferencedFuture(list[Any], WorkerFuture[R_co]):
 
 
 def _filled_first(name: str) -> Callable[..., Any]:
-    """A method of list, which by itself would find no reference before they are made."""
+    """Return a method of list that has the references made first; by itself, it would find an empty list."""
     method = getattr(list, name)
     return lambda future, *args: method(future._filled(), *args)
 
 
 for _name in (
-    *("__contains__", "__iter__", "__len__", "__mul__", "__reversed__", "__rmul__", "__setitem__"),
+    *("__contains__", "__delitem__", "__iter__", "__len__", "__mul__", "__reversed__", "__rmul__", "__setitem__"),
     *("append", "copy", "count", "extend", "index", "insert", "pop", "remove", "reverse"),
 ):
     setattr(ReferencedFuture, _name, _filled_first(_name))
