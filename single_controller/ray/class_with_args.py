@@ -149,7 +149,7 @@ _SET_BY_GROUP = frozenset(
 
 
 def _settable(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, without those of the group that are None; a `ValueError` if another one is of the group."""
+    """Return the options without those that only the group may set; a `ValueError` if one of these is not None."""
     taken = sorted(_SET_BY_GROUP & {key for key, value in options.items() if value is not None})
     if taken:
         raise ValueError(f"{what}: the group sets {taken} itself")

@@ -1026,7 +1026,7 @@ def _check_references(method: str, given: Any, workers: RayWorkerGroup) -> None:
             "or dict of tensors, which is sharded over the dp ranks, or a list of references (ray.put(rows)), one for "
             "each dp rank"
         )
-    if len(given) != (dp_size := workers.dp_size):  # not of other data: busy ranks may be asked for their layout
+    if len(given) != (dp_size := workers.dp_size):  # read for lists only: it may have to wait for busy ranks
         raise TrainArgsError(
             f"{method}(): rollout_data_ref has {len(given)} references for {dp_size} dp ranks; pass one for each dp "
             "rank"
