@@ -357,6 +357,9 @@ def test_async_methods_return_futures_of_this_library(actor):
     assert ray.get(joined) == [*expected, 0, 0] and ray.get(longer) == [0, 0, *expected] and longer.result() == [0, 0]
     copied = actor.async_train(3, ROWS)
     assert ray.get(copied.copy()) == expected and copied[1] in copied and copied.index(copied[1]) == 1
+    rest = actor.async_init()
+    del rest[0]
+    assert ray.get(rest) == [0]
     ready, _ = ray.wait(actor.async_train(3, ROWS), num_returns=2, timeout=20)
     assert ray.get(ready) == expected and "WorkerFuture of train(), done" in repr(future)
 
