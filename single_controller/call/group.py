@@ -538,9 +538,10 @@ class WorkerGroup(VerlGroup, Closing):
         must_not_wait = as_call and in_event_loop()
         while True:
             self._check()
+            restarts = self._state.restarts
             plan = self._plan(spec, args, kwargs, options)
             try:
-                call = self._send(spec, plan, options, begun=begun, must_not_wait=must_not_wait)
+                call = self._send(spec, plan, options, begun=begun, restarts=restarts, must_not_wait=must_not_wait)
                 break
             except Resized:
                 continue
@@ -705,14 +706,15 @@ class WorkerGroup(VerlGroup, Closing):
         *,
         begun: float | None = None,
         recorded: bool = True,
+        restarts: int | None = None,
         must_not_wait: bool = False,
         searched: bool = False,
     ) -> Call:
-        """Send a call.
+        """Send a call. ``restarts``: how often the group had been restarted before it was planned.
 
         Raises:
             FutureInside: a future inside an argument may have to be waited for, and ``must_not_wait`` is set.
-            Resized: the plan is for another number of ranks.
+            Resized: the plan is for other ranks.
         """
         state = self._state
         for future in plan.deferred:  # before the lock, which the thread that sends or computes the future may need
@@ -731,7 +733,7 @@ class WorkerGroup(VerlGroup, Closing):
                 # Again: another thread may have closed the group while this one waited.
                 if transport is None or state.closed or state.broken is not None:
                     raise state.refusal() or RuntimeError(f"{self.name} has no workers yet")
-                if len(plan.shard_of) != transport.world_size:
+                if len(plan.shard_of) != transport.world_size or restarts not in (None, state.restarts):
                     raise Resized
                 stats = self._worker_classes[self._role].stats if recorded else None
                 call = Call(state, spec, plan, transport, options, stats=stats, begun=begun)
@@ -768,7 +770,7 @@ class WorkerGroup(VerlGroup, Closing):
             found = None if searched else find_futures(spec, plan)
             if found is None:
                 raise future_inside(spec, plan) from None
-            return self._send(spec, found, options, begun=begun, recorded=recorded, searched=True)
+            return self._send(spec, found, options, begun=begun, recorded=recorded, restarts=restarts, searched=True)
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------
@@ -786,7 +788,10 @@ class WorkerGroup(VerlGroup, Closing):
             except Resized:
                 continue
             layout = layout_from(call.value())
-            self._class.layout = {rank: one.layout_version for rank, one in call.rank_results.items()}, layout
+            with self._state.lock:  # otherwise a restart has ended these workers, and has forgotten their layout
+                if call.transport is self._state.transport:
+                    versions = {rank: one.layout_version for rank, one in call.rank_results.items()}
+                    self._class.layout = versions, layout
         return layout
 
     def _known_layout(self, sufficient: Callable[[Layout], bool]) -> Layout | None:
@@ -896,8 +901,9 @@ class WorkerGroup(VerlGroup, Closing):
                     raise
 
     def _forget_layouts(self) -> None:
-        for worker_class in self._worker_classes.values():
-            worker_class.layout = None
+        with self._state.lock:  # as in `_layout_with`
+            for worker_class in self._worker_classes.values():
+                worker_class.layout = None
 
     def _log_replay(
         self, call: Call, spec: MethodSpec, options: CallOptions, plan: Callable[[Any, int | None], CallPlan]

@@ -115,6 +115,7 @@ class BatchMap:
     def _send_parts(self, batch: _Batch) -> None:
         self._group._wait_for_unsent()
         self._group._check()  # has dead ranks replaced, if the group does
+        restarts = self._group._state.restarts
         plan, spec, args, options = batch.plan, self._spec, (batch.batch,), self._options
         left = batch.calls or batch.values  # of an earlier plan. New workers may have another layout
         if plan is None or not left or len(plan.shard_of) != self._group.world_size:  # ranks were dropped or added
@@ -126,11 +127,11 @@ class BatchMap:
             batch.calls, batch.values = {}, {}
         for part in self._parts(plan):
             if part not in batch.calls and part not in batch.values:
-                batch.restarts = self._group._state.restarts
+                batch.restarts = restarts
                 of_part, how = plan, options
                 if not _is_whole(part, plan):  # `_take` collects the parts, and moves the value then
                     of_part, how = replace(plan.only(part), collect=None), replace(options, device=None)
-                call = batch.calls[part] = self._group._send(spec, of_part, how)
+                call = batch.calls[part] = self._group._send(spec, of_part, how, restarts=restarts)
                 if spec.registration.replay:  # its only part is the whole
                     # The function must not refer to this object, and with it to the group that it is logged with.
                     self._group._log_replay(

@@ -82,7 +82,7 @@ class PartlySentError(Exception):
 
 
 class Resized(Exception):
-    """A call was planned before another thread changed the number of ranks. Nothing was sent: plan it again."""
+    """A call was planned before another thread changed the ranks. Nothing was sent: plan it again."""
 
 
 class Transport(ABC):

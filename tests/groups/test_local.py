@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_scripts import python
 from waits import refuse_threads, wait_until, within
 
+from dispatch.layout import layout_from
 from single_controller import (
     Broadcast,
     CallTimeoutError,
@@ -1060,6 +1061,19 @@ def test_mapped_batch_is_cut_for_the_layout_of_new_workers(make):
         [(1, 5), (0, 6)],
         [(1, 7), (0, 8)],
     ]
+
+
+def test_call_is_planned_again_if_another_thread_restarts_the_workers_meanwhile(make, monkeypatch):
+    """After the former ones have told their layout."""
+    group = make(Moves, world_size=2)
+
+    def restarted(reports):
+        monkeypatch.undo()
+        group.restart()
+        return layout_from(reports)
+
+    monkeypatch.setattr("single_controller.call.group.layout_from", restarted)
+    assert group.rows([5, 6]) == [(1, 5), (0, 6)]
 
 
 class Unreported(Worker):
