@@ -536,17 +536,21 @@ class WorkerGroup(VerlGroup, Closing):
         if self._state.unsent and not as_call:
             self._wait_for_unsent()
         must_not_wait = as_call and in_event_loop()
+
+        def again(group: WorkerGroup, world_size: int | None) -> CallPlan:
+            return group._plan(spec, args, kwargs, options, world_size)
+
         while True:
             self._check()
             restarts = self._state.restarts
             plan = self._plan(spec, args, kwargs, options)
             try:
-                call = self._send(spec, plan, options, begun=begun, restarts=restarts, must_not_wait=must_not_wait)
+                call = self._send(
+                    spec, plan, options, again, begun=begun, restarts=restarts, must_not_wait=must_not_wait
+                )
                 break
             except Resized:
                 continue
-        if spec.registration.replay:
-            self._log_replay(call, spec, options, lambda group, size: group._plan(spec, args, kwargs, options, size))
         return call if as_call else call.value() if blocking else WorkerFuture(call)
 
     def _invoke_in_loop(
@@ -653,12 +657,10 @@ class WorkerGroup(VerlGroup, Closing):
         while True:
             self._check()
             try:
-                call = self._send(spec, planned(self, None), begun=begun)
+                call = self._send(spec, planned(self, None), DECLARED, planned, begun=begun)
                 break
             except Resized:
                 continue
-        if spec.registration.replay:
-            self._log_replay(call, spec, DECLARED, planned)
         return call.value() if wait else call.refs()
 
     def _check(self) -> None:
@@ -703,6 +705,7 @@ class WorkerGroup(VerlGroup, Closing):
         spec: MethodSpec,
         plan: CallPlan,
         options: CallOptions = DECLARED,
+        again: Callable[[Any, int | None], CallPlan] | None = None,
         *,
         begun: float | None = None,
         recorded: bool = True,
@@ -710,7 +713,8 @@ class WorkerGroup(VerlGroup, Closing):
         must_not_wait: bool = False,
         searched: bool = False,
     ) -> Call:
-        """Send a call. ``restarts``: how often the group had been restarted before it was planned.
+        """Send a call. ``again``: plans it again if it is to be repeated; ``restarts``: how often the group had been
+        restarted before it was planned.
 
         Raises:
             FutureInside: a future inside an argument may have to be waited for, and ``must_not_wait`` is set.
@@ -751,6 +755,8 @@ class WorkerGroup(VerlGroup, Closing):
                         inputs.follow(sent.give)
                         if state.closed or state.broken is not None:  # since `Call.sent`, which abandons it then
                             inputs.withdraw()
+                    if again is not None and spec.registration.replay:  # now, before a restart looks for it
+                        self._log_replay(call, spec, options, again)
                 except PartlySentError as error:
                     # The ranks that have the call would wait for the others in its first collective.
                     cause, reached = error.__cause__, ranks_text(error.reached)
@@ -770,7 +776,9 @@ class WorkerGroup(VerlGroup, Closing):
             found = None if searched else find_futures(spec, plan)
             if found is None:
                 raise future_inside(spec, plan) from None
-            return self._send(spec, found, options, begun=begun, recorded=recorded, restarts=restarts, searched=True)
+            return self._send(
+                spec, found, options, again, begun=begun, recorded=recorded, restarts=restarts, searched=True
+            )
         return call
 
     # --- the layout ---------------------------------------------------------------------------------------------------

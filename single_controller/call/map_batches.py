@@ -131,12 +131,10 @@ class BatchMap:
                 of_part, how = plan, options
                 if not _is_whole(part, plan):  # `_take` collects the parts, and moves the value then
                     of_part, how = replace(plan.only(part), collect=None), replace(options, device=None)
-                call = batch.calls[part] = self._group._send(spec, of_part, how, restarts=restarts)
-                if spec.registration.replay:  # its only part is the whole
-                    # The function must not refer to this object, and with it to the group that it is logged with.
-                    self._group._log_replay(
-                        call, spec, options, lambda group, size: group._plan(spec, args, {}, options, size)
-                    )
+                # The function must not refer to this object, and with it to the group that it is logged with.
+                batch.calls[part] = self._group._send(
+                    spec, of_part, how, lambda group, n: group._plan(spec, args, {}, options, n), restarts=restarts
+                )
 
     def _wait(self) -> _Batch:
         """Wait until the next batch to yield, or any, is done. An error of one call ends the wait."""

@@ -740,6 +740,23 @@ def test_restart_repeats_replayed_calls(make):
     assert logs[3] == [("init", "a"), ("load", [4])] and ("train", None) in logs[0]
 
 
+def test_restart_repeats_a_call_that_has_just_been_sent(make, monkeypatch):
+    """The restart of another thread, before the thread that has sent the call goes on."""
+    group = make(Model, size=7)
+    send = group._send
+
+    def restarted(*args, **options):
+        monkeypatch.undo()
+        call = send(*args, **options)
+        call.wait()
+        group.restart()
+        return call
+
+    monkeypatch.setattr(group, "_send", restarted)
+    group.load_checkpoint([1, 2, 3, 4])
+    assert [log for _, _, log in group.read()] == [[("load", [1 + rank])] for rank in range(4)]
+
+
 class Prepared(Worker):
     fails = False
 
