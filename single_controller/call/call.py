@@ -284,13 +284,15 @@ class Call:
         known = None if rank is None else state.last_deaths.get(rank)
         if known is not None and known.generation == state.restarts:
             return None
-        while rank is not None and state.broken is None and transport is state.transport and not transport.ended:
+        while rank is not None and state.broken is None and state.runs(transport):
             reason = transport.deaths().get(rank)
             if reason is not None and rank not in transport.restarted:
-                death = self._death([rank], reason)
-                state.deaths.append((state.restarts, death))
-                state.break_(str(death), [rank], reason)
-                return death
+                with self._lock:
+                    if state.runs(transport):  # still: asking may take long
+                        death = self._death([rank], reason)
+                        state.deaths.append((state.restarts, death))
+                        state.break_(str(death), [rank], reason)
+                        return death
             if time.monotonic() > end:
                 break
             time.sleep(0.02)

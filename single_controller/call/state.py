@@ -160,6 +160,10 @@ class GroupState:
                 logger.log(level, text if self.recovers and self.dead else "%s is broken: %s", self.name, reason)
             self._end_calls(self.dead if self.independent and not self.restarting else ())
 
+    def runs(self, transport: Transport) -> bool:
+        """Whether a transport has the group's workers, and no restart or close() is ending them on purpose."""
+        return transport is self.transport and not (transport.ended or self.restarting)
+
     def note_deaths(self, deaths: Mapping[int, str]) -> None:
         """Remember when and why ranks died, unless their death in this generation is known already."""
         with self.lock:
@@ -421,8 +425,7 @@ class Watcher(Closing):
         deaths = transport.deaths()
         dead = sorted(r for r in deaths if (restarts, r) not in self._reported and r not in transport.restarted)
         with state.lock:
-            # A restart or close() ends workers on purpose. It may have begun after deaths() was asked.
-            if not dead or transport.ended or state.restarting or state.closed or state.transport is not transport:
+            if not dead or state.closed or not state.runs(transport):  # since it was asked
                 return None
             self._reported.update((restarts, rank) for rank in dead)
             hosts = hosts_text([transport.host(rank) for rank in dead])

@@ -38,6 +38,7 @@ from single_controller import (
     LocalWorkerGroup,
     RayClassWithInitArgs,
     RayWorkerGroup,
+    ResultError,
     StartError,
     Worker,
     WorkerDiedError,
@@ -1130,6 +1131,21 @@ def test_ranks_that_a_failed_restart_has_ended(make):
         group.restart()
     assert group.alive() == [rank.alive for rank in group.status().ranks] == [False] * 4
     assert group.broken and group.status().last_death is None
+
+
+def test_death_that_a_restart_repairs_while_it_is_looked_for(monkeypatch):
+    """Because a result was lost. The control store may answer late."""
+    with LocalWorkerGroup(2, ClassWithInitArgs(Counter)) as group:
+        call, before = group.add.remote(0)._call, group._transport
+
+        def deaths():
+            group.restart()
+            before.restarted, before.ended = frozenset(), True  # as on Ray
+            return {0: "it was killed"}
+
+        monkeypatch.setattr(before, "deaths", deaths)
+        assert call._death_of(ResultError("lost", rank=0)) is None
+        assert group.broken is None and group.add(0) == [0, 1]
 
 
 def test_each_check_of_a_call_raises_an_error_of_its_own():
