@@ -152,13 +152,18 @@ class GroupState:
         """
         with self.lock:
             self.note_deaths(dict.fromkeys(dead, reason))
-            if self.broken is None and not self.closed:
-                self.broken, self.dead, self.why = reason, tuple(dead), reason if why is None else why
-                self.on_change()
-                level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
-                text = "%s: %s; the next call first has the group recover, as on_death says"
-                logger.log(level, text if self.recovers and self.dead else "%s is broken: %s", self.name, reason)
-            self._end_calls(self.dead if self.independent and not self.restarting else ())
+            try:
+                if self.broken is None and not self.closed:
+                    self.broken, self.dead, self.why = reason, tuple(dead), reason if why is None else why
+                    self.on_change()
+                    level = logging.INFO if self.restarting else logging.ERROR  # a requested restart is not an error
+                    text = "%s is broken: %s"
+                    if self.recovers and self.dead:
+                        text = "%s: %s; the next call first has the group recover, as on_death says"
+                    with contextlib.suppress(Exception):  # a handler of the log may raise
+                        logger.log(level, text, self.name, reason)
+            finally:  # Ctrl-C may come while it writes
+                self._end_calls(self.dead if self.independent and not self.restarting else ())
 
     def runs(self, transport: Transport) -> bool:
         """Whether a transport has the group's workers, and no restart or close() is ending them on purpose."""
@@ -344,7 +349,8 @@ class Monitor:
                     state.look_failed = False
                 except Exception:  # too many open files, for example: the next round looks again
                     level = logging.DEBUG if state.look_failed else logging.WARNING
-                    logger.log(level, "%s: its calls could not be looked at", state.name, exc_info=True)
+                    with contextlib.suppress(Exception):  # a handler of the log may raise, too
+                        logger.log(level, "%s: its calls could not be looked at", state.name, exc_info=True)
                     state.look_failed = True
                 del state  # the thread must not keep a group that nobody has
 

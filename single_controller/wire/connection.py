@@ -137,7 +137,8 @@ class Hub:
                     except Exception:  # whatever one handler did, the other connections need this thread
                         logger.exception("a connection could not be handled")
             except Exception:
-                logger.exception("the thread that reads connections goes on after an error")
+                with contextlib.suppress(Exception):  # a handler of the log may raise, too
+                    logger.exception("the thread that reads connections goes on after an error")
 
 
 class Connection:
@@ -228,9 +229,9 @@ class Connection:
             if self.close():
                 self.on_lost(str(error) or type(error).__name__)
         except Exception as error:  # a frame that its reader does not understand
-            logger.warning("a connection is closed after an error", exc_info=True)
             if self.close():
                 self.on_lost(f"{type(error).__name__}: {error}")
+            logger.warning("a connection is closed after an error", exc_info=True)
 
     def _shake_hands(self) -> bool:
         with self._sending:

@@ -334,3 +334,24 @@ def test_monitor_drops_a_group_without_its_lock():
     wait_until(lambda: ended, 5)
     ((thread, free_then),) = ended
     assert thread == "call-monitor" and free_then, "another group's call waited for the end of this one"
+
+
+def test_log_that_raises_keeps_no_call_running_and_the_monitor_looking(monkeypatch):
+    monitor, state, call, seen = Monitor(), GroupState("group", 1.0), RunningCall(), []
+
+    def look(now, deaths):
+        seen.append("looked")
+        raise OSError("too many open files")
+
+    def unwritable(*record, **options):
+        raise OSError("no space left on device")
+
+    call.look, call.abandon = look, lambda: seen.append("ended")
+    monkeypatch.setattr("single_controller.call.state.logger.log", unwritable)
+    state.calls.add(call)
+    monitor.start()
+    monitor.watch(state)
+    wait_until(lambda: len(seen) > 1, 5)
+    state.break_("a rank died")
+    assert "ended" in seen
+    state.calls.clear()

@@ -761,15 +761,22 @@ def test_values_that_died_with_their_ranks_are_waited_for_at_once(monkeypatch):
     assert waited == [["value 0", "value 1", "value 2"]]
 
 
-def test_function_that_raises_in_the_hub_keeps_no_other_from_running():
-    ran = threading.Event()
+def test_function_that_raises_in_the_hub_keeps_no_other_from_running(monkeypatch):
+    """Nor does a handler of the log that raises, too."""
+    hub, ran = connection.Hub(), threading.Event()
 
     def queue_both():
-        connection.hub.soon(lambda: 1 / 0)
-        connection.hub.soon(ran.set)
+        hub.soon(lambda: 1 / 0)
+        hub.soon(ran.set)
 
-    connection.hub.later(0.0, queue_both)
-    assert ran.wait(5)
+    def unwritable(*record):
+        raise OSError("no space left on device")
+
+    for log in (connection.logger.exception, unwritable):
+        monkeypatch.setattr(connection.logger, "exception", log)
+        hub.later(0.0, queue_both)
+        assert ran.wait(5)
+        ran.clear()
 
 
 def test_interrupted_start_of_the_hub_does_not_leave_two_threads(monkeypatch):
