@@ -753,7 +753,7 @@ class WorkerGroup(VerlGroup, Closing):
                     call.sent(sent)
                     if inputs is not None and sent.give is not None:
                         inputs.follow(sent.give)
-                        if state.closed or state.broken is not None:  # since `Call.sent`, which abandons it then
+                        if not call.late:  # it was abandoned meanwhile
                             inputs.withdraw()
                     if again is not None and spec.registration.replay:  # now, before a restart looks for it
                         self._log_replay(call, spec, options, again)

@@ -658,6 +658,25 @@ def test_group_without_threads_can_be_called_while_it_waits_for_an_argument(monk
         assert consumer.echo(called) == [[[0, 1]] * 2] * 2
 
 
+def test_call_of_a_living_rank_gets_its_argument_although_another_one_dies(monkeypatch):
+    """While the call is being sent."""
+    follow = joining.Inputs.follow
+
+    def follow_then_break(inputs, give):
+        follow(inputs, give)
+        consumer._state.break_("rank 1 died", [1])
+
+    monkeypatch.setattr(joining.Inputs, "follow", follow_then_break)
+    made = ClassWithInitArgs(Counter)
+    with (
+        LocalWorkerGroup(1, ClassWithInitArgs(Gate), threads=True) as producer,
+        LocalWorkerGroup(2, made, threads=True, collectives=False) as consumer,
+    ):
+        first = consumer.first.remote(producer.wait.remote(30))
+        producer.open()
+        assert consumer.broken and first.result(timeout=5) == (0, [True])
+
+
 def test_rows_of_a_future_are_located_once_for_all_ranks(make, monkeypatch):
     """Once for each rank would cost the square of their number."""
     located = []
