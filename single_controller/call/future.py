@@ -81,7 +81,6 @@ class WorkerFuture(Deferred, Generic[R_co]):
         if self._sending is not None and self._call is None:
             label, sending = self._sending
             self._check_unsent()
-            self._told = True
             try:
                 found = sending.result(timeout)
             except TimeoutError:
@@ -91,6 +90,7 @@ class WorkerFuture(Deferred, Generic[R_co]):
                     method=label,
                     call_goes_on=True,
                 ) from None
+            self._told = True
             if isinstance(found, SingleControllerError):
                 raise copy.copy(found) from found.__cause__  # a copy, as in `Call.value`
             if isinstance(found, BaseException):

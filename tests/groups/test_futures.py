@@ -1042,9 +1042,13 @@ class TestUnsentCalls:
         async def main():
             sending_held(plain)
             plain.see.remote(1, 2)  # nobody waits for it
+            given_up = plain.see.remote(1, 2)
+            with pytest.raises(CallTimeoutError, match="has not been sent"):
+                given_up.result(timeout=0)
+            del given_up
             with pytest.raises(TypeError, match=r"too many|takes"):
                 await plain.see.remote(1, 2)
 
         asyncio.run(main())
         gc.collect()
-        assert "see(), whose future was dropped, was not sent: TypeError" in caplog.text
+        assert caplog.text.count("see(), whose future was dropped, was not sent: TypeError") == 2
