@@ -32,15 +32,16 @@ IDLE_SECONDS = 60.0
 class BufferPool:
     """Reusable buffers. `buffer_pool` is the instance of the process; any thread may use it.
 
-    Lock: ``_lock`` protects ``_idle`` and ``_idle_bytes``. It is a leaf: nothing else is acquired while it is held. It
-    is reentrant because the garbage collector may run while it is held, and with it, in the same thread, somebody's
-    finalizer that requests a buffer.
+    Lock: ``_lock`` protects ``_idle``, ``_idle_bytes`` and ``mapped_bytes``. It is a leaf: nothing else is acquired
+    while it is held. It is reentrant because the garbage collector may run while it is held, and with it, in the same
+    thread, somebody's finalizer that requests a buffer.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._idle: dict[int, deque[tuple[float, numpy.ndarray]]] = {}
         self._idle_bytes = 0
+        self.mapped_bytes = 0  # of the store's memory, used in place of buffers: it can neither move nor drop them
         # Finalizers only append here. deque.append is atomic, so a finalizer needs no lock and can interrupt take().
         self._returned: deque[tuple[float, numpy.ndarray]] = deque()
         # Changed without the lock, so two finalizers at once may lose an update. It only decides whether to keep a
@@ -73,6 +74,11 @@ class BufferPool:
         if self._idle_bytes + self._returned_bytes + memory.nbytes <= MAX_IDLE_BYTES:
             self._returned_bytes += memory.nbytes
             self._returned.append((time.monotonic(), memory))
+
+    def count_mapped(self, nbytes: int) -> None:
+        """Add to `mapped_bytes`, or subtract. Finalizers call this, too."""
+        with self._lock:
+            self.mapped_bytes += nbytes
 
     def unlock(self) -> None:
         """Forget who holds the lock: in a fork, it may be a thread of the parent, which does not exist here."""

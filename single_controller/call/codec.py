@@ -387,16 +387,7 @@ def _memory(buffer: Any) -> numpy.ndarray:
 
 class _Mapped:
     """Shared memory presented as writable, because torch warns about memory that is not. `Encoded.decode` decides who
-    may write to it.
-
-    Lock: ``_lock`` protects ``total_bytes``. It is a leaf, and reentrant because the garbage collector may finalize one
-    instance while this thread makes another.
-    """
-
-    total_bytes = 0
-    """Bytes of all live instances in this process. The store can neither move nor drop them."""
-
-    _lock = threading.RLock()
+    may write to it."""
 
     def __init__(self, shared: numpy.ndarray) -> None:
         self._shared = shared
@@ -406,12 +397,10 @@ class _Mapped:
             "typestr": "|u1",
             "version": 3,
         }
-        with _Mapped._lock:
-            _Mapped.total_bytes += shared.nbytes
+        buffer_pool.count_mapped(shared.nbytes)
 
     def __del__(self) -> None:
-        with _Mapped._lock:
-            _Mapped.total_bytes -= self._shared.nbytes
+        buffer_pool.count_mapped(-self._shared.nbytes)
 
 
 # --- calls and results ------------------------------------------------------------------------------------------
@@ -505,7 +494,7 @@ def decode_result(label: str, rank: int, encoded: Encoded | None, *, private: bo
         return None
     try:
         return encoded.decode(
-            private=private and (shared or _Mapped.total_bytes + encoded.nbytes > MAX_MAPPED_BYTES),
+            private=private and (shared or buffer_pool.mapped_bytes + encoded.nbytes > MAX_MAPPED_BYTES),
         )
     except Exception as error:
         raise ResultError(

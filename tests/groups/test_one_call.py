@@ -11,7 +11,7 @@ from single_controller import RayClassWithInitArgs, RayWorkerGroup
 MOST_FUNCTIONS = 35
 MOST_FILES = 10
 
-FINALIZERS = {"_Mapped.__del__", "_Lease.__del__", "BufferPool.give_back"}
+FINALIZERS = {"_Mapped.__del__", "BufferPool.count_mapped", "_Lease.__del__", "BufferPool.give_back"}
 NOT_EACH_TIME = {"Monitor.watch"}
 """What a call passes only if no other one of its group ran in the last tenth of a second."""
 
