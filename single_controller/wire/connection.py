@@ -172,6 +172,7 @@ class Connection:
         self._read = bytearray()  # what has arrived of an incomplete frame
         self._unsent = bytearray()
         self._lost = False
+        self._failed: OSError | None = None  # what sending has raised. The system tells each error once
         self._writing = False
         sock.setblocking(False)
         _keep_alive(sock)
@@ -195,7 +196,8 @@ class Connection:
                     if not self._writing:
                         self._writing = True
                         hub.change(self._sock, _BOTH)
-            except OSError:
+            except OSError as error:
+                self._failed = error.with_traceback(None)
                 self._shut()  # the hub's thread sees that, and tells the reason
             except BaseException:  # KeyboardInterrupt: nobody knows how much was sent
                 self._shut()
@@ -267,7 +269,7 @@ class Connection:
             except _WANT:
                 return
             if not data:
-                raise ConnectionResetError("the other side has closed it")
+                raise self._failed or ConnectionResetError("the other side has closed it")
             self._take_frames(data)
 
     def _take_frames(self, data: bytes | bytearray) -> None:

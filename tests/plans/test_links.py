@@ -351,6 +351,20 @@ class TestLostConnections:
         replies = [call(to_rank, b"%d" % number) for number in range(50)]
         assert answered(replies) and len(rank.ran) == 50
 
+    def test_silence_that_shows_when_a_call_is_sent(self, rank, to_rank, monkeypatch):
+        """As when the thread that reads sees it first: how long a host has been silent tells whether it is dead."""
+        lost, send, failed = to_rank._connection, socket.socket.send, []
+
+        def fail_once(sock, *data):
+            if sock is lost._sock and not failed:
+                failed.append(sock)
+                raise TimeoutError(errno.ETIMEDOUT, "no acknowledgement")
+            return send(sock, *data)
+
+        monkeypatch.setattr(socket.socket, "send", fail_once)
+        assert answered([call(to_rank, b"x")]) and failed
+        assert lost.timed_out and not lost.reset and "no acknowledgement" in to_rank.last_error
+
     def test_cancelling_while_there_is_none(self, rank, to_rank):
         waiting, session = unanswered(rank, to_rank)
         to_rank._connection._shut()
