@@ -1,9 +1,6 @@
 """Calls on one rank run in the order in which they were sent, whichever way each of them goes. All of a rank's ordinary
 calls run on one thread."""
 
-import threading
-import time
-
 import pytest
 import ray
 from group_workers import Log
@@ -33,16 +30,6 @@ def log(logs):
 
 def failing():
     return produce.remote(10, None, 0.2)
-
-
-def test_futures_after_a_small_call_of_another_thread(log):
-    thread = threading.Thread(target=log.note, args=("slow", 0.3))
-    thread.start()
-    time.sleep(0.1)
-    log.note.remote("future")
-    log.note("small")
-    thread.join()
-    assert log.new() == [["slow", "future", "small"]] * 2
 
 
 def test_direct_calls_keep_their_own_order_and_wait_for_no_call_that_comes_later(log):
@@ -88,15 +75,6 @@ def test_small_call_after_one_whose_argument_never_comes(log, make):
     log.note("small 2")
     assert log.new() == [["small", "future", "small 2"]] * 2
     with pytest.raises((SingleControllerError, RayError)):
-        future.result(timeout=30)
-
-
-def test_small_call_after_one_with_the_future_of_a_failed_one(log):
-    failed = log.note.remote(failing())
-    future = log.note.remote(failed)
-    log.note("small")
-    assert log.new() == [["small"]] * 2
-    with pytest.raises(SingleControllerError):
         future.result(timeout=30)
 
 

@@ -54,7 +54,6 @@ from workers import RolloutWorker
 from workers.distributed import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
-BARRIER = threading.Barrier(2)
 SHARED: dict[str, Any] = {}
 
 
@@ -81,11 +80,6 @@ class Probe(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def address(self):
         return (self.master_addr, self.master_port)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def meet(self):
-        BARRIER.wait(5)
-        return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
     def write(self, tensor, array):
@@ -456,11 +450,6 @@ def test_ranks_run_in_the_callers_thread_or_their_own(make, threads):
     names = group.execute_with_func_generator(lambda worker: threading.current_thread().name)
     assert names == (["local-rank-0", "local-rank-1"] if threads else [here] * 2)
     assert group.thread_async() == ["worker-loop"] * 2
-
-
-def test_ranks_with_threads_overlap():
-    with LocalWorkerGroup(2, ClassWithInitArgs(Probe), threads=True) as group:
-        assert group.meet() == [0, 1]
 
 
 def test_call_without_threads_has_finished_when_it_returns():

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 import torch
-from interrupted_waits import Interrupts
 from waits import in_fork, repeated, wait_until, within
 from wire_workers import Wired
 
@@ -154,12 +153,6 @@ class TestThreadsAndProcesses:
                 for value in range(5):
                     assert attached.echo(value) == [value] * 2
                     assert ray.get(actor.echo.remote(value), timeout=10) == value
-
-    def test_interrupted_call_is_not_lost_and_keeps_its_place(self, group):
-        before = group.count()[0]
-        with Interrupts() as interrupts, interrupts.after(0.2), within(0.8), pytest.raises(KeyboardInterrupt):
-            group.count(seconds=1.0)
-        assert group.count() == [before + 2] * 2
 
     def test_fork_of_the_driver_has_no_connection(self, group):
         group.ping()

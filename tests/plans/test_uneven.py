@@ -129,11 +129,6 @@ def test_arguments_without_rows_are_sent_whole(uneven):
     assert all(set(shard.values) == {0} for shard in made.shards), "an argument that is sent whole is stored once"
 
 
-def test_batch_inside_broadcast_is_not_counted():
-    made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), [1, 2], Broadcast([1, 2, 3]))
-    assert arguments(made, 1)[0] == ([2], [1, 2, 3])
-
-
 def test_broadcast_inside_a_dict_is_unwrapped():
     beside, alone = {"ids": [1, 2], "table": Broadcast([7, 8, 9])}, {"table": Broadcast([7, 8, 9])}
     made = plan_of("DP_COMPUTE_PROTO", plain_layout(2), beside, alone)
