@@ -407,7 +407,7 @@ def _unpickled(ours: type[WorkerError], kind: Encoded, args: tuple[Any, ...], fi
 def _encoded_chain(error: BaseException) -> list[Encoded]:
     """An exception and the chain of its causes, which pickling drops. It ends before the first that cannot be sent."""
     errors, encoded, cause = [error], [encode(error)], error.__cause__
-    while cause is not None and cause not in errors and can_encode(cause):
+    while cause is not None and all(cause is not one for one in errors) and can_encode(cause):
         errors.append(cause)
         encoded.append(encode(cause))
         cause = cause.__cause__

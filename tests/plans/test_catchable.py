@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from single_controller import CallTimeoutError, StartError, WorkerError
-from single_controller.call.errors import catchable_as
+from single_controller import CallTimeoutError, ResultError, StartError, WorkerError
+from single_controller.call.errors import Failure, catchable_as
 
 
 class Odd(Exception):
@@ -82,6 +82,13 @@ def test_copy_of_an_error_whose_class_cannot_be_pickled():
     again = copy.copy(catchable_as(WorkerError("it failed", rank=3), Local))
     assert isinstance(again, WorkerError) and isinstance(again, Local)
     assert (str(again), again.rank) == ("it failed", 3)
+
+
+def test_causes_that_are_equal_are_sent_all():
+    error = ResultError("a result is lost")
+    error.__cause__, error.__cause__.__cause__ = BadRows([1]), BadRows([1])
+    raised = Failure.of(error, 0, "here", "work", None, in_process=False).error()
+    assert isinstance(raised, ResultError) and raised.__cause__.__cause__ == BadRows([1])
 
 
 def test_process_that_lacks_the_class_gets_a_plain_error():
