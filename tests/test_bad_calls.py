@@ -8,7 +8,6 @@ import asyncio
 import os
 import pickle
 import re
-import signal
 import socket
 import sys
 import tempfile
@@ -530,11 +529,6 @@ for how in ("sys.exit", "os._exit", "kill", "abort"):
 died("leave-all", WorkerDiedError, r"ranks? \d.*died during leave\(\)", call=lambda s: s.frail.leave("os._exit"))
 
 
-def _pid_of(group, rank):
-    """The process id, known since the start: the ranks may be too busy to respond."""
-    return group._ray.ranks[rank].location.pid
-
-
 # --- Broken and closed groups --------------------------------------------------------------------------------
 
 
@@ -543,44 +537,6 @@ def _(s):
     group = s.broken()
     s.now()
     print(group.layout)
-
-
-@partial(bad, "broken-several-threads", GroupBrokenError, r"Kit is broken: rank 1 died during leave\(\).*restart\(\)",
-         then=Then.FRAIL_BROKEN)
-def _(s):
-    group = s.broken()
-    s.now()
-    errors = _in_threads(8, lambda: group.add(1))
-    assert [type(error) for error in errors] == [GroupBrokenError] * 8
-    raise errors[0]
-
-
-@partial(died, "killed-under-several-threads", WorkerDiedError, r"rank 1 died during sleep\(\)")
-def _(s):
-    group = s.frail
-    pid = _pid_of(group, 1)
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    errors = _in_threads(6, lambda: group.sleep(30))
-    assert {type(error) for error in errors} <= {WorkerDiedError, GroupBrokenError}
-    raise next(error for error in errors if isinstance(error, WorkerDiedError))
-
-
-def _in_threads(count, call):
-    errors = []
-
-    def run_one():
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run_one, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(errors) == count, f"{count - len(errors)} threads hang or returned"
-    return errors
 
 
 closed = partial(bad, within=0.5)
@@ -848,13 +804,13 @@ NO_GROUP = re.compile("class-(no|an?|its|option|resource)-|constructor-(unk|too-
 
 ONLY_ON_RAY = re.compile(
     "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|leave-(os|kill|abort|future|all)"
-    "|killed|closed-pool|future-of-a-dead-rank|constructor-(exits|fails|argument-does-not-unpickle)"
+    "|closed-pool|future-of-a-dead-rank|constructor-(exits|fails|argument-does-not-unpickle)"
     "|class-of-a-module|(send|result)-(what-)?does-not-unpickle"
 )
 """Rows about processes, pools and Ray's references, and about what another process cannot open."""
 
 DEPENDS_ON_RAY = re.compile(
-    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|leave-kill|killed-under"
+    "env-|master-|group-(arguments|option|pool|use-gpu)|rows-an-object-ref|leave-kill"
     "|closed-pool|future-of-a-dead-rank|class-(of-a-module|does-not-pickle)"
     "|constructor-(argument|raises-on-one|exits|too-slow)|send-|result-does-not|raise-(on-one-rank|what-|huge)"
 )
