@@ -24,7 +24,6 @@ class WorkerDebugger(pdb.Pdb):
         super().__init__(skip=["single_controller.*"])
 
     def is_skipped_module(self, module_name: str | None) -> bool:
-        """See `bdb.Bdb`."""
         if module_name is None:
             return False
         # The generated constructor of a named tuple has a module of its own.

@@ -156,13 +156,7 @@ class LocalTransport(Transport):
         if _object_ref():  # ObjectRefs are arguments here too, if this process uses Ray at all
             add_reference_types(_object_ref())
 
-    @property
-    def connected(self) -> bool:
-        """True: this process exists as long as somebody asks."""
-        return True
-
     def host(self, rank: int) -> str:
-        """This machine."""
         return HOST
 
     def start(
@@ -209,7 +203,6 @@ class LocalTransport(Transport):
 
     @property
     def processes(self) -> tuple[RankProcess, ...]:
-        """This process, for each rank."""
         return (RankProcess(socket.gethostname(), "in the driver's process", os.getpid()),) * self.world_size
 
     def running(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[RunningCall, ...] | str]:

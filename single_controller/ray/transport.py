@@ -179,7 +179,6 @@ class RayTransport(Transport):
         )
 
     def host(self, rank: int) -> str:
-        """The node's name and address."""
         return self._hosts[rank]
 
     def send(self, spec: MethodSpec, plan: CallPlan, call: Receiver) -> Sent:

@@ -50,7 +50,6 @@ ACK_REPLIES = 32
 ACK_BYTES = 1 << 20
 """Replies, and their bytes, that the driver has received before it says so without another call."""
 
-
 SESSION_SECONDS = 600.0
 """How long a driver may be without a connection before its session may be dropped, and no rank waits for it."""
 

@@ -173,7 +173,6 @@ class At1024Ranks(Transport):
     """1,024 ranks that have returned as soon as they are asked."""
 
     world_size = 1024
-    connected = True
 
     def host(self, rank):
         return "host"

@@ -350,7 +350,6 @@ class AgentEngine(RolloutEngine):
         self.engine.abort([one.turn for one in sessions if one.turn])  # now, and not when the event loop has time
 
     def progress(self, known: Mapping[str, tuple[int, int]]) -> dict[str, SessionState]:
-        """See `RolloutEngine.progress`."""
         with self._lock:
             # The loop's thread replaces a state as a whole and never modifies one, so a reference is enough.
             states = {name: session.saved for name, session in self._sessions.items()}

@@ -106,7 +106,6 @@ class NemoGymClient(Environment):
         return Step(reward=float(told.pop("reward")), done=True, info=told, reason=reason)
 
     async def close(self) -> None:
-        """See `Environment.close`."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
