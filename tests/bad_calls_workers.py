@@ -227,12 +227,6 @@ class Kit(Worker):
         elif how == "abort":
             os.abort()
 
-    @register(Dispatch.ONE_TO_ALL)
-    def sleep(self, seconds, ranks=None):
-        if ranks is None or self.rank in ranks:
-            time.sleep(seconds)
-        return self.rank
-
 
 class Starts(Worker):
     """Its constructor fails when told to."""

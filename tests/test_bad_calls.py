@@ -552,15 +552,6 @@ def _closed(s):
     return group
 
 
-@partial(bad, "closed-under-a-call", GroupClosedError, r"is closed")
-def _(s):
-    group = s.group(RayClassWithInitArgs(Kit))
-    future = group.sleep.remote(30)
-    threading.Timer(0.2, group.close).start()
-    s.now()
-    future.result()
-
-
 @partial(bad, "closed-pool-merged", GroupClosedError, r"is closed")
 def _(s):
     pool = s.own_pool([1])
@@ -817,7 +808,7 @@ DEPENDS_ON_RAY = re.compile(
 """Rows whose outcome depends on Ray and that no other test covers: the end of a process, what is pickled, references.
 They run on Ray in `make test`; in `make test-all` all rows do."""
 
-WITH_THREADS_ALONE = re.compile("raise-keyboard|closed-under-a-call|constructor-too-slow")
+WITH_THREADS_ALONE = re.compile("raise-keyboard|constructor-too-slow")
 """Rows whose ranks or calls run at the same time; and Ctrl-C, which is the driver's where it runs the ranks."""
 
 also_on_ray = pytest.mark.full("bad calls on Ray that do not depend on Ray or that another test covers")
