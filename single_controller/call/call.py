@@ -165,7 +165,7 @@ class Call:
             if self._pending or not self.outcome.done():  # all ranks may have failed: the monitor decides
                 state.calls.add(self)
                 # Another thread may have closed or broken the group after this call's last check.
-                if state.closed or (state.broken is not None and not self.starting):
+                if (state.closed or (state.broken is not None and not self.starting)) and state.ends(self):
                     self.abandon()
                 elif not state.watched:
                     monitor.watch(state)

@@ -163,7 +163,7 @@ class GroupState:
                     with contextlib.suppress(Exception):  # a handler of the log may raise
                         logger.log(level, text, self.name, reason)
             finally:  # Ctrl-C may come while it writes
-                self._end_calls(self.dead if self.independent and not self.restarting else ())
+                self._end_calls()
 
     def runs(self, transport: Transport) -> bool:
         """Whether a transport has the group's workers, and no restart or close() is ending them on purpose."""
@@ -277,10 +277,15 @@ class GroupState:
                 deaths[id(transport)] = transport.deaths()
             call.look(time.monotonic(), deaths[id(transport)])
 
-    def _end_calls(self, dead: Collection[int] = ()) -> None:
-        """End all calls; if these ranks have died, on which no other one depends, those that wait for one of them."""
+    def ends(self, call: SentCall) -> bool:
+        """Whether a call ends with the group that is broken or closed: not, if dead ranks have broken it, on which no
+        other one depends, and the call waits for none of them."""
+        apart = self.dead and self.independent and not (self.restarting or self.closed)
+        return not apart or not set(self.dead).isdisjoint(call.late)
+
+    def _end_calls(self) -> None:
         for call in list(self.calls):
-            if not dead or not set(dead).isdisjoint(call.late):
+            if self.ends(call):
                 call.abandon()
 
 

@@ -649,18 +649,19 @@ def test_group_without_threads_can_be_called_while_it_waits_for_an_argument(monk
 
 def test_call_of_a_living_rank_gets_its_argument_although_another_one_dies(monkeypatch):
     """While the call is being sent."""
-    follow = joining.Inputs.follow
-
-    def follow_then_break(inputs, give):
-        follow(inputs, give)
-        consumer._state.break_("rank 1 died", [1])
-
-    monkeypatch.setattr(joining.Inputs, "follow", follow_then_break)
     made = ClassWithInitArgs(Counter)
     with (
         LocalWorkerGroup(1, ClassWithInitArgs(Gate), threads=True) as producer,
         LocalWorkerGroup(2, made, threads=True, collectives=False) as consumer,
     ):
+        send = consumer._transport.send
+
+        def send_then_break(*args):
+            sent = send(*args)
+            consumer._state.break_("rank 1 died", [1])
+            return sent
+
+        monkeypatch.setattr(consumer._transport, "send", send_then_break)
         first = consumer.first.remote(producer.wait.remote(30))
         producer.open()
         assert consumer.broken and first.result(timeout=5) == (0, [True])
