@@ -213,7 +213,7 @@ class Call:
         try:
             self.outcome.result(timeout)
         except TimeoutError:
-            raise self._wait_timed_out(timeout or 0.0) from None
+            self._late_outcome(timeout or 0.0)
 
     def check(self) -> None:
         """Wait for the call, and raise its error."""
@@ -233,7 +233,7 @@ class Call:
         try:
             failed = self.outcome.result(timeout)
         except TimeoutError:
-            raise self._wait_timed_out(timeout or 0.0) from None
+            failed = self._late_outcome(timeout or 0.0)
         if failed is not None:
             self.reported = True
             # A copy: an exception keeps its traceback, which refers to every caller that has waited, and their batches.
@@ -504,20 +504,22 @@ class Call:
                 show_stacks(stacks),
             )
 
-    def _wait_timed_out(self, seconds: float) -> CallTimeoutError:
-        """The error of a wait that ended before the call did. A short wait does not ask the ranks where they are, which
-        might take longer than the wait."""
+    def _late_outcome(self, seconds: float) -> Callable[[], Exception] | None:
+        """Raise the error of a wait that ended before the call did, or return the outcome if there is one by now. A
+        short wait does not ask the ranks where they are, which might take longer than the wait."""
         stacks = self.late_stacks(min(0.1 * seconds, MAX_STACK_SECONDS)) if seconds >= ASK_AFTER_SECONDS else {}
         late = self.late
+        if self.settled:  # while the ranks were asked
+            return self.outcome.result()
         where = f"\n\n{show_stacks(stacks)}" if stacks else ""
-        return CallTimeoutError(
+        raise CallTimeoutError(
             f"{self.label}() has not finished after a wait of {seconds:g} s; still running: {ranks_text(late)}. "
             f"The call continues. Wait again, or set a timeout for the call with .options(timeout=...){where}",
             method=self.method,
             ranks=late,
             call_goes_on=True,
             stacks=stacks,
-        )
+        ) from None
 
     def _check_deadlines(self, now: float, failures: list[Failure]) -> None:
         running = now - self.started

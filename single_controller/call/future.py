@@ -414,8 +414,8 @@ class ComputedFuture(Future[R], WorkerFuture[R]):
         try:
             return Future.result(self, timeout)
         except TimeoutError:
-            if self.done():  # it is the error of the computation
-                raise
+            if self.done():  # it is the error of the computation, or it has ended just now
+                return Future.result(self)
             raise CallTimeoutError.of_wait(self.label, timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:  # type: ignore[override]

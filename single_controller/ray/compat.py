@@ -60,8 +60,8 @@ def ask_store(question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     try:
         return answer.result(STORE_SECONDS)
     except TimeoutError:
-        if answer.done():
-            raise
+        if answer.done():  # by now, or it is the error of the question
+            return answer.result()
         raise ControlStoreError(f"Ray's control store has not answered within {STORE_SECONDS:g} s") from None
 
 

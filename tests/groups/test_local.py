@@ -1005,6 +1005,20 @@ def test_future_of_a_call_that_is_sent_meanwhile_is_not_done():
         assert future.result() == [True, True] and future.done() and repr(future).endswith("done>")
 
 
+def test_call_that_ends_while_its_late_ranks_are_asked_where_they_are(monkeypatch):
+    monkeypatch.setattr("single_controller.call.call.ASK_AFTER_SECONDS", 0.01)
+    with LocalWorkerGroup(2, ClassWithInitArgs(Gate), threads=True) as group:
+        future = group.wait.remote(30)
+
+        def stacks(ranks, seconds):
+            group.open()
+            future.wait()
+            return {}
+
+        monkeypatch.setattr(group._transport, "stacks", stacks)
+        assert future.result(timeout=0.01) == [True, True]
+
+
 def test_future_can_be_printed_in_a_fork(monkeypatch):
     with LocalWorkerGroup(1, ClassWithInitArgs(Gate), threads=True) as group:
         future = group.wait.remote(30)
