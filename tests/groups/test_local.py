@@ -737,19 +737,6 @@ def test_error_of_length_0_reaches_the_consumers_of_a_future(make):
     assert consumer.add(0) == [0, 1]
 
 
-def test_restart_repeats_replayed_calls(make):
-    group = make(Model, size=7, options={"collectives": False})
-    group.init_model.remote("a")
-    group.load_checkpoint([1, 2, 3, 4])
-    group.train()
-    group.restart()
-    assert [log for _, _, log in group.read()] == [[("init", "a"), ("load", [1 + rank])] for rank in range(4)]
-    group.train()
-    group.restart(ranks=[3])
-    logs = [log for _, _, log in group.read()]
-    assert logs[3] == [("init", "a"), ("load", [4])] and ("train", None) in logs[0]
-
-
 def test_restart_repeats_a_call_that_has_just_been_sent(make, monkeypatch):
     """The restart of another thread, before the thread that has sent the call goes on."""
     group = make(Model, size=7)
