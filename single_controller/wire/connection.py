@@ -172,7 +172,7 @@ class Connection:
         self._read = bytearray()  # what has arrived of an incomplete frame
         self._unsent = bytearray()
         self._lost = False
-        self._failed: OSError | None = None  # what sending has raised. The system tells each error once
+        self._failed: OSError | None = None  # what sending raised first. The system tells each error once
         self._writing = False
         sock.setblocking(False)
         _keep_alive(sock)
@@ -197,7 +197,7 @@ class Connection:
                         self._writing = True
                         hub.change(self._sock, _BOTH)
             except OSError as error:
-                self._failed = error.with_traceback(None)
+                self._failed = self._failed or error.with_traceback(None)  # later ones only tell that it is shut down
                 self._shut()  # the hub's thread sees that, and tells the reason
             except BaseException:  # KeyboardInterrupt: nobody knows how much was sent
                 self._shut()
