@@ -753,7 +753,8 @@ class WorkerGroup(VerlGroup, Closing):
                     call.sent(sent)
                     if inputs is not None and sent.give is not None:
                         inputs.follow(sent.give)
-                        if not call.late:  # it was abandoned meanwhile
+                        # Since `Call.sent`, it may have been abandoned: it then waits for no rank.
+                        if (state.closed or state.broken is not None) and not call.late:
                             inputs.withdraw()
                     if again is not None and spec.registration.replay:  # now, before a restart looks for it
                         self._log_replay(call, spec, options, again)
