@@ -93,6 +93,16 @@ def test_await_joins_outside_the_event_loop(make_group):
     assert longest < 0.4, "the join, of half a second, ran in the event loop"
 
 
+def test_two_awaits_of_one_future_return_the_same_object(counters):
+    future = counters.add.remote(0)
+
+    async def main():
+        return await asyncio.gather(_value(future), _value(future))
+
+    first, second = asyncio.run(main())
+    assert first is second and first == [100, 101, 102, 103] and future.result() is first
+
+
 @pytest.mark.ray_when_full
 @overlapping
 def test_await_that_was_given_up_leaves_nothing_behind(fragile):

@@ -160,6 +160,14 @@ class TestHandshake:
         with pytest.raises(HandshakeError):
             welcomed(key, of_rank, of_driver, session, received_text(recorded[-32:], 0))
 
+    def test_link_with_another_key_is_never_opened(self, rank):
+        stranger = Link(rank.listener.address._replace(key=b"x" * 32))
+        assert not stranger.opened.wait(0.5)
+        call(stranger, b"no")
+        time.sleep(0.3)
+        stranger.close()
+        assert rank.ran == []
+
     @pytest.mark.parametrize(
         "sent",
         [
