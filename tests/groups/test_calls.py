@@ -41,7 +41,6 @@ def test_methods_may_be_named_like_library_internals(transport, make_group):
 def test_class_under_ray_remote(make_group):
     group = make_group(RemoteCounter, start=5)
     assert group.add(10) == group.add(x=0) == [15, 16, 17, 18]
-    assert group.on(RemoteCounter.add)(0) == [15, 16, 17, 18]
     assert str(inspect.signature(group.add)) == "(x)"
     with pytest.raises(TypeError, match="_ray_trace_ctx"):
         group.add(1, _ray_trace_ctx=None)

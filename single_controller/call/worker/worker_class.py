@@ -178,7 +178,6 @@ class WorkerClass:
     def name_of(self, method: object) -> str:
         """The name of a method that was passed as a function, such as ``Scorer.score``. If the function is not one of
         the class's own, compare module and qualified name, because a class that another process returns is a copy."""
-        method = getattr(method, "__func__", method)  # the attributes of a class under @ray.remote are bound
         if not inspect.isfunction(method):
             raise TypeError(
                 f"group.on() takes a method of the worker class, as in group.on(Scorer.score); got {method!r}"
