@@ -104,7 +104,7 @@ def test_values_are_not_rounded_to_bfloat16(pair_of, llama_folder, data):
 
 def test_call_order_does_not_matter_and_values_bypass_the_driver(pair_of, llama_folder, data):
     # So long that the values of a rank, of 7 or 8 rows, are more than a frame has.
-    rows = TensorDict({key: pad(value, (0, 24_000)) if value.dim() == 2 else value for key, value in data.items()},
+    rows = TensorDict({key: pad(value, (0, 44_000)) if value.dim() == 2 else value for key, value in data.items()},
                       batch_size=[len(data)])  # fmt: skip
     found = []
     actor, critic = pair_of(2, {"hf_checkpoint": llama_folder, **PPO, **STILL})
